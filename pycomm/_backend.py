@@ -151,7 +151,7 @@ def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float)
     if faults := fault_points():
         extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
-    native = native_options(resolved, host, [0, 1])
+    native = native_options(resolved, host, [])  # no ranks of a job: their numbers are the pair's
     return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pycomm import _extension
 from pycomm._backend import group_timeout, last_error, native_backend, next_number
+from pycomm._flight_record import ranks_text
 from pycomm._settings import timeout_seconds
 from pycomm.errors import BY_CODE, PycommError
 
@@ -76,6 +77,8 @@ class _Round:
     ) -> None:
         self.group = group
         self.backend = backend
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        """What errors call the ranks: their numbers in the job, by their number in the group."""
         self.hosts: Sequence[str] = _extension.native.rank_hosts(backend)
         self.store = dist.distributed_c10d._get_process_group_store(group)
         self.run_number: int = _extension.native.group_run(backend)
@@ -170,21 +173,30 @@ class _Round:
 
     def _missing(self, ranks: Sequence[int]) -> Exception:
         own = self.group.rank()
-        named = ", ".join(f"{rank} (on {self.hosts[rank]})" for rank in ranks)
+        named = ", ".join(f"{self.ranks[rank]} (on {self.hosts[rank]})" for rank in ranks)
         summary = (
             f"timed out after {self.timeout_s:g} s: rank{'s' * (len(ranks) > 1)} {named} of "
-            f"{self.group.size()} did not enter it."
+            f"{self._of_whom()} did not enter it."
         )
         if own in ranks:
-            summary += f" This is rank {own}: it came too late."
+            summary += f" This is rank {self.ranks[own]}: it came too late."
         hint = "look at what these ranks are doing: an exception? a slow loader? other calls?"
-        about = {"peer": ranks[0], "peer_host": self.hosts[ranks[0]], "missing": list(ranks)}
+        first = ranks[0]
+        missing = [self.ranks[rank] for rank in ranks]
+        about = {"peer": missing[0], "peer_host": self.hosts[first], "missing": missing}
         return self._error("TIMEOUT", f" {summary}", hint, about)
+
+    def _of_whom(self) -> str:
+        if self.group is dist.distributed_c10d._get_default_group():
+            return str(self.group.size())
+        desc = self.group.group_desc
+        called = self.group.group_name if desc in ("", "undefined") else desc
+        return f"group {called!r} of {ranks_text(self.ranks, 8)}"
 
     def _refused(self, peer: int) -> Exception:
         summary = (
-            f": what the store has from rank {peer} was not written with the secret of this group; "
-            "rank 0 has the details."
+            f": what the store has from rank {self.ranks[peer]} was not written with the "
+            f"secret of this group; rank {self.ranks[0]} has the details."
         )
         hint = "look for another program that writes into this store"
         return self._error("PROTOCOL_VIOLATION", summary, hint, {})
@@ -197,7 +209,7 @@ class _Round:
             "code": code,
             "summary": summary,
             "hint": hint,
-            "rank": own,
+            "rank": self.ranks[own],
             "host": self.hosts[own],
             "op": "monitored_barrier",
             "sequence": self.number,

@@ -24,7 +24,7 @@ class ErrorRecord(Mapping[str, Any]):
     cause: str | None = None
     """The kernel's reason, or the error underneath."""
     rank: int | None = None
-    """The rank that raises the error, in the group's numbers, as ``peer``."""
+    """The rank that raises the error. Ranks have their numbers in the job, also in a subgroup."""
     host: str | None = None
     """The host of ``rank``."""
     peer: int | None = None
@@ -32,7 +32,9 @@ class ErrorRecord(Mapping[str, Any]):
     peer_host: str | None = None
     """The host of ``peer``."""
     group: str | None = None
-    """torch's name of the group."""
+    """What torch calls the group: its ``group_desc`` if it has one, else its name."""
+    group_ranks: str | None = None
+    """The ranks of the group, "1, 3"; None for the default group."""
     epoch: int | None = None
     """How often the group has changed its members: 0."""
     op: str | None = None

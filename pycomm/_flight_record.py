@@ -14,10 +14,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _FORMAT = "pycomm-flight-record"
-_VERSION = 2
+_VERSION = 3
+_LISTED = 8
 _TICKET = b'{"ticket":'
 
 _T = TypeVar("_T")
+
+
+def ranks_text(ranks: Iterable[int], most: int | None = None) -> str:
+    """ "rank 3", "ranks 0, 2 and 3", "ranks 0 to 7"; with ``most``, "ranks 0, 2, 5 and 9 more"."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 3 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    if most is not None and len(numbers) > most + 1:
+        return f"ranks {', '.join(map(str, numbers[:most]))} and {len(numbers) - most} more"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 class BadRecordError(ValueError):
@@ -93,7 +106,11 @@ class GroupRecord:
     """One group, as one rank recorded it."""
 
     name: str
+    desc: str | None = None
+    """torch's description of it (``group_desc``), once the rank has issued an operation."""
     rank: int
+    """This rank's number in the group, as in ``hosts`` and ``global_ranks``; all else, such as the
+    roots and peers of operations, has the numbers of the job."""
     size: int
     global_ranks: tuple[int, ...]
     """The world's numbers of the group's ranks; empty: the same numbers."""
@@ -114,6 +131,18 @@ class GroupRecord:
     def world_rank(self, rank: int) -> int:
         """The world's number of one of the group's ranks."""
         return self.global_ranks[rank] if self.global_ranks else rank
+
+    @property
+    def called(self) -> str:
+        """Its description, else its name."""
+        return self.desc or self.name
+
+    @property
+    def title(self) -> str:
+        """ "group 0", "group 'dp' of ranks 1 and 3"."""
+        if not self.global_ranks:
+            return f"group {self.called}"
+        return f"group {self.called!r} of {ranks_text(self.global_ranks, _LISTED)}"
 
     def host_of(self, rank: int) -> str | None:
         """The host of one of the group's ranks, if it is known."""

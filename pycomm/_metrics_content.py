@@ -125,8 +125,6 @@ def _add_group(out: MetricsText, group: Mapping[str, Any], counts: OperationCoun
     out.add("pycomm_group_failed", int(failure is not None), group=name)
     if failure is not None:
         peer = failure.get("peer")
-        if peer is not None and group["global_ranks"]:
-            peer = group["global_ranks"][peer]
         out.add(
             "pycomm_group_failure_info",
             1,

@@ -52,7 +52,7 @@ def check_same_on_all_ranks(
         bytes(other[:size].tolist()).decode()
         for other, size in zip(_gather(padded, group), sizes, strict=True)
     ]
-    raise ConfigMismatchError(_first_difference(texts))
+    raise ConfigMismatchError(_first_difference(texts, dist.get_process_group_ranks(group)))
 
 
 def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -94,26 +94,30 @@ def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return gathered
 
 
-def _first_difference(texts: Sequence[str]) -> str:
-    """The first difference between rank 0 and the first rank that differs from it."""
+def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """The first difference between the first rank and the first that differs from it.
+
+    ``ranks`` has their numbers in the job, by their number in the group.
+    """
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
     rank = different[0]
     lines = itertools.zip_longest(texts[0].split("\n"), texts[rank].split("\n"))
     mine, other = next((mine, other) for mine, other in lines if mine != other)
-    others = f"; ranks {different} differ from rank 0" if len(different) > 1 else ""
+    first, named = ranks[0], [ranks[each] for each in different]
+    others = f"; ranks {named} differ from rank {first}" if len(named) > 1 else ""
     return (
-        f"the models on the ranks differ: {_compare(mine, other, rank)}{others}. "
+        f"the models on the ranks differ: {_compare(mine, other, first, named[0])}{others}. "
         "All ranks must wrap the same model with the same options."
     )
 
 
-def _compare(first: str | None, other: str | None, rank: int) -> str:
+def _compare(first: str | None, other: str | None, zero: int, rank: int) -> str:
     if first is None or other is None:
         kind, name, what = (first or other or "").split("\t")
-        has, lacks = (0, rank) if other is None else (rank, 0)
+        has, lacks = (zero, rank) if other is None else (rank, zero)
         return f"{kind} {name!r}, {what}, exists on rank {has} and not on rank {lacks}"
     kind, name, what = first.split("\t")
     other_kind, other_name, other_what = other.split("\t")
     if (kind, name) == (other_kind, other_name):
-        return f"{kind} {name!r} is {what} on rank 0 and {other_what} on rank {rank}"
-    return f"where rank 0 has {kind} {name!r}, rank {rank} has {other_kind} {other_name!r}"
+        return f"{kind} {name!r} is {what} on rank {zero} and {other_what} on rank {rank}"
+    return f"where rank {zero} has {kind} {name!r}, rank {rank} has {other_kind} {other_name!r}"

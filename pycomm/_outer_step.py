@@ -75,20 +75,23 @@ class Place(NamedTuple):
         return f"sent fragment {self.fragment} {at} after {self.version} {steps}"
 
 
-def check_places(places: Sequence[Place], op: str) -> None:
-    """Raises CollectiveMismatchError, on all ranks alike, unless they are at the same place."""
+def check_places(places: Sequence[Place], op: str, ranks: Sequence[int]) -> None:
+    """Raises CollectiveMismatchError, on all ranks alike, unless they are at the same place.
+
+    ``ranks`` has the numbers of the places' ranks in the job.
+    """
     different = [rank for rank, place in enumerate(places) if place[:3] != places[0][:3]]
     if different:
-        rank = different[0]
+        other = different[0]
         raise CollectiveMismatchError(
-            f"The ranks are at different places: rank 0 {places[0]}; rank {rank} {places[rank]}. "
-            "Nothing was changed. Try: call step() equally often on all ranks, sync() on all, and "
-            "load checkpoints of one step",
-            {"peer": rank, "op": op},
+            f"The ranks are at different places: rank {ranks[0]} {places[0]}; rank {ranks[other]} "
+            f"{places[other]}. Nothing was changed. Try: call step() equally often on all ranks, "
+            "sync() on all, and load checkpoints of one step",
+            {"peer": ranks[other], "op": op},
         )
-    other = first_other([place.checksum for place in places])
-    if other is not None:
-        raise anchors_differ(other, op, f"fragment {places[0].fragment}")
+    first = first_other([place.checksum for place in places])
+    if first is not None:
+        raise anchors_differ(ranks[first], op, f"fragment {places[0].fragment}")
 
 
 def anchors_differ(rank: int, op: str, which: str = "") -> CollectiveMismatchError:
@@ -178,6 +181,7 @@ class Flight:
         place = Place(step, fragment.index, fragment.version, fragment.checksum())
         mine = torch.tensor(place, dtype=torch.int64, device=device)
         self._places = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        self._ranks = dist.get_process_group_ranks(group)
         self._works = [dist.all_gather(self._places, mine, group=group, async_op=True)]
         for chunk in self._chunks:
             wire = chunk.wire()
@@ -322,7 +326,8 @@ class Flight:
         device = self._places[0].device
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
-        check_places([Place(*place.tolist()) for place in self._places], "all_reduce")
+        places = [Place(*place.tolist()) for place in self._places]
+        check_places(places, "all_reduce", self._ranks)
 
 
 def _encoded_nbytes(wire: torch.Tensor, wire_dtype: str | None) -> int:

@@ -288,7 +288,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
 
     def _describe_bucket(self, bucket: GradBucket) -> str:
         names = some(names_of(self.module, bucket.parameters()))
-        rank = dist.get_rank(self.process_group)
+        rank = dist.get_rank()  # in the job
         return f"in the comm hook of rank {rank}, bucket {bucket.index()} with {names}"
 
     def join(

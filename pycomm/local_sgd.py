@@ -230,7 +230,7 @@ class DiLoCo(LocalSGD):
         device = next(iter(self._parameters.values())).device
         of_ranks = gather_numbers([moved, checksum], self._group, device)
         if (rank := first_other([other for _, other in of_ranks])) is not None:
-            raise anchors_differ(rank, "all_gather")
+            raise anchors_differ(dist.get_global_rank(self._group, rank), "all_gather")
         self._compared = True
         return any(each for each, _ in of_ranks)
 

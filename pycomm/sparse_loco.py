@@ -167,15 +167,16 @@ class SparseLoCo(LocalSGD):
         work.wait()  # with NCCL the first one only orders streams, and this one raises
         different = [rank for rank, head in enumerate(heads) if head[:2] != heads[0][:2]]
         if different:
-            rank = different[0]
+            wrong = different[0]
+            first, rank = (dist.get_global_rank(self._group, each) for each in (0, wrong))
             raise CollectiveMismatchError(
-                f"The ranks are at different places: rank 0 {_place(*heads[0][:2])}, rank {rank} "
-                f"{_place(*heads[rank][:2])}. Nothing was changed. Try: call step() equally often "
-                "on all ranks, sync() on all, and load checkpoints of one step",
+                f"The ranks are at different places: rank {first} {_place(*heads[0][:2])}, rank "
+                f"{rank} {_place(*heads[wrong][:2])}. Nothing was changed. Try: call step() "
+                "equally often on all ranks, sync() on all, and load checkpoints of one step",
                 {"peer": rank, "op": "all_gather"},
             )
         if (other := first_other([head[3] for head in heads])) is not None:
-            raise anchors_differ(other, "all_gather")
+            raise anchors_differ(dist.get_global_rank(self._group, other), "all_gather")
         self._compared = True
         if not any(head[2] for head in heads):
             return []

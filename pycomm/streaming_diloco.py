@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pycomm._backend import native_backend
@@ -219,7 +220,7 @@ class StreamingDiLoCo(LocalSGD):
         for fragment in self._fragments:
             parts = [each[3 * fragment.index : 3 * fragment.index + 3] for each in of_ranks]
             places = [Place(0, fragment.index, version, check) for _, version, check in parts]
-            check_places(places, "all_gather")
+            check_places(places, "all_gather", dist.get_process_group_ranks(self._group))
             if any(trained for trained, _, _ in parts):
                 found.append(fragment)
         for fragment in self._fragments:

@@ -192,6 +192,7 @@ std::string ErrorRecord::line() const {
   addPair(out, "peer", peer);
   addPair(out, "peer_host", peer_host);
   addPair(out, "group", group);
+  addPair(out, "group_ranks", group_ranks);
   addPair(out, "epoch", epoch);
   addPair(out, "op", op);
   addPair(out, "seq", sequence);
@@ -231,12 +232,15 @@ std::string ErrorRecord::serialize() const {
   return out;
 }
 
-std::optional<ErrorRecord> ErrorRecord::deserialize(const std::string& bytes, int size) {
+std::optional<ErrorRecord> ErrorRecord::deserialize(const std::string& bytes, int size, const JobRanks& ranks) {
   Reader in{bytes};
   ErrorRecord record;
   record.code = static_cast<ErrorCode>(in.number(1, UINT16_MAX));
-  record.rank = static_cast<int>(in.number(-1, int64_t{size} - 1));
-  record.peer = static_cast<int>(in.number(-1, int64_t{size} - 1));
+  for (int* rank : {&record.rank, &record.peer}) {
+    *rank = static_cast<int>(in.number(-1, INT32_MAX));
+    const int in_group = ranks.inGroup(*rank);
+    in.ok = in.ok && (*rank == -1 || (in_group >= 0 && in_group < size));
+  }
   for (int64_t* value :
        {&record.epoch, &record.sequence, &record.numel, &record.bytes_done, &record.bytes_total, &record.elapsed_ms}) {
     *value = in.number();

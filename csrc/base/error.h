@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/error_phase.h"
+#include "base/job_ranks.h"
 
 namespace pycomm {
 
@@ -49,7 +50,7 @@ enum class ErrorCode : uint16_t {
 [[nodiscard]] const char* errorCodeName(ErrorCode code) noexcept;
 
 /// Everything known about one failure. A plain value: copied, sent to other ranks, printed. Unknown fields keep their
-/// defaults and do not appear in the text.
+/// defaults and do not appear in the text. Ranks have their numbers in the job (JobRanks), in fields and in sentences.
 struct ErrorRecord {
   static constexpr int kThisEnd = -2; ///< the end of a link at which the error is seen
   ErrorCode code = ErrorCode::Internal;
@@ -62,6 +63,8 @@ struct ErrorRecord {
       -1; ///< the rank that caused it, or that this rank waited for; a link, which knows no ranks, may say kThisEnd
   std::string peer_host;
   std::string group;
+  std::string
+      group_ranks; ///< JobRanks::list() of the group; does not travel: every rank that reads a record knows its group
   int64_t epoch = -1;
   std::string op; ///< "all_reduce"
   int64_t sequence = -1; ///< the group's operation number, or its 64-bit id
@@ -80,8 +83,11 @@ struct ErrorRecord {
   /// A compact binary form for error frames. Texts that are too long are truncated.
   [[nodiscard]] std::string serialize() const;
   /// Accepts any bytes. Returns nullopt if no rank of a group of `size` can have written them: they do not parse, the
-  /// code is Ok or unknown, or `rank` or `peer` is not in [-1, size). The texts of the result are printable().
-  [[nodiscard]] static std::optional<ErrorRecord> deserialize(const std::string& bytes, int size);
+  /// code is Ok or unknown, or `rank` or `peer` is neither -1 nor one of the group. The texts of the result are printable().
+  [[nodiscard]] static std::optional<ErrorRecord> deserialize(
+      const std::string& bytes,
+      int size,
+      const JobRanks& ranks = {});
   /// Upper bound of serialize().size().
   static constexpr size_t kMaxSerializedNbytes = 16 << 10;
 };

@@ -112,19 +112,22 @@ SecurityPolicy policyNamed(const std::string& name) {
 
 /// torch's store, with a seal on every value if there is a secret.
 struct SealedAdapter {
-  SealedAdapter(std::shared_ptr<Store> adapter, const Secret& secret)
-      : inner(std::move(adapter)), sealed(*inner, secret) {}
+  SealedAdapter(std::shared_ptr<Store> adapter, const Secret& secret, const JobRanks& job)
+      : inner(std::move(adapter)), sealed(*inner, secret, job) {}
 
   std::shared_ptr<Store> inner;
   SealedStore sealed;
 };
 
-std::shared_ptr<Store> storeOf(const c10::intrusive_ptr<c10d::Store>& store, const Secret* secret) {
+std::shared_ptr<Store> storeOf(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const Secret* secret,
+    const JobRanks& job) {
   auto adapter = std::make_shared<StoreAdapter>(store);
   if (secret == nullptr) {
     return adapter;
   }
-  const auto both = std::make_shared<SealedAdapter>(std::move(adapter), *secret);
+  const auto both = std::make_shared<SealedAdapter>(std::move(adapter), *secret, job);
   return {both, &both->sealed};
 }
 
@@ -155,8 +158,7 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
   }
   const bool bare = group.identity().tls != nullptr && group.topology().hosts() > 1;
   if (bare && !config.must_use_nccl) {
-    log(LogLevel::Info,
-        "group " + group.identity().name + ": CUDA tensors do not use NCCL, which would send them in plain");
+    log(LogLevel::Info, group.identity().text() + ": CUDA tensors do not use NCCL, which would send them in plain");
     return config;
   }
   if (bare && options.security == "require") {
@@ -167,7 +169,7 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
   }
   if (bare && group.identity().rank == 0) {
     log(LogLevel::Warn,
-        "group " + group.identity().name +
+        group.identity().text() +
             ": with cuda_mode=nccl, CUDA tensors travel in plain from host to host although there is a secret. Try: "
             "PYCOMM_CUDA_MODE=auto");
   }
@@ -177,7 +179,7 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
   if (config.must_use_nccl && !config.may_use_nccl) {
     throw Error(
         ErrorCode::Unsupported,
-        "cuda_mode=nccl, but rank " + std::to_string(no - whys.begin()) + " " + *no + ".",
+        "cuda_mode=nccl, but " + group.identity().job.text(static_cast<int>(no - whys.begin())) + " " + *no + ".",
         "use cuda_mode='auto', which falls back to pinned memory of the host");
   }
   return config;
@@ -205,6 +207,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     RendezvousConfig& rendezvous = config.rendezvous;
     rendezvous.rank = rank;
     rendezvous.size = size;
+    rendezvous.job = JobRanks(options.global_ranks); // none: the default group, whose ranks are the job's
     rendezvous.group_name = group_name;
     rendezvous.store_host = options.store_host;
     rendezvous.spec = InterfaceSpec::parse(options.interface);
@@ -229,12 +232,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     config.heartbeat_every_ms = options.heartbeat_timeout_ms / kHeartbeatsInTimeout;
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
-    config.global_ranks = options.global_ranks;
-    if (!options.global_ranks.empty()) { // empty: the default group, whose ranks are the world's
-      config.world_rank = options.global_ranks.at(static_cast<size_t>(rank));
-    }
 
-    const std::shared_ptr<Store> meeting_place = storeOf(store, options.secret.get());
+    const std::shared_ptr<Store> meeting_place = storeOf(store, options.secret.get(), rendezvous.job);
     const std::shared_ptr<Group> group = joinGroup(*meeting_place, config);
     settings.cuda = cudaConfig(options, *group);
     return c10::make_intrusive<PycommBackend>(meeting_place, group, settings);
@@ -379,9 +378,9 @@ void bindBackend(py::module_& m) {
         const GroupIdentity& identity = asPycomm(backend).group().identity();
         return raising([&] {
           if (identity.tls != nullptr) {
-            return Seal(identity.tls->secret()).opened(key, text);
+            return Seal(identity.tls->secret(), identity.job).opened(key, text);
           }
-          refuseSealed(key, text);
+          refuseSealed(key, text, identity.job);
           return text;
         });
       },

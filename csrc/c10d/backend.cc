@@ -51,14 +51,15 @@ c10d::ErrorType PycommBackend::getError() {
   if (failure->code == ErrorCode::Timeout) {
     return c10d::ErrorType::TIMEOUT;
   }
-  return failure->peer >= 0 && failure->peer != getRank() ? c10d::ErrorType::REMOTE_ERROR : c10d::ErrorType::COMM_ERROR;
+  return failure->peer >= 0 && failure->peer != group_->identity().jobRank() ? c10d::ErrorType::REMOTE_ERROR
+                                                                             : c10d::ErrorType::COMM_ERROR;
 }
 
 void PycommBackend::abort() {
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;
-  reason.peer = getRank();
-  reason.summary = "Rank " + std::to_string(getRank()) + " aborted the process group.";
+  reason.peer = group_->identity().jobRank();
+  reason.summary = "Rank " + std::to_string(reason.peer) + " aborted the process group.";
   group_->abort(reason);
 }
 
@@ -121,7 +122,18 @@ uint32_t PycommBackend::tagFor() const {
 }
 
 std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
+  if (!entitled_.load(std::memory_order_relaxed) && !entitled_.exchange(true)) {
+    entitle();
+  }
   return group_->start(call);
+}
+
+// torch sets its description of a group after it has made the backend, and two of these say nothing.
+void PycommBackend::entitle() {
+  const std::string& description = getGroupDesc();
+  if (!description.empty() && description != "undefined" && description != "default_pg") {
+    group_->entitle(description);
+  }
 }
 
 PycommBackend::Prepared PycommBackend::prepare(Codec codec) const {
@@ -202,7 +214,7 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
                          size_t ended, const std::optional<ErrorRecord>& failure) {
     if (failure) {
       ErrorRecord reason = *failure;
-      reason.peer = group->identity().rank;
+      reason.peer = group->identity().jobRank();
       group->abort(reason);
     }
     const bool in_pieces = reads && !failure && operations.front()->request().extras().pieces != nullptr;
@@ -297,7 +309,7 @@ void PycommBackend::abandon(Window window) {
   }
   ErrorRecord why;
   why.code = ErrorCode::InvalidArgument;
-  why.rank = getRank();
+  why.rank = group_->identity().jobRank();
   why.summary = "The operation was never begun: the body of its coalescing manager has raised.";
   why.hint = "see the exception of that body";
   window.nccl->abandon(*window.launch, window.operations, why);

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -230,6 +231,8 @@ class PycommBackend final : public c10d::Backend {
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  /// Tells the group what torch calls it.
+  void entitle();
   /// Lets the device encode the tensors that travel encoded, if it can: fewer bytes cross the bus then.
   void encodeOnDevice(Group::Call& call, PycommWork::Content& content) const;
   /// Starts operations whose input is still on a device: each takes its place in the group's order now, and begins when its input is
@@ -277,6 +280,7 @@ class PycommBackend final : public c10d::Backend {
   /// Ends a window whose manager's body has raised: its calls for NCCL fail, the others go on.
   void abandon(Window window);
   void launch(Window& window);
+  std::atomic<bool> entitled_{false};
   std::mutex windows_mutex_; ///< guards windows_
   std::map<std::thread::id, Window> windows_;
 };

@@ -101,7 +101,7 @@ void CudaDevices::decideNccl(const std::shared_ptr<CudaDevice>& on, Deadline dea
   }
   if (group_->identity().rank == 0) {
     log(LogLevel::Info,
-        "group " + group_->identity().name + ": CUDA tensors go " +
+        group_->identity().text() + ": CUDA tensors go " +
             (made != nullptr ? "by NCCL, " + made->origin() : "through the host: " + why_not));
   }
 }

@@ -25,7 +25,7 @@ constexpr int kDayMs = 24 * 3600 * 1000;
 ErrorRecord interrupted(const Group& group) {
   ErrorRecord record;
   record.code = ErrorCode::Aborted;
-  record.peer = group.identity().rank;
+  record.peer = group.identity().jobRank();
   record.summary =
       "Rank " + std::to_string(record.peer) + " was interrupted while it began a collective of CUDA tensors.";
   return record;
@@ -103,11 +103,13 @@ std::string NcclGroup::whyNot(
   for (size_t peer = 0; peer < size; ++peer) {
     const std::string theirs(reinterpret_cast<const char*>(gpu_ids.data() + peer * kGpuIdNbytes));
     if (theirs.front() == kRefusal) {
-      return "rank " + std::to_string(peer) + " cannot use it: " + theirs.substr(1);
+      return group.identity().job.text(static_cast<int>(peer)) + " cannot use it: " + theirs.substr(1);
     }
     const auto [owner, first] = owners.emplace(theirs, peer);
     if (!first) {
-      return "ranks " + std::to_string(owner->second) + " and " + std::to_string(peer) + " share a GPU";
+      const JobRanks& job = group.identity().job;
+      return "ranks " + std::to_string(job.of(static_cast<int>(owner->second))) + " and " +
+          std::to_string(job.of(static_cast<int>(peer))) + " share a GPU";
     }
   }
   return "";
@@ -125,6 +127,7 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
   std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(group), std::move(device), stopped));
   cuda::NcclComm::Config config;
   config.rank = made->group_->identity().rank;
+  config.job_rank = made->group_->identity().jobRank();
   config.size = made->group_->identity().size;
   config.group = made->group_->identity().name;
   config.stream = made->device_->sideStream();
@@ -141,7 +144,7 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
   } catch (const std::exception&) {
     ErrorRecord reason = caughtOnDevice();
     const Error error(reason);
-    reason.peer = made->group_->identity().rank;
+    reason.peer = made->group_->identity().jobRank();
     made->group_->abort(reason); // the others wait in the same place
     interruptible.rethrow();
     throw error;
@@ -245,7 +248,7 @@ void NcclGroup::launch(
   } catch (const std::exception&) {
     ErrorRecord record = caughtOnDevice();
     if (!group_->failure() && hasFailed()) {
-      record.peer = group_->identity().rank;
+      record.peer = group_->identity().jobRank();
       group_->abort(record);
     }
     for (const auto& operation : operations) {
@@ -298,7 +301,7 @@ void NcclGroup::look() {
       record = caughtOnDevice();
     }
     if (record.peer < 0) {
-      record.peer = group_->identity().rank;
+      record.peer = group_->identity().jobRank();
     }
     if (!group_->failure()) {
       group_->abort(record);

@@ -28,7 +28,7 @@ std::exception_ptr MessageWork::exception() const {
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
-  waitFor(*owner_->group, *operation_, rank_, timeout, deadline);
+  waitFor(*owner_->group, *operation_, timeout, deadline);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     completed_ = true;

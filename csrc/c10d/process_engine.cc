@@ -20,9 +20,9 @@ Engine* g_engine = nullptr;
 ErrorRecord interrupted(const RendezvousConfig& meeting) {
   ErrorRecord record;
   record.code = ErrorCode::Aborted;
-  record.rank = record.peer = meeting.rank;
+  record.rank = record.peer = meeting.job.of(meeting.rank);
   record.host = record.peer_host = localHostName();
-  record.summary = "Rank " + std::to_string(meeting.rank) + " on " + record.host +
+  record.summary = "Rank " + std::to_string(record.rank) + " on " + record.host +
       " was interrupted by a signal, such as Ctrl-C, while the group was made";
   record.hint = "start the job again";
   return record;

@@ -28,6 +28,7 @@ namespace pycomm {
   number("peer", record.peer);
   text("peer_host", record.peer_host);
   text("group", record.group);
+  text("group_ranks", record.group_ranks);
   number("epoch", record.epoch);
   text("op", record.op);
   number("sequence", record.sequence);

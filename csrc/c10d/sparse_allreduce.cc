@@ -121,17 +121,18 @@ struct SparseSum {
 
   void sum() {
     await(*first);
-    const int rank = group->identity().rank;
+    const GroupIdentity& identity = group->identity();
+    const int rank = identity.rank;
     const Shape& mine = shapes[static_cast<size_t>(rank)];
     for (size_t peer = 0; peer < shapes.size(); ++peer) {
       if (!shapes[peer].sameButNnz(mine)) {
         ErrorRecord record;
         record.code = ErrorCode::CollectiveMismatch;
         record.op = kOp;
-        record.rank = rank;
-        record.peer = static_cast<int>(peer);
-        record.summary = "all_reduce: rank " + std::to_string(rank) + " has a sparse tensor of " + mine.text() +
-            "; rank " + std::to_string(peer) + " one of " + shapes[peer].text() + ".";
+        record.rank = identity.jobRank();
+        record.peer = identity.job.of(static_cast<int>(peer));
+        record.summary = "all_reduce: " + identity.job.text(rank) + " has a sparse tensor of " + mine.text() + "; " +
+            identity.job.text(static_cast<int>(peer)) + " one of " + shapes[peer].text() + ".";
         record.hint = "pass sparse tensors of one shape and dtype on all ranks";
         throw Error(record);
       }

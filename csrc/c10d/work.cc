@@ -236,7 +236,7 @@ void PycommWork::synchronize() {
   wait(kNoTimeout);
 }
 
-void waitFor(Group& group, const Operation& operation, int rank, std::chrono::milliseconds timeout, Deadline deadline) {
+void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds timeout, Deadline deadline) {
   const auto ended = [&] {
     return raising([&] { return group.wait(operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
   };
@@ -244,15 +244,14 @@ void waitFor(Group& group, const Operation& operation, int rank, std::chrono::mi
     if (deadline.expired()) {
       ErrorRecord record;
       record.code = ErrorCode::Timeout;
-      record.rank = rank;
       record.op = operation.name();
       record.sequence = operation.identified() ? operation.request().id.sequence : -1;
       record.dtype = dtypeName(operation.request().descriptor.dtype);
       record.numel = operation.request().descriptor.numel;
       record.phase = ErrorPhase::Wait;
       record.elapsed_ms = timeout.count();
-      record.summary = "wait() timed out after " + std::to_string(timeout.count()) + " ms: " + operation.label() +
-          " has not ended; it goes on.";
+      record.summary = "wait() timed out after " + std::to_string(timeout.count()) +
+          " ms: " + operation.label(group.identity().job) + " has not ended; it goes on.";
       record.hint = "wait again, with more time";
       throwToPython(errorOf(record, group.identity()));
     }
@@ -268,7 +267,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
     if (only_orders) {
       break;
     }
-    waitFor(*state_->group, *operation, rank_, timeout, deadline);
+    waitFor(*state_->group, *operation, timeout, deadline);
   }
   if (!only_orders) {
     state_->finish();
@@ -317,8 +316,8 @@ void PycommWork::blockCurrentStream() {
 void PycommWork::abort() {
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;
-  reason.peer = rank_;
-  reason.summary = "Rank " + std::to_string(rank_) + " aborted an operation.";
+  reason.peer = state_->group->identity().jobRank();
+  reason.summary = "Rank " + std::to_string(reason.peer) + " aborted an operation.";
   state_->group->abort(reason);
 }
 

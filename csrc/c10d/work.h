@@ -17,7 +17,7 @@ namespace pycomm {
 
 /// Waits for an operation on behalf of a Work of `rank`, and checks for Ctrl-C meanwhile. Throws Python exceptions, also if `deadline`
 /// passes, which came from `timeout`: then the operation goes on.
-void waitFor(Group& group, const Operation& operation, int rank, std::chrono::milliseconds timeout, Deadline deadline);
+void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds timeout, Deadline deadline);
 
 /// The Work that a call to the backend returns.
 ///

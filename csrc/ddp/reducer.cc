@@ -29,7 +29,7 @@ Reducer::Reducer(
     : params_(std::move(params)),
       group_(std::move(group), backend, params_),
       options_(std::move(options)),
-      trained_(std::move(store), group_.rank(), params_),
+      trained_(std::move(store), group_.rank(), group_.job(), params_),
       order_(params_.size()),
       pass_(params_.size(), options_.accumulate) {
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");

@@ -55,7 +55,7 @@ void Reducer::takeGradient(size_t index) {
     }
   }
   if (pass_.reducing()) {
-    failure_.raise(group_.rank()); // a second loss after a pass that failed: its buckets cannot be finished
+    failure_.raise(group_.jobRank()); // a second loss after a pass that failed: its buckets cannot be finished
   }
   if (pass_.phase() == BackwardPass::Phase::Armed) {
     beginPass();
@@ -242,11 +242,11 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
 }
 
 void Reducer::throwIfUnfinished() const {
-  failure_.raise(group_.rank());
+  failure_.raise(group_.jobRank());
   if (!pass_.reducing()) {
     return;
   }
-  raiseMissing(group_.rank(), namesOf(params_, pass_.missing(trained_.trained())));
+  raiseMissing(group_.jobRank(), namesOf(params_, pass_.missing(trained_.trained())));
 }
 
 } // namespace pycomm

@@ -29,6 +29,9 @@ ReducerGroup::ReducerGroup(
   auto* ours = dynamic_cast<PycommBackend*>(backend.get());
   TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
   shares_tensors_ = ours != nullptr && ours->supportsTensorAlloc(-1);
+  if (ours != nullptr) {
+    job_ = ours->group().identity().job;
+  }
   codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
 }
 

@@ -28,6 +28,13 @@ class ReducerGroup {
   [[nodiscard]] int rank() const {
     return group_->getRank();
   }
+  /// What errors call its ranks; of a group that is not pycomm's, the group's own numbers.
+  [[nodiscard]] const JobRanks& job() const noexcept {
+    return job_;
+  }
+  [[nodiscard]] int jobRank() const {
+    return job_.of(rank());
+  }
   [[nodiscard]] int size() const {
     return group_->getSize();
   }
@@ -55,6 +62,7 @@ class ReducerGroup {
   c10::Device device_;
   c10::intrusive_ptr<PycommBackend> codec_backend_;
   bool shares_tensors_ = false;
+  JobRanks job_;
 };
 
 } // namespace pycomm

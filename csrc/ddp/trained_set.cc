@@ -23,8 +23,12 @@ std::string textOf(const std::vector<bool>& trained) {
 
 } // namespace
 
-TrainedSet::TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<ReducedParam>& params)
-    : store_(std::move(store)), rank_(rank), trained_(read(params)), at_first_(trained_) {}
+TrainedSet::TrainedSet(
+    c10::intrusive_ptr<c10d::Store> store,
+    int rank,
+    JobRanks job,
+    const std::vector<ReducedParam>& params)
+    : store_(std::move(store)), rank_(rank), job_(std::move(job)), trained_(read(params)), at_first_(trained_) {}
 
 std::optional<size_t> TrainedSet::changed(const std::vector<ReducedParam>& params) const {
   for (size_t index = 0; index < params.size(); ++index) {
@@ -74,8 +78,8 @@ std::optional<std::string> TrainedSet::difference(const std::vector<ReducedParam
       if (mine[index] == theirs[index]) {
         continue;
       }
-      const std::string here = "rank " + std::to_string(rank_);
-      const std::string there = "rank " + std::to_string(rank);
+      const std::string here = job_.text(rank_);
+      const std::string there = job_.text(rank);
       const bool trained_here = mine[index] == '1';
       return "parameter '" + params.at(index).name + "' is trained on " + (trained_here ? here : there) +
           " and frozen on " + (trained_here ? there : here) +

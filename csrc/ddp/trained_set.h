@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/job_ranks.h"
 #include "ddp/reduced_param.h"
 
 namespace pycomm {
@@ -20,7 +21,7 @@ namespace pycomm {
 class TrainedSet {
  public:
   /// `store`: shared by the ranks and by nothing else; null: sets are neither published nor compared.
-  TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<ReducedParam>& params);
+  TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, JobRanks job, const std::vector<ReducedParam>& params);
 
   /// By parameter.
   [[nodiscard]] const std::vector<bool>& trained() const noexcept {
@@ -44,6 +45,7 @@ class TrainedSet {
  private:
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
+  JobRanks job_;
   std::vector<bool> trained_;
   std::vector<bool> at_first_; ///< the same on all ranks: the wrapper has compared them
 };

@@ -69,8 +69,8 @@ WireScale::Outcome WireScale::judge(const std::vector<float>& slots) {
     if (!known) {
       throw Error(
           ErrorCode::DataCorrupt,
-          "the fp16 gradient bucket came back from the all-reduce with " + std::to_string(value) + " where rank " +
-              std::to_string(rank) + " had written the size of its gradients",
+          "the fp16 gradient bucket came back from the all-reduce with " + std::to_string(value) +
+              " where the group's rank " + std::to_string(rank) + " had written the size of its gradients",
           "a backend that adds fp16 elements exactly when all but one are zero; lossy codecs cannot carry this bucket");
     }
     highest = std::max(highest, static_cast<int>(value));

@@ -20,7 +20,7 @@ NcclComm::NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config)
     : api_(api),
       runtime_(runtime),
       config_(std::move(config)),
-      rank_{api_, runtime_, config_.rank, config_.size, config_.group, config_.stream},
+      rank_{api_, runtime_, config_.rank, config_.job_rank, config_.size, config_.group, config_.stream},
       collectives_(rank_) {}
 
 std::unique_ptr<NcclComm> NcclComm::create(NcclApi& api, DeviceRuntime& runtime, Config config) {
@@ -34,7 +34,7 @@ void NcclComm::connect() {
   exit_ = runtime_.createEvent();
   watched_ = runtime_.createStream();
   ErrorRecord making;
-  making.rank = config_.rank;
+  making.rank = config_.job_rank;
   making.group = config_.group;
   making.phase = ErrorPhase::NcclInit;
   NcclUniqueId id;

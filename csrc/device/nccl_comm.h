@@ -37,6 +37,7 @@ class NcclComm {
  public:
   struct Config {
     int rank = 0;
+    int job_rank = 0; ///< what errors call this rank
     int size = 1;
     std::string group;
     Stream stream = nullptr; ///< the side stream

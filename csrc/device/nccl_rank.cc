@@ -28,7 +28,7 @@ void NcclRank::check(NcclResult result, const char* call, NcclHandle comm) const
   }
   ErrorRecord record;
   record.code = codeOf(result);
-  record.rank = rank;
+  record.rank = job_rank;
   record.group = group;
   record.summary = std::string("NCCL: ") + call + " failed.";
   record.cause = ncclResultName(result);
@@ -41,7 +41,7 @@ void NcclRank::check(NcclResult result, const char* call, NcclHandle comm) const
 
 ErrorRecord NcclRank::about(const NcclCall& call) const {
   ErrorRecord record;
-  record.rank = rank;
+  record.rank = job_rank;
   record.group = group;
   record.op = call.name;
   record.sequence = call.sequence;

@@ -14,6 +14,7 @@ struct NcclRank {
   NcclApi& api;
   DeviceRuntime& runtime;
   int rank = 0;
+  int job_rank = 0; ///< what errors call it
   int size = 1;
   std::string group;
   Stream stream = nullptr; ///< the side stream

@@ -34,13 +34,16 @@ bool Group::keepsParts(const ScheduleRequest& schedule) {
   return issuer_.keepsParts(schedule);
 }
 
+void Group::entitle(const std::string& title) {
+  roster_.identity.title->set(title);
+  log_->entitle(title);
+}
+
 void Group::refuseInChild() const {
   if (!engine_.belongsToThisProcess()) {
     ErrorRecord record;
     record.code = ErrorCode::Forked;
-    record.rank = roster_.identity.rank;
-    record.host = roster_.identity.host(roster_.identity.rank);
-    record.group = roster_.identity.name;
+    roster_.identity.sign(record);
     record.summary =
         "A process group cannot be used in a child of fork(): its threads and connections belong to the parent.";
     record.hint = "start workers with the spawn method, or make a new process group in the child";

@@ -40,8 +40,6 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
     int dead_after_ms = 3000; ///< of silence
     size_t flight_slots = 2000; ///< operations that the flight log keeps; 0 switches it off
     std::string flight_dump_prefix; ///< see FlightLog::Subject
-    int world_rank = -1; ///< -1: the rank in this group
-    std::vector<int> global_ranks; ///< see FlightLog::Subject
     Transport transport = Transport::Auto; ///< the same on all ranks
     int streams = 1; ///< connections to each peer over each interface and in each direction; the same on all ranks
     Security security; ///< with a secret, the store is a SealedStore of it
@@ -105,6 +103,8 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return roster_.identity;
   }
+  /// What the group's users call it, once that is known.
+  void entitle(const std::string& title);
   /// How many operations user threads have issued on this rank.
   [[nodiscard]] int64_t operationsIssued() const noexcept {
     return issuer_.issued();
@@ -149,6 +149,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   void connect(const Config& config, std::vector<Listener> listeners, const AbortToken& abort);
   void watchMates(const std::vector<int>& neighbours);
   void waitForNeighbours(Deadline deadline);
+  void sayWhy() noexcept; ///< tells the others that another group of this process has failed
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   /// The door to what a child of fork() does not have, threads and shared memory: every public entry reaches it through one of these. They
   /// throw Error(Forked) there.

@@ -74,9 +74,7 @@ void Group::abort(const ErrorRecord& reason) {
     return;
   }
   ErrorRecord record = reason;
-  record.rank = roster_.identity.rank;
-  record.host = roster_.identity.host(roster_.identity.rank);
-  record.group = roster_.identity.name;
+  roster_.identity.sign(record);
   engine_.control().run(Loop::owned(planes_, [&] {
     if (ControlPlane* const control = planes_.control()) {
       control->notice(record);
@@ -86,6 +84,22 @@ void Group::abort(const ErrorRecord& reason) {
 
 Group::~Group() {
   close();
+}
+
+// Else the other ranks would read only that this one has left.
+void Group::sayWhy() noexcept {
+  try {
+    const auto other = failure_.happened() ? std::nullopt : engine_.recorder().failedBeside(*log_);
+    if (other) {
+      const ErrorRecord why = failedBeside(*other, roster_.identity);
+      engine_.control().run(Loop::owned(planes_, [&] {
+        if (ControlPlane* const control = planes_.control()) {
+          control->leaving(why);
+        }
+      }));
+    }
+  } catch (const std::exception&) { // no memory to say it
+  }
 }
 
 void Group::close() {
@@ -99,12 +113,13 @@ void Group::close() {
   }
   log_->reached(GroupPhase::Closed);
   static_cast<void>(PYCOMM_FAULT("group.close"));
+  sayWhy();
   if (crowds_) {
     engine_.lane().addCrowded(-1);
   }
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
-  reason.rank = roster_.identity.rank;
+  reason.rank = roster_.identity.jobRank();
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
   StepsOfEngine steps(engine_, watches_);

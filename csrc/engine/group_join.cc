@@ -32,18 +32,21 @@ ErrorRecord withOwnPlace(ErrorRecord record, const RendezvousConfig& meeting, Er
     GroupIdentity self;
     self.rank = meeting.rank;
     self.size = meeting.size;
+    self.job = meeting.job;
     self.name = meeting.group_name;
     record = withNeed(std::move(record), self);
     record.summary = cannotJoin(record);
   } else if (
-      record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
+      record.rank >= 0 && record.rank != meeting.job.of(meeting.rank) &&
+      record.peer < 0) { // told by the rank that has the trouble
     record.peer = record.rank;
     record.peer_host = record.host;
     record.summary = cannotJoin(record);
   }
-  record.rank = meeting.rank;
+  record.rank = meeting.job.of(meeting.rank);
   record.host = localHostName();
   record.group = meeting.group_name;
+  record.group_ranks = meeting.job.list();
   record.epoch = 0;
   record.phase = record.phase.known() ? record.phase : phase;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
@@ -60,7 +63,7 @@ ErrorRecord asSeenHere(
   try {
     return withOwnPlace(record, meeting, phase, began);
   } catch (const std::bad_alloc&) {
-    record.rank = meeting.rank;
+    record.rank = meeting.job.of(meeting.rank);
     return record;
   }
 }
@@ -102,8 +105,8 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   subject.group = meeting.group_name;
   subject.rank = meeting.rank;
   subject.size = meeting.size;
-  subject.world_rank = config.world_rank >= 0 ? config.world_rank : meeting.rank;
-  subject.global_ranks = config.global_ranks;
+  subject.world_rank = meeting.job.of(meeting.rank);
+  subject.job = meeting.job;
   subject.slots = config.flight_slots;
   subject.dump_prefix = config.flight_dump_prefix;
   const std::shared_ptr<FlightLog> log = engine.recorder().open(std::move(subject));
@@ -148,7 +151,8 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       if (record.code != ErrorCode::ConnectFailed || !meeting.deadline.expired()) {
         // The first of all ranks counts, as its rank wrote it.
         record = asSeenHere(tellFailure(store, group->roster_.claim, record), meeting, record.phase, began);
-        if (record.peer >= meeting.size) { // another program writes into the store
+        if (const int peer = meeting.job.inGroup(record.peer);
+            record.peer >= 0 && (peer < 0 || peer >= meeting.size)) { // another program writes into the store
           record.peer = -1;
           record.peer_host.clear();
         }
@@ -183,6 +187,7 @@ void Group::connect(const Config& config, std::vector<Listener> listeners, const
   }
   Membership::Config membership;
   membership.rank = identity.rank;
+  membership.job = identity.job;
   membership.hosts = identity.hosts;
   membership.neighbours = controlNeighbours(identity.rank, identity.size, roster_.hostMates());
   membership.group = identity.name;

@@ -63,7 +63,7 @@ MemoryKey MemorySharing::heapKey(int rank) const noexcept {
 }
 
 void MemorySharing::logWithout(const std::string& why) const {
-  log(LogLevel::Info, "group " + identity_.name + " uses no shared memory: " + why);
+  log(LogLevel::Info, identity_.text() + " uses no shared memory: " + why);
 }
 
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
@@ -184,7 +184,7 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
     engine_.lane().run([&] { planes_.data()->useRings(without < 0); });
   }
   if (without >= 0) {
-    std::string why = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];
+    std::string why = identity_.job.text(without) + " has none: " + votes[static_cast<size_t>(without)];
     if (transport == Transport::SharedMemory) {
       throwCannotShare(why);
     }
@@ -195,7 +195,7 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
   }
   if (!one_host) {
     if (identity_.rank == 0) {
-      log(LogLevel::Info, "group " + identity_.name + " uses TCP between hosts, and shared memory within them");
+      log(LogLevel::Info, identity_.text() + " uses TCP between hosts, and shared memory within them");
     }
     return several + "; only links within a host go through it";
   }
@@ -203,8 +203,8 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
   if (copies != votes.end()) {
     opened.heaps = HostHeaps();
     log(LogLevel::Info,
-        "group " + identity_.name + " copies every tensor through shared memory: rank " +
-            std::to_string(copies - votes.begin()) + " has no heap that others could map" +
+        identity_.text() + " copies every tensor through shared memory: " +
+            identity_.job.text(static_cast<int>(copies - votes.begin())) + " has no heap that others could map" +
             (opened.no_heaps.empty() ? "" : ": " + opened.no_heaps));
   }
   openHostPlane(std::move(opened));

@@ -56,14 +56,14 @@ void Security::checkHosts(const Roster& roster) const {
     if (policy == SecurityPolicy::Require && roster.identity.hasPorts()) {
       throw Error(
           ErrorCode::InvalidArgument,
-          "PYCOMM_SECURITY=require, but there is no secret and the ranks of group " + roster.identity.name +
+          "PYCOMM_SECURITY=require, but there is no secret and the ranks of " + roster.identity.text() +
               " do not all reach each other by Unix sockets: only torch's store says that they are on one host, and it is not protected",
           "leave transport at auto and start all ranks as one user; or give the user of each rank the same secret (python -m pycomm "
           "secret --generate, once, and copy the file). PYCOMM_DEBUG=INFO names the rank that is not reached");
     }
     return;
   }
-  const std::string what = "the ranks of group " + roster.identity.name + " are on " +
+  const std::string what = "the ranks of " + roster.identity.text() + " are on " +
       std::to_string(roster.topology.hosts()) +
       " hosts and there is no secret: anybody on the network between them can read and change what they send";
   if (policy == SecurityPolicy::Require) {

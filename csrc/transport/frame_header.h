@@ -18,6 +18,8 @@ enum class FrameType : uint8_t {
   Heartbeat = 8,
   Goodbye = 9, ///< orderly end: the sender sends nothing more and expects nothing more
   Left = 10, ///< on control links: rank `root` has said goodbye to a rank that passes this on
+  Leaving =
+      11, ///< on control links: rank `root` will say goodbye because something else in its process has failed; payload: why, an ErrorRecord
 };
 
 /// The 64 bytes before every payload. Little-endian, as on every machine pycomm supports.
@@ -47,7 +49,8 @@ struct FrameHeader {
   static constexpr uint16_t kMagic = 0x7963; // "cy"
   /// 2: the side that connects waits for the HelloReply; Waiting may answer Waiting.
   /// 3: questions about collectives may travel over control links, from neighbour to neighbour; Left.
-  static constexpr uint8_t kVersion = 3;
+  /// 4: records name ranks by their numbers in the job; Leaving.
+  static constexpr uint8_t kVersion = 4;
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 

@@ -11,10 +11,10 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from pycomm._flight_record import GroupRecord, OperationRecord, ProcessRecord
+from pycomm._flight_record import GroupRecord, OperationRecord, ProcessRecord, ranks_text
 from pycomm._process_reports import Report, reports
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned, align
-from pycomm.trace.findings import ranks_text, seconds_text
+from pycomm.trace.findings import seconds_text
 
 _WIDTH = 79
 _LONGEST_S = 1e6
@@ -94,7 +94,7 @@ def _rows(record: ProcessRecord) -> list[Row]:
             Row(
                 rank=record.rank,
                 pid=record.pid,
-                group=group.name,
+                group=group.called,
                 run=group.run,
                 state=max(group.phases_ns, key=lambda it: group.phases_ns[it], default="?"),
                 op=waiting[0].label if waiting else None,
@@ -130,12 +130,12 @@ def _trouble(record: ProcessRecord, group: GroupRecord, after_ns: int) -> Iterab
     """A group that has failed, or that has not come together."""
     who = f"rank {record.rank} (pid {record.pid})"
     if group.failure is not None:
-        yield f"Group {group.name} has failed on {who}: {group.failure.get('summary', '')}"
+        yield f"G{group.title[1:]} has failed on {who}: {group.failure.get('summary', '')}"
     elif "ready" not in group.phases_ns:
         waited_ns = record.written_ns - min(group.phases_ns.values(), default=record.written_ns)
         if waited_ns >= after_ns:
             yield (
-                f"{who.capitalize()} has waited for the other ranks of group {group.name} for "
+                f"{who.capitalize()} has waited for the other ranks of {group.title} for "
                 f"{seconds_text(waited_ns)}. Try, on the first host of the job: "
                 "python -m pycomm doctor --hosts HOST1,HOST2"
             )
@@ -148,7 +148,7 @@ def _waits_for_messages(record: ProcessRecord, group: GroupRecord, after_ns: int
         if one.op in POINT_TO_POINT and waited_ns >= after_ns:
             yield (
                 f"Rank {record.rank} (pid {record.pid}) waits in {one.label} ({one.described}) of "
-                f"group {group.name}, for {seconds_text(waited_ns)} so far."
+                f"{group.title}, for {seconds_text(waited_ns)} so far."
             )
             return
 
@@ -168,22 +168,22 @@ def _waits(group: Aligned, after_ns: int) -> Iterable[str]:
     what = inside[first]
     same = sorted(rank for rank, mine in inside.items() if mine.id == what.id)
     for_ns = group.members[first].process.written_ns - what.issued_ns
-    text = f"{_named(group, same).capitalize()} of group {group.name} "
+    text = f"{ranks_text(same).capitalize()} of {group.title} "
     text += f"{'waits' if len(same) == 1 else 'wait'} in {what.label} ({what.described}), for "
     text += f"{seconds_text(for_ns)} so far"
     outside = [rank for rank in sorted(group.members) if not _may_be_in(group, rank, what)]
     if outside:
         pids = ", ".join(f"pid {group.members[rank].process.pid}" for rank in outside)
         have = "has" if len(outside) == 1 else "have"
-        text += f"; {_named(group, outside)} ({pids}) {have} not entered it"
+        text += f"; {ranks_text(outside)} ({pids}) {have} not entered it"
     here = {member.process.host for member in group.members.values()}
     gone = [rank for rank in group.missing if group.host_of(rank) in here]
     elsewhere = [rank for rank in group.missing if group.host_of(rank) not in here]
     if gone:
-        text += f". {_named(group, gone).capitalize()} of this host did not answer or has ended"
+        text += f". {ranks_text(gone).capitalize()} of this host did not answer or has ended"
     if elsewhere:
         hosts = sorted({group.host_of(rank) or "?" for rank in elsewhere})
-        text += f". Of {_named(group, elsewhere)} nothing is known here: run this on "
+        text += f". Of {ranks_text(elsewhere)} nothing is known here: run this on "
         text += ", ".join(hosts)
     yield text + "."
 
@@ -199,12 +199,6 @@ def _may_be_in(group: Aligned, rank: int, what: OperationRecord) -> bool:
         return True
     numbers = [one.sequence for one in member.group.operations if one.sequence is not None]
     return max(numbers, default=-1) >= what.sequence
-
-
-def _named(group: Aligned, ranks: Iterable[int]) -> str:
-    """By their numbers in the world, as the table has them."""
-    member = next(iter(group.members.values()))
-    return ranks_text(member.group.world_rank(rank) for rank in ranks)
 
 
 def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str]) -> str:

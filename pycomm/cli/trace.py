@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pycomm._flight_record import BadRecordError
+from pycomm._flight_record import BadRecordError, ranks_text
 from pycomm.trace.align import Aligned, Records, dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
-from pycomm.trace.findings import Finding, findings_of, ranks_text, seconds_text
+from pycomm.trace.findings import Finding, findings_of, seconds_text
 from pycomm.trace.torch_format import write_torch_records
 
 
@@ -88,10 +88,10 @@ def as_text(records: Records) -> str:
 
 
 def _group_lines(group: Aligned) -> list[str]:
-    hosts = Counter(filter(None, (group.host_of(rank) for rank in range(group.size))))
+    hosts = Counter(filter(None, (group.host_of(rank) for rank in group.ranks)))
     where = f" on {', '.join(sorted(hosts))}" if hosts else ""
     ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
-    lines = [f"group {group.name}: {ranks}{where}; records of {ranks_text(group.members)}"]
+    lines = [f"{group.title}: {ranks}{where}; records of {ranks_text(group.members)}"]
     operations = group.operations()
     ended = sum(
         len(by_rank) == len(group.members) and all(one.state == "done" for one in by_rank.values())

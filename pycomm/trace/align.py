@@ -41,7 +41,8 @@ class Member:
 
     @property
     def rank(self) -> int:
-        return self.group.rank
+        """In the job."""
+        return self.group.world_rank(self.group.rank)
 
     @functools.cached_property
     def by_id(self) -> Mapping[str, OperationRecord]:
@@ -78,16 +79,28 @@ class Aligned:
     name: str
     size: int
     members: Mapping[int, Member]
-    """By rank of the group."""
+    """By rank of the job, as all ranks here."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """All, by their number in the group."""
+        group = next(iter(self.members.values())).group
+        return [group.world_rank(rank) for rank in range(self.size)]
+
+    @property
+    def title(self) -> str:
+        """ "group 0", "group '7' of ranks 1 and 3"."""
+        return next(iter(self.members.values())).group.title
 
     @property
     def missing(self) -> list[int]:
         """Ranks without a record."""
-        return [rank for rank in range(self.size) if rank not in self.members]
+        return [rank for rank in self.ranks if rank not in self.members]
 
     def host_of(self, rank: int) -> str | None:
         """The host of a rank, also of one whose record is missing."""
-        hosts = (member.group.host_of(rank) for member in self.members.values())
+        number = self.ranks.index(rank)
+        hosts = (member.group.host_of(number) for member in self.members.values())
         return next((host for host in hosts if host), None)
 
     def operations(self) -> list[tuple[str, dict[int, OperationRecord]]]:
@@ -164,7 +177,8 @@ def align(processes: Sequence[ProcessRecord]) -> list[Aligned]:
     found: dict[tuple[str, str], dict[int, Member]] = {}
     for process in processes:
         for group in process.groups:
-            found.setdefault((group.name, group.run), {})[group.rank] = Member(process, group)
+            member = Member(process, group)
+            found.setdefault((group.name, group.run), {})[member.rank] = member
     groups = [
         Aligned(name, max(member.group.size for member in members.values()), _one_clock(members))
         for (name, _), members in found.items()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from pycomm._flight_record import OperationRecord
+from pycomm._flight_record import OperationRecord, ranks_text
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned
 
 _LATE_NS = 10_000_000
@@ -34,16 +34,6 @@ class Finding:
     def is_problem(self) -> bool:
         """Whether something went wrong; a late rank is not wrong, only worth knowing."""
         return self.kind != "late"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0, 2 and 3", "ranks 0 to 7"."""
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 3 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"ranks {numbers[0]} to {numbers[-1]}"
-    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def seconds_text(nanoseconds: int) -> str:

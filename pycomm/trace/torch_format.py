@@ -48,7 +48,8 @@ def torch_record(process: ProcessRecord) -> dict[str, Any]:
     config, status, entries = {}, {}, []
     for number, group in enumerate(process.groups):
         ranks = [group.world_rank(rank) for rank in range(group.size)]
-        config[group.name] = {"name": group.name, "desc": "undefined", "ranks": str(ranks)}
+        desc = group.desc or "undefined"
+        config[group.name] = {"name": group.name, "desc": desc, "ranks": str(ranks)}
         collectives = [one for one in group.operations if one.op not in POINT_TO_POINT]
         status[str(number)] = {
             "last_enqueued_collective": _last(collectives),
@@ -80,7 +81,7 @@ def _entry(number: int, group: GroupRecord, operation: OperationRecord) -> dict[
     return {
         "record_id": 0,
         "pg_id": number,
-        "process_group": (group.name, "undefined"),
+        "process_group": (group.name, group.desc or "undefined"),
         "collective_seq_id": operation.sequence or 0,
         "p2p_seq_id": 0,
         "op_id": operation.sequence or 0,
@@ -104,11 +105,11 @@ def _entry(number: int, group: GroupRecord, operation: OperationRecord) -> dict[
 
 
 def _name(group: GroupRecord, operation: OperationRecord) -> str:
-    # torch's reader wants to know who sends to whom.
-    if operation.op == "send":
-        return f"send {group.rank}->{operation.peer or 0}"
-    if operation.op == "recv":
-        return f"recv {group.rank}<-{operation.peer or 0}"
+    # torch's reader wants to know who sends to whom, by their numbers in the group.
+    if operation.op in ("send", "recv"):
+        ranks = [group.world_rank(rank) for rank in range(group.size)]
+        peer = 0 if operation.peer is None else ranks.index(operation.peer)
+        return f"{operation.op} {group.rank}{'->' if operation.op == 'send' else '<-'}{peer}"
     return operation.op
 
 

@@ -11,6 +11,7 @@ namespace {
 
 Protocol::Config protocolConfig(const GroupIdentity& identity, Protocol::Config config) {
   config.rank = identity.rank;
+  config.job = identity.job;
   config.size = identity.size;
   config.group = identity.hash;
   config.epoch = identity.epoch;
@@ -230,7 +231,6 @@ void Exchange::act() {
           transfers_.sendFrames(action.op_id, action.peer);
           break;
         case Protocol::Action::Kind::Fail:
-          action.record.group = identity_.name;
           reporter_.notice(std::move(action.record));
           break;
         case Protocol::Action::Kind::Overdue:

@@ -28,7 +28,7 @@ size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
 // gives them credit. If none is, it is answered, and the next message under that tag begins at once.
 void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
-    not_entered_[peer] = Protocol::lastText(header);
+    not_entered_[peer] = Protocol::lastText(header, peer, identity_.job);
     return;
   }
   SendQueue& queue = sends_[peer];

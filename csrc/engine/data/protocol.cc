@@ -79,6 +79,7 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
     case FrameType::Heartbeat:
     case FrameType::Goodbye:
     case FrameType::Left:
+    case FrameType::Leaving:
       break;
   }
   roll_call_.violated(

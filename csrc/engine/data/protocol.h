@@ -98,8 +98,8 @@ class Protocol {
   [[nodiscard]] bool hasEnded(uint64_t op_id) const {
     return roll_call_.hasEnded(op_id);
   }
-  [[nodiscard]] static std::string lastText(const FrameHeader& not_entered) {
-    return RollCall::lastText(not_entered);
+  [[nodiscard]] static std::string lastText(const FrameHeader& not_entered, int peer, const JobRanks& job) {
+    return RollCall::lastText(not_entered, peer, job);
   }
   [[nodiscard]] TimePoint nextTick() const noexcept {
     return roll_call_.nextTick();

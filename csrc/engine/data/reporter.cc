@@ -9,11 +9,10 @@ namespace pycomm {
 void Reporter::noticeThrown(int peer, const std::exception_ptr& exception) const {
   ErrorRecord record = ownTrouble(exception, identity_);
   if (peer >= 0 && !isOwnTrouble(record.code)) {
-    record.peer = peer;
-    record.peer_host = identity_.host(peer);
+    identity_.blame(record, peer);
     if (record.summary.empty()) { // of a shared link, which knows of no ranks
-      record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
-          " has broken the memory through which it talks with rank " + std::to_string(identity_.rank) + ".";
+      record.summary = identity_.rankTitle(peer) + " has broken the memory through which it talks with " +
+          identity_.job.text(identity_.rank) + ".";
     }
   }
   notice(std::move(record));

@@ -20,18 +20,19 @@ const Edge* findEdge(const std::vector<Edge>& edges, int peer, size_t& index) {
 
 Transfer::Transfer(
     std::shared_ptr<Operation> operation,
-    int size,
+    const GroupIdentity& identity,
     Protocol& protocol,
     StagingPool& staging,
     SendFrame send_frame,
     Working& working)
     : operation_(std::move(operation)),
       prepared_(*operation_->request().schedule),
+      identity_(identity),
       protocol_(protocol),
       staging_(staging),
       send_frame_(std::move(send_frame)),
       pieces_(operation_->request().extras().pieces.get()),
-      local_(*operation_, size, staging),
+      local_(*operation_, identity.size, staging),
       states_(prepared_.schedule.steps.size()),
       next_incoming_(prepared_.incoming.size(), 0),
       leaving_(prepared_.outgoing.size()),
@@ -123,7 +124,7 @@ void Transfer::runReady() {
 ErrorRecord Transfer::refused(ErrorCode code, int peer, std::string summary, std::string hint) const {
   ErrorRecord record;
   record.code = code;
-  record.peer = peer;
+  identity_.blame(record, peer);
   record.op = operation_->name();
   record.sequence = operation_->request().id.sequence;
   record.dtype = dtypeName(operation_->request().descriptor.dtype);
@@ -142,7 +143,7 @@ uint32_t Transfer::dueStep(int peer, const FrameHeader& header) const {
     throw Error(refused(
         ErrorCode::ProtocolViolation,
         peer,
-        "Rank " + std::to_string(peer) + " sent a frame of " + operation_->label() + " that is not due.",
+        identity_.rankTitle(peer) + " sent a frame of " + operation_->label(identity_.job) + " that is not due.",
         "check that all ranks run the same build of pycomm; otherwise report this as a bug"));
   }
   const uint32_t index = edge->steps[next];
@@ -152,9 +153,9 @@ uint32_t Transfer::dueStep(int peer, const FrameHeader& header) const {
     throw Error(refused(
         ErrorCode::CollectiveMismatch,
         peer,
-        "The ranks disagree about the size of a part in " + operation_->label() + ": rank " + std::to_string(peer) +
-            " sends " + std::to_string(header.payload_nbytes) + " bytes where this rank expects " +
-            std::to_string(nbytes) + ".",
+        "The ranks disagree about the size of a part in " + operation_->label(identity_.job) + ": " +
+            identity_.job.text(peer) + " sends " + std::to_string(header.payload_nbytes) +
+            " bytes where this rank expects " + std::to_string(nbytes) + ".",
         "give both sides of every part the same shape and dtype"));
   }
   return index;

@@ -10,6 +10,7 @@
 #include "engine/data/protocol.h"
 #include "engine/links/channel.h"
 #include "engine/loop/staging_pool.h"
+#include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
 namespace pycomm {
@@ -33,7 +34,7 @@ class Transfer {
   /// It adds itself to `working` when it has work. The owner takes it out for work(), and if it ends before.
   Transfer(
       std::shared_ptr<Operation> operation,
-      int size,
+      const GroupIdentity& identity,
       Protocol& protocol,
       StagingPool& staging,
       SendFrame send_frame,
@@ -106,6 +107,7 @@ class Transfer {
 
   std::shared_ptr<Operation> operation_;
   const PreparedSchedule& prepared_; ///< held by the operation's request
+  const GroupIdentity& identity_; ///< the owner's
   Protocol& protocol_; ///< the owner's, as are the next two
   StagingPool& staging_;
   SendFrame send_frame_;

@@ -39,12 +39,12 @@ Transfers::Transfers(
 Transfer& Transfers::add(const std::shared_ptr<Operation>& operation, TimePoint now) {
   const Operation::Request& request = operation->request();
   const uint64_t op_id = request.id.id;
-  auto transfer = std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, send_frame_, working_);
+  auto transfer = std::make_unique<Transfer>(operation, identity_, protocol_, staging_, send_frame_, working_);
   Transfer& running = *transfer;
   if (!transfers_.emplace(op_id, std::move(transfer)).second) {
     throw Error(
         ErrorCode::Internal,
-        "two operations of rank " + std::to_string(identity_.rank) + " have one name",
+        "two operations of rank " + std::to_string(identity_.jobRank()) + " have one name",
         "report this as a bug");
   }
   try {
@@ -242,7 +242,7 @@ std::optional<ErrorRecord> Transfers::overdue(uint64_t op_id, const PeerLinks& l
       transfer.waitsFor(),
       protocol_.missing(op_id),
       identity_);
-  if (const int peer = record.peer; peer >= 0) {
+  if (const int peer = identity_.job.inGroup(record.peer); peer >= 0) {
     nameInterface(record, transfer.needsFrom(peer) ? links.readsFrom(peer) : links.writesTo(peer));
   }
   return record;

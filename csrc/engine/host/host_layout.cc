@@ -14,8 +14,8 @@ std::byte* HostView::inHeap(int of, uint64_t place, size_t nbytes) const {
   if (nbytes > heap.nbytes || place - 1 > heap.nbytes - nbytes) {
     ErrorRecord record;
     record.code = ErrorCode::ProtocolViolation;
-    record.peer = of;
-    record.summary = "Rank " + std::to_string(of) + " says that an operand of " + std::to_string(nbytes) +
+    record.peer = job == nullptr ? of : job->of(of);
+    record.summary = "Rank " + std::to_string(record.peer) + " says that an operand of " + std::to_string(nbytes) +
         " bytes lies at " + std::to_string(place - 1) + " of its heap, which has " + std::to_string(heap.nbytes) +
         " bytes.";
     record.hint = "look for native code that writes out of bounds in that process, or set PYCOMM_TRANSPORT=tcp";

@@ -54,6 +54,7 @@ struct HostView {
   const BufferView* heaps = nullptr; ///< each rank's SharedHeap; null where not all ranks reach all of them
   int rank = 0;
   int size = 1;
+  const JobRanks* job = nullptr; ///< what errors call the ranks; null: the same numbers
 
   [[nodiscard]] HostProgress& progress(int of) const noexcept {
     return *reinterpret_cast<HostProgress*>(base + static_cast<size_t>(of) * sizeof(HostProgress));

@@ -4,10 +4,15 @@
 
 namespace pycomm {
 
-HostMemory::HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, int rank, int size)
+HostMemory::HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, const GroupIdentity& identity)
     : arena_(std::move(arena)),
       heaps_(std::move(heaps)),
-      view_{arena_->at(0), heaps_.own == nullptr ? nullptr : heaps_.ranges.data(), rank, size} {}
+      view_{
+          arena_->at(0),
+          heaps_.own == nullptr ? nullptr : heaps_.ranges.data(),
+          identity.rank,
+          identity.size,
+          &identity.job} {}
 
 void HostMemory::commitStage() {
   if (!staged_) {

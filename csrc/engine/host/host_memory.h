@@ -22,7 +22,7 @@ struct HostHeaps {
 class HostMemory {
  public:
   /// `arena` begins with HostView::totalNbytes(size) for this; the first HostView::commonNbytes(size) of them exist.
-  HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, int rank, int size);
+  HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, const GroupIdentity& identity);
   HostMemory(const HostMemory&) = delete; ///< the view points into it
   HostMemory& operator=(const HostMemory&) = delete;
 

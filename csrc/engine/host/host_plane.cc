@@ -40,7 +40,7 @@ HostPlane::HostPlane(
     : identity_(std::move(identity)),
       config_(config),
       events_(std::move(events)),
-      memory_(std::move(arena), std::move(heaps), identity_.rank, identity_.size),
+      memory_(std::move(arena), std::move(heaps), identity_),
       bell_(memory_.view()),
       worker_([this] { return work(); }),
       queue_(HostQueue::Parts{identity_, memory_, bell_, inbox_, events_, ending_}, config_.tell_after_ms) {}

@@ -132,6 +132,7 @@ void HostQueue::throwDiffers(const HostTransfer& transfer) const {
   const Operation::Request& request = transfer.operation()->request();
   throw Error(disagreement(
       parts_.identity.hosts,
+      parts_.identity.job,
       parts_.identity.rank,
       request.descriptor,
       transfer.differentPeer(),
@@ -244,8 +245,8 @@ void HostQueue::takeAwayAll(uint64_t dead) const noexcept {
 void HostQueue::takeAway(int peer, BufferView part) const noexcept {
   const bool taken = parts_.memory.takeAway(part);
   try {
-    const std::string what = "rank " + std::to_string(peer) + " of group " + parts_.identity.name +
-        " stopped in the middle of a write into a tensor of rank " + std::to_string(parts_.identity.rank);
+    const std::string what = parts_.identity.rankText(peer) + " stopped in the middle of a write into a tensor of " +
+        parts_.identity.rankText(parts_.identity.rank) + " (" + parts_.identity.text() + ")";
     log(LogLevel::Warn,
         taken ? what + ": from now on, operations copy that tensor; allocate a new one to avoid this"
               : what + ", and there is no memory to protect the tensor: if that rank continues, it may still write " +

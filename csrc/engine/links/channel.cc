@@ -66,7 +66,7 @@ void InChannel::startFrame() {
   }
   if (header_.magic != FrameHeader::kMagic || header_.version != FrameHeader::kVersion ||
       header_.payload_nbytes > kMaxPayloadNbytes) {
-    throw Error(ErrorCode::ProtocolViolation, "bytes that are no frame arrived from rank " + std::to_string(peer_));
+    throw Error(ErrorCode::ProtocolViolation, "bytes that are no frame arrived from the peer");
   }
   sink_ = receiver_.onHeader(peer_, header_);
   in_payload_ = true;

@@ -141,7 +141,7 @@ void OutLinks::ask(int peer, OutFrame&& question) {
 void OutLinks::askFailed(int peer, const Error& error) {
   if (cannot_ask_.insert(peer).second) {
     log(LogLevel::Info,
-        "group " + identity_.name + ": rank " + std::to_string(peer) +
+        identity_.text() + ": " + identity_.job.text(peer) +
             " cannot be asked what it waits in: " + error.record().summary);
   }
 }

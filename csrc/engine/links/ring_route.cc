@@ -28,7 +28,7 @@ std::optional<SharedLink::Rings> RingRoute::take(int peer) {
   } catch (const Error& error) {
     way_ = Way::Sockets; // logged once
     log(LogLevel::Info,
-        "group " + identity_.name + ": what rank " + std::to_string(identity_.rank) +
+        identity_.text() + ": what " + identity_.job.text(identity_.rank) +
             " sends within its host goes through sockets from now on, except what collectives share: " +
             error.record().summary);
     return std::nullopt;
@@ -43,7 +43,7 @@ SharedLink::Rings RingRoute::incoming(int peer) const {
   if (!rings_ || !rings_->holds(peer) || peer == identity_.rank) {
     throw Error(
         ErrorCode::ProtocolViolation,
-        "rank " + std::to_string(peer) + " would send through memory that it does not share with this rank");
+        identity_.job.text(peer) + " would send through memory that it does not share with this rank");
   }
   return SharedLink::Rings{rings_->arena, std::nullopt, rings_->between(peer, identity_.rank)};
 }

@@ -244,8 +244,7 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   ErrorRecord record = corrupt ? changedOnTheWay(link.peer, error.record(), identity_)
                                : ownTrouble(std::make_exception_ptr(error), identity_);
   if (!corrupt && !isOwnTrouble(record.code)) { // bytes that no pycomm sends
-    record.peer = link.peer;
-    record.peer_host = identity_.host(link.peer);
+    identity_.blame(record, link.peer);
   }
   membership_.noticed(std::move(record), Clock::now());
 }
@@ -293,7 +292,9 @@ void ControlPlane::act() {
        actions = membership_.takeActions()) {
     for (Membership::Action& action : actions) {
       if (action.kind == Membership::Action::Kind::Fail) {
-        untold_ = std::move(action.record);
+        const auto why = leaving_.find(identity_.job.inGroup(action.record.peer));
+        const bool explained = action.record.code == ErrorCode::PeerLeft && why != leaving_.end();
+        untold_ = explained ? leftBecause(std::move(action.record), why->second) : std::move(action.record);
       }
     }
     tellFailure();
@@ -324,6 +325,32 @@ void ControlPlane::tell(const Membership::Action& action) {
       linkBroke(link, error);
     }
   }
+}
+
+void ControlPlane::leaving(const ErrorRecord& why) {
+  tellLeaving(identity_.rank, why, -1);
+  act();
+}
+
+// Each rank passes it on once.
+void ControlPlane::tellLeaving(int rank, const ErrorRecord& why, int except) {
+  if (!leaving_.emplace(rank, why).second) {
+    return;
+  }
+  FrameHeader head = header(FrameType::Leaving);
+  head.root = rank;
+  const std::string payload = why.serialize();
+  for (const auto& entry : links_) {
+    if (entry.second->down || entry.first == except || entry.first == rank || membership_.hasLeft(entry.first)) {
+      continue;
+    }
+    try {
+      sendTo(*entry.second, head, payload);
+    } catch (const Error& error) {
+      linkBroke(*entry.second, error);
+    }
+  }
+  flushAll();
 }
 
 std::optional<ErrorRecord> ControlPlane::trouble() const {

@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -53,6 +54,9 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void doubt(const ErrorRecord& record);
   /// A peer said goodbye on its bulk link.
   void peerLeft(int peer);
+  /// This rank will leave because something else in its process has failed. All others learn it, before any goodbye: what fails because
+  /// this rank has left says so.
+  void leaving(const ErrorRecord& why);
   /// Sends questions and answers of the roll call to other ranks. They are passed from neighbour to neighbour, so no connection is opened
   /// for them: log2 N links at the most, and some more around ranks that are silent or have left. Nothing may depend on them: a frame is
   /// lost if its goal has left, and may be if a rank on its way stops just then. A rank on the way is trusted to pass on what it was given,
@@ -85,6 +89,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void act();
   void tell(const Membership::Action& action);
   void tellFailure();
+  void tellLeaving(int rank, const ErrorRecord& why, int except);
   void tellNews(ControlLink& link);
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events);
@@ -111,6 +116,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
+  std::map<int, ErrorRecord> leaving_; ///< by rank: why it leaves, of those that have said so
   MissingNeighbours missing_;
   bool open_ = false;
 };

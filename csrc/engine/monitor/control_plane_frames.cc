@@ -13,7 +13,8 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxControlPayload = ErrorRecord::kMaxSerializedNbytes; // of a Failure; no other frame has one
+constexpr size_t kMaxControlPayload =
+    ErrorRecord::kMaxSerializedNbytes; // of a Failure or Leaving; no other frame has one
 
 // Questions are asked again, reports of failures are not: a link that is not read must not fill with the former.
 constexpr size_t kMostQueued = 4096;
@@ -21,10 +22,11 @@ constexpr size_t kMostQueued = 4096;
 // Of the largest group 16 are enough, without a detour. A frame that finds no way must end somewhere.
 constexpr uint32_t kMostHops = 32;
 
-Error violation(int peer, const std::string& what) {
+Error violation(const GroupIdentity& identity, int peer, const std::string& what) {
   ErrorRecord record;
   record.code = ErrorCode::ProtocolViolation;
-  record.summary = "Rank " + std::to_string(peer) + " sent what the protocol does not allow: " + what + ".";
+  record.summary =
+      "Rank " + std::to_string(identity.job.of(peer)) + " sent what the protocol does not allow: " + what + ".";
   record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
   return Error(record);
 }
@@ -33,10 +35,12 @@ Error violation(int peer, const std::string& what) {
 
 void ControlPlane::checkHeader(int peer, const FrameHeader& header) const {
   if (header.group != identity_.hash || header.epoch != identity_.epoch) {
-    throw violation(peer, "a frame of another group or epoch");
+    throw violation(identity_, peer, "a frame of another group or epoch");
   }
-  if (header.payload_nbytes > (header.type == FrameType::Failure ? kMaxControlPayload : 0)) {
-    throw violation(peer, "a payload of " + std::to_string(header.payload_nbytes) + " bytes on a control link");
+  const bool has_record = header.type == FrameType::Failure || header.type == FrameType::Leaving;
+  if (header.payload_nbytes > (has_record ? kMaxControlPayload : 0)) {
+    throw violation(
+        identity_, peer, "a payload of " + std::to_string(header.payload_nbytes) + " bytes on a control link");
   }
 }
 
@@ -53,31 +57,39 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
       return;
     case FrameType::Left:
       if (!identity_.isRank(header.root)) {
-        throw violation(peer, "the goodbye of a rank that does not exist");
+        throw violation(identity_, peer, "the goodbye of a rank that does not exist");
       }
       if (header.root != identity_.rank && membership_.saidGoodbye(header.root, peer)) {
         events_.left(header.root);
       }
       return;
-    case FrameType::Failure: {
+    case FrameType::Failure:
+    case FrameType::Leaving: {
       const std::string bytes(reinterpret_cast<const char*>(payload.ptr), payload.nbytes);
-      std::optional<ErrorRecord> record = ErrorRecord::deserialize(bytes, identity_.size);
+      std::optional<ErrorRecord> record = ErrorRecord::deserialize(bytes, identity_.size, identity_.job);
       if (!record) {
-        throw violation(peer, "a report of a failure that cannot be read, or names a rank that does not exist");
+        throw violation(
+            identity_, peer, "a report of a failure that cannot be read, or names a rank that does not exist");
       }
-      membership_.reported(peer, std::move(*record), now);
+      if (header.type == FrameType::Failure) {
+        membership_.reported(peer, std::move(*record), now);
+      } else if (identity_.isRank(header.root)) {
+        tellLeaving(header.root, *record, peer);
+      } else {
+        throw violation(identity_, peer, "the reason of a rank that does not exist");
+      }
       return;
     }
     case FrameType::Waiting:
     case FrameType::NotEntered: {
       const Route route = Route::of(header);
       if (!identity_.isRank(route.from) || !identity_.isRank(route.to) || route.from == route.to) {
-        throw violation(peer, "a question between ranks that do not exist");
+        throw violation(identity_, peer, "a question between ranks that do not exist");
       }
       const bool of_messages = header.op_id == kAskForMessagesId ||
           (header.type == FrameType::Waiting && header.kind == static_cast<uint8_t>(Collective::Send));
       if (header.op_id == 0 || of_messages) { // see RollCall::Way
-        throw violation(peer, "a question that belongs on a bulk link");
+        throw violation(identity_, peer, "a question that belongs on a bulk link");
       }
       if (route.to == identity_.rank) {
         events_.asked(route.from, header);
@@ -92,7 +104,8 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
     case FrameType::Credit:
       break;
   }
-  throw violation(peer, "a frame of type " + std::to_string(static_cast<int>(header.type)) + " on a control link");
+  throw violation(
+      identity_, peer, "a frame of type " + std::to_string(static_cast<int>(header.type)) + " on a control link");
 }
 
 void ControlPlane::ask(const std::vector<Question>& questions) {

@@ -83,6 +83,14 @@ bool Membership::precedes(const ErrorRecord& a, const ErrorRecord& b) {
   return key(a) < key(b);
 }
 
+void Membership::sign(ErrorRecord& record, int peer) const {
+  record.rank = config_.job.of(config_.rank);
+  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
+  record.peer = config_.job.of(peer);
+  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
+  record.group = config_.group;
+}
+
 Membership::Neighbour* Membership::neighbour(int rank) {
   for (Neighbour& entry : neighbours_) {
     if (entry.rank == rank) {
@@ -105,7 +113,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
     return;
   }
   spoke_.insert(record.rank);
-  spoke_.insert(from); // a rank that passes news on hangs up because of it
+  spoke_.insert(config_.job.of(from)); // a rank that passes news on hangs up because of it
   if (now >= decideAt()) {
     return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
   }
@@ -148,7 +156,8 @@ TimePoint Membership::decideAt() const noexcept {
 // cannot say one there to a rank that does not read for longer than it waits. Operations for which it still owed data end as they do for
 // any rank that has left.
 bool Membership::isExplained(const ErrorRecord& record) const {
-  return record.code == ErrorCode::PeerDead && record.peer != config_.rank && hasLeft(record.peer);
+  return record.code == ErrorCode::PeerDead && record.peer != config_.job.of(config_.rank) &&
+      hasLeft(config_.job.inGroup(record.peer));
 }
 
 void Membership::dropExplained() noexcept {
@@ -161,7 +170,7 @@ void Membership::dropExplained() noexcept {
 
 bool Membership::doubts(int peer) const noexcept {
   return std::any_of(candidates_.begin(), candidates_.end(), [&](const Candidate& candidate) {
-    return candidate.isDoubtful() && candidate.record.rank == config_.rank && candidate.record.peer == peer;
+    return candidate.isDoubtful() && isOwn(candidate.record) && candidate.record.peer == config_.job.of(peer);
   });
 }
 
@@ -181,7 +190,7 @@ void Membership::noticed(ErrorRecord record, TimePoint now) {
 }
 
 void Membership::doubted(ErrorRecord record, TimePoint now) {
-  const Neighbour* const peer = neighbour(record.peer);
+  const Neighbour* const peer = neighbour(config_.job.inGroup(record.peer));
   if (peer != nullptr && peer->connected && !peer->left) {
     learn(std::move(record), -1, now);
   }
@@ -208,12 +217,12 @@ bool Membership::saidGoodbye(int peer, int from) {
     entry->left = true;
   }
   if (failure_) {
-    if (failure_->peer == peer && isExplained(*failure_)) {
+    if (failure_->peer == config_.job.of(peer) && isExplained(*failure_)) {
       // This rank took the departure for a death. Ranks that learned of the goodbye in time have dropped that report, and must fail, too.
       ErrorRecord left = *failure_;
       left.code = ErrorCode::PeerLeft;
-      left.summary = "Rank " + std::to_string(peer) + " on " + left.peer_host + " closed its process group, and rank " +
-          std::to_string(left.rank) + " took that for the end of its process.";
+      left.summary = "Rank " + std::to_string(left.peer) + " on " + left.peer_host +
+          " closed its process group, and rank " + std::to_string(left.rank) + " took that for the end of its process.";
       left.hint =
           "that rank left while others were still connecting or working; call barrier() before the end of the program";
       left.cause.clear();
@@ -245,14 +254,10 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
   entry->left = true;
   ErrorRecord record;
   record.code = ErrorCode::PeerDead;
-  record.rank = config_.rank;
-  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
-  record.peer = peer;
-  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
-  record.group = config_.group;
+  sign(record, peer);
   record.cause = cause;
   record.summary =
-      "Rank " + std::to_string(peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
+      "Rank " + std::to_string(record.peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
   record.hint =
       "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
       "out-of-memory killer";
@@ -345,13 +350,9 @@ void Membership::tick(TimePoint now) {
         noticed(cutOff(std::move(record), now - entry.heard_at), now);
         break;
       }
-      record.rank = config_.rank;
-      record.host = config_.hosts[static_cast<size_t>(config_.rank)];
-      record.peer = entry.rank;
-      record.peer_host = config_.hosts[static_cast<size_t>(entry.rank)];
-      record.group = config_.group;
+      sign(record, entry.rank);
       record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - entry.heard_at).count();
-      record.summary = "Rank " + std::to_string(entry.rank) + " on " + record.peer_host + " has been silent for " +
+      record.summary = "Rank " + std::to_string(record.peer) + " on " + record.peer_host + " has been silent for " +
           std::to_string(record.elapsed_ms) + " ms: its process is stopped, or its host or the network is down.";
       record.hint = "check that host and the cable or switch to it; a debugger or Ctrl-Z also stops a rank";
       noticed(std::move(record), now);
@@ -360,11 +361,9 @@ void Membership::tick(TimePoint now) {
 }
 
 ErrorRecord Membership::cutOff(ErrorRecord record, TimePoint::duration silence) const {
-  record.rank = record.peer = config_.rank;
-  record.host = record.peer_host = config_.hosts[static_cast<size_t>(config_.rank)];
-  record.group = config_.group;
+  sign(record, config_.rank);
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(silence).count();
-  record.summary = "Rank " + std::to_string(config_.rank) + " on " + record.host + " has heard nobody for " +
+  record.summary = "Rank " + std::to_string(record.rank) + " on " + record.host + " has heard nobody for " +
       std::to_string(record.elapsed_ms) + " ms: its own host or network is cut off.";
   record.hint = "check that host's cable, interface and firewall";
   return record;

@@ -30,6 +30,7 @@ class Membership {
  public:
   struct Config {
     int rank = 0;
+    JobRanks job; ///< what records call the ranks: all else here has the group's own numbers
     std::vector<std::string> hosts;
     std::vector<int> neighbours; ///< ranks with a control link
     std::string group;
@@ -116,6 +117,10 @@ class Membership {
   void choose();
   [[nodiscard]] bool isExplained(const ErrorRecord& record) const;
   [[nodiscard]] bool doubts(int peer) const noexcept;
+  [[nodiscard]] bool isOwn(const ErrorRecord& record) const noexcept {
+    return record.rank == config_.job.of(config_.rank);
+  }
+  void sign(ErrorRecord& record, int peer) const;
   [[nodiscard]] TimePoint decideAt() const noexcept;
   [[nodiscard]] ErrorRecord cutOff(ErrorRecord record, TimePoint::duration silence) const;
   Neighbour* neighbour(int rank);
@@ -124,7 +129,8 @@ class Membership {
   std::vector<Neighbour> neighbours_;
   std::vector<Candidate> candidates_; ///< in the order in which they came
   std::vector<bool> left_; ///< by rank, neighbour or not: said goodbye
-  std::set<int> spoke_; ///< ranks that reported one of candidates_, their own or another's; -1 for none is harmless
+  std::set<int>
+      spoke_; ///< ranks, as records call them, that reported one of candidates_, their own or another's; -1 for none is harmless
   TimePoint heartbeat_at_;
   std::optional<ErrorRecord> failure_;
   std::vector<Action> actions_;

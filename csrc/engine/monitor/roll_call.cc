@@ -91,7 +91,7 @@ void RollCall::passed(const OperationId& id, const Descriptor& descriptor) {
 
 void RollCall::compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
   if (mine != theirs) {
-    output_.fail(disagreement(config_.hosts, config_.rank, mine, peer, theirs, id));
+    output_.fail(disagreement(config_.hosts, config_.job, config_.rank, mine, peer, theirs, id));
   }
 }
 

@@ -124,7 +124,7 @@ class RollCall {
   /// The same of one rank.
   [[nodiscard]] std::optional<NotEntered> missing(uint64_t op_id, int peer) const;
   /// What a NotEntered frame says, in words.
-  [[nodiscard]] static std::string lastText(const FrameHeader& not_entered);
+  [[nodiscard]] static std::string lastText(const FrameHeader& not_entered, int peer, const JobRanks& job);
   /// A frame header of this group, to `peer`; about an operation that is entered, with its descriptor.
   [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type, int peer) const;
 

@@ -52,7 +52,7 @@ void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
   if (found == ops_.end() || hasCome(found->second, peer)) {
     return;
   }
-  found->second.lacks(peer, lastText(header));
+  found->second.lacks(peer, lastText(header, peer, config_.job));
   standOff(found->second, peer, now);
 }
 
@@ -74,11 +74,11 @@ void RollCall::correct(uint64_t op_id, const std::set<int>& refused) {
   }
 }
 
-std::string RollCall::lastText(const FrameHeader& not_entered) {
+std::string RollCall::lastText(const FrameHeader& not_entered, int peer, const JobRanks& job) {
   const Descriptor last = Descriptor::readFrom(not_entered);
   const bool message = last.kind == Collective::Send; // its text says which one
   return not_entered.aux == 0 ? "no operation yet"
-                              : last.text() + (message ? "" : " " + operationText(not_entered.aux));
+                              : last.text(job, peer) + (message ? "" : " " + operationText(not_entered.aux));
 }
 
 // Two ranks wait, each in an operation that the other has not entered, and one of the two was issued by a callback: most likely a
@@ -105,11 +105,11 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
       }
       return true;
     }
-    ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor(), peer, op.id());
-    record.summary = "Rank " + std::to_string(config_.rank) + " (" + record.host + ") waits in " +
-        op.descriptor().text() + " " + operationText(op.id().id) + ", which rank " + std::to_string(peer) + " (" +
-        record.peer_host + ") has not entered; that one waits in " + theirs.text() + " " + operationText(op_id) +
-        ", which is not entered here.";
+    ErrorRecord record = mismatch(config_.hosts, config_.job, config_.rank, op.descriptor(), peer, op.id());
+    record.summary = "Rank " + std::to_string(record.rank) + " (" + record.host + ") waits in " +
+        op.descriptor().text(config_.job) + " " + operationText(op.id().id) + ", which " + config_.job.text(peer) +
+        " (" + record.peer_host + ") has not entered; that one waits in " + theirs.text(config_.job) + " " +
+        operationText(op_id) + ", which is not entered here.";
     output_.fail(std::move(record));
     return false;
   });

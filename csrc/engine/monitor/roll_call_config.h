@@ -5,12 +5,15 @@
 #include <string>
 #include <vector>
 
+#include "base/job_ranks.h"
+
 namespace pycomm {
 
 /// The group of a RollCall, and how long it waits before it asks.
 struct RollCallConfig {
   int rank = 0;
   int size = 1;
+  JobRanks job; ///< what error messages call the ranks
   uint32_t group = 0;
   uint16_t epoch = 0;
   std::vector<std::string> hosts; ///< of each rank, for error messages

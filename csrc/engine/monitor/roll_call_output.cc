@@ -35,14 +35,14 @@ void RollCallOutput::fail(ErrorRecord record) {
 void RollCallOutput::violated(int peer, const FrameHeader& header, const std::string& what) {
   ErrorRecord record;
   record.code = ErrorCode::ProtocolViolation;
-  record.rank = config_.rank;
+  record.rank = config_.job.of(config_.rank);
   record.host = config_.hosts[static_cast<size_t>(config_.rank)];
-  record.peer = peer;
+  record.peer = config_.job.of(peer);
   record.peer_host = config_.hosts[static_cast<size_t>(peer)];
-  record.op = collectiveName(Descriptor::readFrom(header).kind);
+  record.op = collectiveName(Descriptor::readFrom(header).kindAt(config_.rank));
   record.sequence = (header.op_id & kDerivedIdBit) != 0 ? -1 : static_cast<int64_t>(header.op_id);
   record.phase = ErrorPhase::Matching;
-  record.summary = "Rank " + std::to_string(peer) + " sent what the protocol does not allow: " + what + ".";
+  record.summary = "Rank " + std::to_string(record.peer) + " sent what the protocol does not allow: " + what + ".";
   record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
   fail(std::move(record));
 }

@@ -70,18 +70,23 @@ Descriptor Descriptor::readFrom(const FrameHeader& header) noexcept {
   return d;
 }
 
-std::string Descriptor::text() const {
-  std::string out = collectiveName(kind);
+std::string Descriptor::text(const JobRanks& job, int rank, int peer) const {
+  std::string out = collectiveName(kindAt(rank));
   out += '(';
   if (reduce_op != ReduceOp::None) {
     out += std::string(reduceOpName(reduce_op)) + ", ";
   }
   out += std::string(dtypeName(dtype)) + " x " + std::to_string(numel);
   if (kind == Collective::Send) {
-    return out + ", from rank " + std::to_string(root) + ", tag " + std::to_string(tag) + ')';
+    if (rank < 0 || rank != root) {
+      out += ", from " + job.text(root);
+    } else if (peer >= 0) {
+      out += ", to " + job.text(peer);
+    }
+    return out + ", tag " + std::to_string(tag) + ')';
   }
   if (root >= 0) {
-    out += ", root " + std::to_string(root);
+    out += ", root " + std::to_string(job.of(root));
   }
   if (const std::string wire = wireName(); !wire.empty()) {
     out += ", wire " + wire;

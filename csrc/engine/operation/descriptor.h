@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/job_ranks.h"
 #include "schedule/step.h"
 #include "transport/frame_header.h"
 
@@ -41,8 +42,13 @@ struct Descriptor {
   void writeTo(FrameHeader& header) const noexcept;
   [[nodiscard]] static Descriptor readFrom(const FrameHeader& header) noexcept;
 
-  /// "all_reduce(SUM, float32 x 1024, ring)"
-  [[nodiscard]] std::string text() const;
+  /// What the operation is on one of its ranks: both ends of a message have the sender's descriptor, and the other end receives.
+  [[nodiscard]] Collective kindAt(int rank) const noexcept {
+    return kind == Collective::Send && rank >= 0 && rank != root ? Collective::Recv : kind;
+  }
+  /// "all_reduce(SUM, float32 x 1024, ring)". A message is called by its end: on `rank`, "recv(float32 x 4, from rank 0, tag 7)", or
+  /// "send(float32 x 4, to rank 1, tag 7)" if `peer` is the receiver.
+  [[nodiscard]] std::string text(const JobRanks& job = {}, int rank = -1, int peer = -1) const;
 };
 
 /// Of the split sizes that all ranks must have alike; 0 for even splits, and where each rank has its own.

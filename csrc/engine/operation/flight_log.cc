@@ -219,6 +219,11 @@ void FlightLog::failed(const ErrorRecord& record) {
   }
 }
 
+void FlightLog::entitle(std::string title) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  title_ = std::move(title);
+}
+
 void FlightLog::met(std::vector<std::string> hosts, uint64_t run) {
   reached(GroupPhase::Connect);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -333,6 +338,7 @@ void FlightLog::readRest(Snapshot& snapshot) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   snapshot.hosts = hosts_;
   snapshot.run = run_;
+  snapshot.title = title_;
   snapshot.failure = failure_;
 }
 

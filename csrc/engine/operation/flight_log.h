@@ -40,7 +40,7 @@ class FlightLog {
     int rank = 0;
     int size = 1;
     int world_rank = 0; ///< of this process in its job: names the dump
-    std::vector<int> global_ranks; ///< by rank of the group; empty: the same numbers
+    JobRanks job;
     size_t slots = 0; ///< 0: nothing is recorded but phases and the failure
     std::string dump_prefix; ///< where a dump goes when the group fails: PREFIX<world rank>.json; empty: nowhere
   };
@@ -127,11 +127,23 @@ class FlightLog {
   /// Records the hosts of all ranks after the rendezvous. `run` tells this group from one of the same name in another run.
   void met(std::vector<std::string> hosts, uint64_t run);
 
+  /// What the group's users call it: GroupTitle.
+  void entitle(std::string title);
+
   [[nodiscard]] const Subject& subject() const noexcept {
     return subject_;
   }
   [[nodiscard]] bool closed() const noexcept {
     return phase_ns_[static_cast<size_t>(GroupPhase::Closed)].load(std::memory_order_relaxed) != 0;
+  }
+
+  /// Steady-clock nanoseconds; 0: not reached.
+  [[nodiscard]] int64_t reachedNs(GroupPhase phase) const noexcept {
+    return phase_ns_[static_cast<size_t>(phase)].load(std::memory_order_relaxed);
+  }
+  [[nodiscard]] std::optional<ErrorRecord> failure() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
   }
 
   struct Snapshot {
@@ -140,6 +152,7 @@ class FlightLog {
     std::array<int64_t, kGroupPhases> phase_ns{}; ///< by GroupPhase; 0: not reached
     std::vector<std::string> hosts;
     uint64_t run = 0;
+    std::string title;
     std::optional<ErrorRecord> failure;
   };
   /// Any thread, beside writers.
@@ -172,6 +185,7 @@ class FlightLog {
   mutable std::mutex mutex_; ///< guards all below
   std::vector<std::string> hosts_;
   uint64_t run_ = 0;
+  std::string title_;
   std::optional<ErrorRecord> failure_;
 };
 

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/job_ranks.h"
+#include "engine/operation/group_title.h"
 #include "transport/memory/memory_key.h"
 #include "transport/net/address.h"
 #include "transport/net/hello.h"
@@ -18,7 +20,9 @@ namespace pycomm {
 struct GroupIdentity {
   int rank = 0;
   int size = 1;
-  std::string name;
+  JobRanks job; ///< what errors and logs call its ranks; `rank` and all lists by rank have the group's own numbers
+  std::string name; ///< by which its ranks meet; torch's own is a number or a hash
+  std::shared_ptr<GroupTitle> title = std::make_shared<GroupTitle>();
   uint32_t hash = 0;
   uint16_t epoch = 0;
   uint64_t nonce = 0;
@@ -53,7 +57,39 @@ struct GroupIdentity {
   }
   /// How error messages name a rank: "rank 2 on alpha".
   [[nodiscard]] std::string rankText(int number) const {
-    return "rank " + std::to_string(number) + " on " + host(number);
+    return job.text(number) + " on " + host(number);
+  }
+  /// The same at the beginning of a sentence.
+  [[nodiscard]] std::string rankTitle(int number) const {
+    return "R" + rankText(number).substr(1);
+  }
+  /// The number of this rank in the job.
+  [[nodiscard]] int jobRank() const noexcept {
+    return job.of(rank);
+  }
+  /// What errors call the group.
+  [[nodiscard]] std::string called() const {
+    std::string chosen = title->get();
+    return chosen.empty() ? name : chosen;
+  }
+  /// How texts name the group: "group 0", "group 'dp' of ranks 1, 3".
+  [[nodiscard]] std::string text() const {
+    return text(called(), job.list());
+  }
+  [[nodiscard]] static std::string text(const std::string& name, const std::string& ranks) {
+    return ranks.empty() ? "group " + name : "group '" + name + "' of ranks " + ranks;
+  }
+  /// Says in a record which group it is about, and who tells it.
+  void sign(ErrorRecord& record) const {
+    record.rank = jobRank();
+    record.host = host(rank);
+    record.group = called();
+    record.group_ranks = job.list();
+  }
+  /// Says in a record who is to blame, or was waited for.
+  void blame(ErrorRecord& record, int peer) const {
+    record.peer = job.of(peer);
+    record.peer_host = host(peer);
   }
 
   /// Whether the ranks have ports: all or none. Without ports, this rank has reached all others by Unix sockets, whatever the store says.
@@ -77,7 +113,7 @@ struct GroupIdentity {
     const size_t path = static_cast<size_t>(stream) % (further.size() + 1);
     const std::vector<SocketAddress>& remote = path == 0 ? addresses : further[path - 1].addresses;
     if (peer < 0 || static_cast<size_t>(peer) >= remote.size()) {
-      throw Error(ErrorCode::Internal, "rank " + std::to_string(peer) + " has no address in group " + name);
+      throw Error(ErrorCode::Internal, job.text(peer) + " has no address in " + text());
     }
     return {
         path == 0 ? local_address : further[path - 1].local_address,

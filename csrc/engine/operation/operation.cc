@@ -46,9 +46,9 @@ const char* Operation::name() const noexcept {
   return collectiveName(request_.receives ? Collective::Recv : request_.descriptor.kind);
 }
 
-std::string Operation::label() const {
+std::string Operation::label(const JobRanks& job) const {
   if (request_.descriptor.kind == Collective::Send) {
-    const std::string peer = request_.peer < 0 ? "any rank" : "rank " + std::to_string(request_.peer);
+    const std::string peer = request_.peer < 0 ? "any rank" : job.text(request_.peer);
     return std::string(name()) + (request_.receives ? " from " : " to ") + peer + " (tag " +
         std::to_string(request_.descriptor.tag) + ")";
   }

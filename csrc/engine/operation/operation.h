@@ -104,7 +104,7 @@ class Operation {
   /// "all_reduce", "recv"
   [[nodiscard]] const char* name() const noexcept;
   /// "all_reduce #12", "all_reduce issued in a callback", "recv from any rank (tag 3)".
-  [[nodiscard]] std::string label() const;
+  [[nodiscard]] std::string label(const JobRanks& job = {}) const;
 
   [[nodiscard]] bool done() const noexcept {
     return done_.load(std::memory_order_acquire);

@@ -23,6 +23,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
     : topology(hostNumbers(met.members)), address_reason(met.address_reason), claim(met.claim) {
   identity.rank = config.rank;
   identity.size = config.size;
+  identity.job = config.job;
   identity.name = config.group_name;
   identity.hash = met.group_hash;
   identity.nonce = met.nonce;

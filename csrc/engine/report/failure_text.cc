@@ -14,11 +14,8 @@ int64_t elapsedMs(const Operation& operation) {
 /// `what` knows no ranks, as of a link: with them, as this rank sees it.
 ErrorRecord seenHere(const ErrorRecord& what, int peer, const GroupIdentity& identity) {
   ErrorRecord record = what;
-  record.rank = identity.rank;
-  record.host = identity.host(identity.rank);
-  record.peer = peer;
-  record.peer_host = identity.host(peer);
-  record.group = identity.name;
+  identity.sign(record);
+  identity.blame(record, peer);
   record.epoch = identity.epoch;
   return record;
 }
@@ -38,12 +35,13 @@ ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& ide
 
 ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity) {
   if (record.rank < 0) { // else the other ranks' rendezvous has it from there
-    record.rank = identity.rank;
+    record.rank = identity.jobRank();
     record.host = localHostName();
   }
   record.peer = record.rank;
   record.peer_host = record.host;
-  record.group = identity.name;
+  record.group = identity.called();
+  record.group_ranks = identity.job.list();
   if (record.code == ErrorCode::TooManyFiles) {
     // With every other rank a link each way, a control link with about 2 log2 of them, and what a group has once.
     record.summary += "; a group of " + std::to_string(identity.size) + " ranks takes up to " +
@@ -55,7 +53,7 @@ ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity) {
 ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity) {
   ErrorRecord record = withNeed(trouble, identity);
   record.phase = ErrorPhase::Connect;
-  record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
+  record.summary = "Rank " + std::to_string(identity.jobRank()) + " on " + record.host +
       " cannot take the connections of other ranks: " + record.summary;
   return record;
 }
@@ -69,8 +67,8 @@ SocketAddress addressFor(int peer, const GroupIdentity& identity) {
 }
 
 std::string slowLine(int64_t waited_s, const GroupIdentity& identity) {
-  return "group " + identity.name + ": " + identity.rankText(identity.rank) + " has waited " +
-      std::to_string(waited_s) + " s for ";
+  return identity.text() + ": " + identity.rankText(identity.rank) + " has waited " + std::to_string(waited_s) +
+      " s for ";
 }
 
 constexpr const char* kTryDoctor = "a firewall may block that port. Try on each host: python -m pycomm doctor";
@@ -103,15 +101,12 @@ std::string stillUnconnected(const std::vector<int>& missing, int64_t waited_s, 
 ErrorRecord neverConnected(int peer, const GroupIdentity& identity) {
   ErrorRecord record;
   record.code = ErrorCode::ConnectFailed;
-  record.rank = identity.rank;
-  record.host = identity.host(identity.rank);
-  record.peer = peer;
-  record.peer_host = identity.host(peer);
-  record.group = identity.name;
+  identity.sign(record);
+  identity.blame(record, peer);
   record.phase = ErrorPhase::Connect;
   const SocketAddress here = addressFor(peer, identity);
-  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
-      " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
+  record.summary = identity.rankTitle(peer) + " met us in the store but never connected to " +
+      (here.empty() ? "our Unix socket" : here.text()) + ".";
   record.hint = here.empty()
       ? "look into that rank's log: it has ended, or is stopped"
       : "a firewall may block that port (python -m pycomm doctor finds it): open a range and set PYCOMM_PORT_RANGE to "
@@ -121,22 +116,26 @@ ErrorRecord neverConnected(int peer, const GroupIdentity& identity) {
 
 ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity) {
   ErrorRecord record = cause;
-  if (cause.rank >= 0 && cause.rank != identity.rank) {
+  if (cause.rank >= 0 && cause.rank != identity.jobRank()) {
     record.cause += (record.cause.empty() ? "" : ", ") + std::string("reported by rank ") + std::to_string(cause.rank);
   }
-  record.rank = identity.rank;
-  record.host = identity.host(identity.rank);
-  if (record.peer_host.empty()) {
-    record.peer_host = identity.host(record.peer);
+  const std::string sends = collectiveName(Collective::Send);
+  const std::string receives = collectiveName(Collective::Recv);
+  const bool other_end = cause.peer == identity.jobRank() && cause.rank != cause.peer;
+  if (cause.code == ErrorCode::CollectiveMismatch && other_end && (cause.op == sends || cause.op == receives)) {
+    record.op = cause.op == sends ? receives : sends; // a message is called by its end
   }
-  record.group = identity.name;
+  identity.sign(record);
+  if (record.peer_host.empty()) {
+    record.peer_host = identity.host(identity.job.inGroup(record.peer));
+  }
   record.epoch = identity.epoch;
   return record;
 }
 
 ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity) {
   ErrorRecord record = errorOf(cause, identity);
-  const ErrorRecord local = about(operation, cause.peer, identity);
+  const ErrorRecord local = about(operation, -1, identity);
   record.elapsed_ms = local.elapsed_ms;
   if (cause.op.empty()) { // otherwise it names the operation that the ranks disagree about, or that timed out
     record.op = local.op;
@@ -163,11 +162,12 @@ ErrorRecord timedOut(
     int waits_for,
     const std::optional<NotEntered>& missing,
     const GroupIdentity& identity) {
-  ErrorRecord record = about(operation, missing ? missing->peer : waits_for, identity);
+  const int peer = missing ? missing->peer : waits_for;
+  ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::Timeout;
   record.bytes_done = bytes_done;
   record.bytes_total = bytes_total;
-  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms: ";
+  record.summary = operation.label(identity.job) + " timed out after " + std::to_string(record.elapsed_ms) + " ms: ";
   if (missing) {
     record.phase = ErrorPhase::NotEntered;
     record.summary += identity.rankText(missing->peer) + " has not entered it (its last: " + missing->last + ").";
@@ -175,7 +175,7 @@ ErrorRecord timedOut(
         "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
   } else {
     record.phase = ErrorPhase::Transfer;
-    record.summary += "it waits for " + (record.peer >= 0 ? identity.rankText(record.peer) : ownPart(operation)) + ".";
+    record.summary += "it waits for " + (peer >= 0 ? identity.rankText(peer) : ownPart(operation)) + ".";
     record.hint = "raise the timeout if the network is only slow";
   }
   return record;
@@ -186,8 +186,8 @@ ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const Gro
   record.code = ErrorCode::Timeout;
   record.phase = ErrorPhase::CopyToHost;
   record.bytes_total = bytes_total;
-  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms: the tensor of " +
-      identity.rankText(identity.rank) + " has not left its device.";
+  record.summary = operation.label(identity.job) + " timed out after " + std::to_string(record.elapsed_ms) +
+      " ms: the tensor of " + identity.rankText(identity.rank) + " has not left its device.";
   record.hint =
       "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
   return record;
@@ -199,7 +199,7 @@ bool isOwnTrouble(ErrorCode code) noexcept {
 }
 
 ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {
-  const std::string who = "Rank " + std::to_string(identity.rank) + " on " + identity.host(identity.rank);
+  const std::string who = identity.rankTitle(identity.rank);
   ErrorRecord record;
   try {
     std::rethrow_exception(exception);
@@ -220,15 +220,12 @@ ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity&
     return withNeed(std::move(record), identity);
   }
   if (isOwnTrouble(record.code)) {
-    record.peer = identity.rank;
-    record.peer_host = identity.host(identity.rank);
+    identity.blame(record, identity.rank);
   }
   if (record.peer_host.empty()) {
-    record.peer_host = identity.host(record.peer);
+    record.peer_host = identity.host(identity.job.inGroup(record.peer));
   }
-  record.rank = identity.rank;
-  record.host = identity.host(identity.rank);
-  record.group = identity.name;
+  identity.sign(record);
   return record;
 }
 
@@ -237,8 +234,8 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
   ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::Timeout;
   record.phase = ErrorPhase::Matching;
-  record.summary =
-      operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms without a message: ";
+  record.summary = operation.label(identity.job) + " timed out after " + std::to_string(record.elapsed_ms) +
+      " ms without a message: ";
   if (peer < 0) {
     record.summary += "no rank has sent under that tag.";
     record.hint = "find out why no rank sends (another tag? a rank that is late?), or raise the timeout";
@@ -269,7 +266,7 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
   }
   ErrorRecord record = seenHere(what, peer, identity);
   if (what.code == ErrorCode::ConnectFailed) { // says already which addresses, and why
-    record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
+    record.summary = identity.rankTitle(peer) + " cannot be reached: " + what.summary;
     if (record.summary.back() != '.') {
       record.summary += '.';
     }
@@ -281,7 +278,7 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
     return record;
   }
   record.code = ErrorCode::PeerDead;
-  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
+  record.summary = identity.rankTitle(peer) +
       " is gone: its connection ended without a goodbye (its process ended, was killed, or its host went down).";
   record.hint =
       "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
@@ -292,7 +289,7 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
 ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
   ErrorRecord record = peerGone(peer, what, identity);
   record.code = ErrorCode::ConnectionReset;
-  record.summary = "A connection to rank " + std::to_string(peer) + " on " + record.peer_host +
+  record.summary = "A connection to " + identity.rankText(peer) +
       " broke although that rank is still there: what was on its way is lost.";
   record.hint = "look for what resets connections between these hosts: a firewall, a proxy, or an address used twice";
   return record;
@@ -305,9 +302,8 @@ ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& id
   ErrorRecord record = what;
   if (what.code == ErrorCode::ConfigMismatch || what.code == ErrorCode::VersionMismatch ||
       what.code == ErrorCode::ProtocolViolation) {
-    record.peer = peer;
-    record.peer_host = identity.host(peer);
-    record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
+    identity.blame(record, peer);
+    record.summary = identity.rankTitle(peer) + " cannot be reached: " + what.summary;
   }
   return record;
 }
@@ -315,8 +311,8 @@ ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& id
 ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity) {
   ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::PeerLeft;
-  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " closed its process group while " +
-      operation.label() + " still needs it.";
+  record.summary = identity.rankTitle(peer) + " closed its process group while " + operation.label(identity.job) +
+      " still needs it.";
   record.hint =
       "that rank ran fewer steps than the others, or left early after an error of its own; with uneven data use "
       "torch DDP with join(), or give every rank the same number of batches";
@@ -326,11 +322,29 @@ ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity
 ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& identity) {
   ErrorRecord record = about(operation, identity.rank, identity);
   record.code = ErrorCode::PeerLeft;
-  record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
-      " closed its process group while its own " + operation.label() + " was under way.";
+  record.summary = identity.rankTitle(identity.rank) + " closed its process group while its own " +
+      operation.label(identity.job) + " was under way.";
   record.hint =
       "wait for every operation before destroy_process_group(); if that rank failed, its log has the first error";
   return record;
+}
+
+ErrorRecord failedBeside(const ErrorRecord& failure, const GroupIdentity& identity) {
+  ErrorRecord why;
+  why.code = failure.code;
+  identity.sign(why);
+  why.summary = GroupIdentity::text(failure.group, failure.group_ranks) + " had failed: " + failure.summary;
+  why.hint = failure.hint;
+  return why;
+}
+
+ErrorRecord leftBecause(ErrorRecord left, const ErrorRecord& why) {
+  if (!left.summary.empty() && left.summary.back() == '.') {
+    left.summary.pop_back();
+  }
+  left.summary += ", after " + why.summary + (!why.summary.empty() && why.summary.back() == '.' ? "" : ".");
+  left.hint = "see why that other group failed" + (why.hint.empty() ? "" : ": " + why.hint);
+  return left;
 }
 
 } // namespace pycomm

@@ -67,7 +67,7 @@ template <typename Make>
     return make();
   } catch (...) {
     ErrorRecord record = noMemoryLeft();
-    record.rank = record.peer = identity.rank;
+    record.rank = record.peer = identity.jobRank();
     return record;
   }
 }
@@ -89,5 +89,11 @@ template <typename Make>
 
 /// This rank closes its group although this operation is under way: the error that the others get.
 [[nodiscard]] ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& identity);
+
+/// What this rank tells the others before it leaves a group because another group of its process has failed.
+[[nodiscard]] ErrorRecord failedBeside(const ErrorRecord& failure, const GroupIdentity& identity);
+
+/// `left` (PeerLeft), with that.
+[[nodiscard]] ErrorRecord leftBecause(ErrorRecord left, const ErrorRecord& why);
 
 } // namespace pycomm

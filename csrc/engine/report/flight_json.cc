@@ -56,7 +56,7 @@ std::string list(const std::vector<T>& values, const char* between, const ToText
   return out + "]";
 }
 
-std::string jsonOf(const FlightLog::Entry& entry, const WallClock& clock) {
+std::string jsonOf(const FlightLog::Entry& entry, const JobRanks& job, const WallClock& clock) {
   const Descriptor& descriptor = entry.descriptor;
   Object out;
   out.number("ticket", static_cast<int64_t>(entry.ticket));
@@ -74,7 +74,7 @@ std::string jsonOf(const FlightLog::Entry& entry, const WallClock& clock) {
   }
   out.text("algorithm", algorithmName(descriptor.algorithm));
   const bool message = descriptor.kind == Collective::Send || descriptor.kind == Collective::Recv;
-  out.known(message ? "peer" : "root", descriptor.root);
+  out.known(message ? "peer" : "root", job.of(descriptor.root));
   if (descriptor.tag != 0 || message) {
     out.number("tag", descriptor.tag);
   }
@@ -135,6 +135,7 @@ std::string jsonOf(const ErrorRecord& record) {
   out.known("peer", record.peer);
   out.known("peer_host", record.peer_host);
   out.known("group", record.group);
+  out.known("group_ranks", record.group_ranks);
   out.known("epoch", record.epoch);
   out.known("op", record.op);
   out.known("sequence", record.sequence);
@@ -150,9 +151,10 @@ std::string jsonOf(const ErrorRecord& record) {
 std::string jsonOf(const FlightLog::Subject& subject, const FlightLog::Snapshot& log, const WallClock& clock) {
   Object out;
   out.text("name", subject.group);
+  out.known("desc", log.title);
   out.number("rank", subject.rank);
   out.number("size", subject.size);
-  out.raw("global_ranks", list(subject.global_ranks, "", [](int rank) { return std::to_string(rank); }));
+  out.raw("global_ranks", list(subject.job.numbers(), "", [](int rank) { return std::to_string(rank); }));
   out.raw("hosts", list(log.hosts, "", [](const std::string& host) { return jsonText(host); }));
   out.raw("run", "\"" + std::to_string(log.run) + "\"");
   out.number("slots", static_cast<int64_t>(subject.slots));
@@ -168,7 +170,9 @@ std::string jsonOf(const FlightLog::Subject& subject, const FlightLog::Snapshot&
     out.raw("failure", jsonOf(*log.failure));
   }
   // One line for each operation, and each line whole: pycomm/_flight_record.py reads it line by line.
-  out.raw("operations", list(log.entries, "\n", [&](const FlightLog::Entry& entry) { return jsonOf(entry, clock); }));
+  out.raw("operations", list(log.entries, "\n", [&](const FlightLog::Entry& entry) {
+            return jsonOf(entry, subject.job, clock);
+          }));
   return out.end();
 }
 

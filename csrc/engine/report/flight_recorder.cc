@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -21,7 +22,7 @@ namespace {
 
 // Of groups that are closed, the last ones are kept.
 constexpr size_t kKeepClosed = 8;
-constexpr int kFormatVersion = 2;
+constexpr int kFormatVersion = 3;
 
 int64_t steadyNs(TimePoint at) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
@@ -135,6 +136,20 @@ void FlightRecorder::failed(const std::shared_ptr<FlightLog>& log, const ErrorRe
   } catch (...) { // no memory, or no thread: the failure itself is reported all the same
     dump_waits_.store(false);
   }
+}
+
+std::optional<ErrorRecord> FlightRecorder::failedBeside(const FlightLog& log) const {
+  std::optional<ErrorRecord> first;
+  int64_t first_ns = INT64_MAX;
+  for (const auto& other : logs()) {
+    const int64_t failed_ns = other->reachedNs(GroupPhase::Failed);
+    const bool beside = other.get() != &log && failed_ns > log.reachedNs(GroupPhase::Ready);
+    if (auto failure = other->failure(); beside && failure && failed_ns < first_ns) {
+      first_ns = failed_ns;
+      first = std::move(failure);
+    }
+  }
+  return first;
 }
 
 void FlightRecorder::dump(const FlightLog& failed) noexcept {

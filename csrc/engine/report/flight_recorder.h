@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ class FlightRecorder {
 
   /// Notes why the group of `log` failed, and has a file written if its options name one. Returns at once.
   void failed(const std::shared_ptr<FlightLog>& log, const ErrorRecord& record) noexcept;
+
+  /// Why another group of this process has failed since the group of `log` was made: the first one that did.
+  [[nodiscard]] std::optional<ErrorRecord> failedBeside(const FlightLog& log) const;
 
   /// The record as JSON: of all groups, or of one.
   [[nodiscard]] std::string json(const FlightLog* only = nullptr) const;

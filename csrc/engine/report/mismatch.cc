@@ -10,17 +10,18 @@ std::string operationText(uint64_t op_id) {
 
 ErrorRecord mismatch(
     const std::vector<std::string>& hosts,
+    const JobRanks& job,
     int rank,
     const Descriptor& mine,
     int peer,
     const OperationId& id) {
   ErrorRecord record;
   record.code = ErrorCode::CollectiveMismatch;
-  record.rank = rank;
+  record.rank = job.of(rank);
   record.host = hosts[static_cast<size_t>(rank)];
-  record.peer = peer;
+  record.peer = job.of(peer);
   record.peer_host = hosts[static_cast<size_t>(peer)];
-  record.op = collectiveName(mine.kind);
+  record.op = collectiveName(mine.kindAt(rank));
   record.sequence = id.sequence;
   record.dtype = dtypeName(mine.dtype);
   record.numel = mine.numel;
@@ -33,17 +34,18 @@ ErrorRecord mismatch(
 
 ErrorRecord disagreement(
     const std::vector<std::string>& hosts,
+    const JobRanks& job,
     int rank,
     const Descriptor& mine,
     int peer,
     const Descriptor& theirs,
     const OperationId& id) {
-  ErrorRecord record = mismatch(hosts, rank, mine, peer, id);
+  ErrorRecord record = mismatch(hosts, job, rank, mine, peer, id);
   const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id);
   const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
-  record.summary = "The ranks disagree about " + what + ": rank " + std::to_string(rank) + " (" + record.host +
-      (share ? ") expects as its part of " : ") has ") + mine.text() + ", rank " + std::to_string(peer) + " (" +
-      record.peer_host + (share ? ") sends " : ") has ") + theirs.text() + ".";
+  record.summary = "The ranks disagree about " + what + ": " + job.text(rank) + " (" + record.host +
+      (share ? ") expects as its part of " : ") has ") + mine.text(job, rank, peer) + ", " + job.text(peer) + " (" +
+      record.peer_host + (share ? ") sends " : ") has ") + theirs.text(job, peer, rank) + ".";
   return record;
 }
 

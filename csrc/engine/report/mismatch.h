@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/job_ranks.h"
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
 
@@ -18,6 +19,7 @@ namespace pycomm {
 /// Everything but the sentence. `hosts` are those of the group's ranks; `rank` is this one's, whose operation is `mine`.
 [[nodiscard]] ErrorRecord mismatch(
     const std::vector<std::string>& hosts,
+    const JobRanks& job,
     int rank,
     const Descriptor& mine,
     int peer,
@@ -26,6 +28,7 @@ namespace pycomm {
 /// The two have different descriptors for one operation.
 [[nodiscard]] ErrorRecord disagreement(
     const std::vector<std::string>& hosts,
+    const JobRanks& job,
     int rank,
     const Descriptor& mine,
     int peer,

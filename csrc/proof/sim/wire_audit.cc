@@ -30,6 +30,8 @@ const char* typeText(FrameType type) noexcept {
       return "goodbye";
     case FrameType::Left:
       return "news of a goodbye";
+    case FrameType::Leaving:
+      return "why a rank leaves";
   }
   return "unknown";
 }

@@ -89,7 +89,8 @@ Generation findGeneration(const StoreRound& round, const std::string& prefix) {
     if (const auto found = search.look()) {
       return *found;
     }
-    const std::string rank = std::to_string(round.rank);
+    const std::string rank = round.job.text(round.rank);
+    const std::string first = round.job.text(0);
     if (round.notices != nullptr) {
       round.notices->poll([](int other) { return other == 0; });
     }
@@ -97,14 +98,14 @@ Generation findGeneration(const StoreRound& round, const std::string& prefix) {
       const std::optional<Notice> notice = round.notices == nullptr ? std::nullopt : round.notices->of(0);
       throw Error(
           ErrorCode::RendezvousTimeout,
-          "The rendezvous timed out: rank " + rank + " waited for rank 0, which did not come" + search.lastAttempt() +
+          "The rendezvous timed out: " + rank + " waited for " + first + ", which did not come" + search.lastAttempt() +
               (notice ? "; " + notice->text() : ""),
-          "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
+          "did " + first + " start? Its own output says why it ended; a longer timeout helps slow starters");
     }
     if (const auto waited_s = slow.due(Clock::now())) {
       log(LogLevel::Warn,
-          "rank " + rank + " on " + localHostName() + " has waited " + std::to_string(*waited_s) +
-              " s in the rendezvous for rank 0. If it has started, try on each host: python -m pycomm doctor");
+          rank + " on " + localHostName() + " has waited " + std::to_string(*waited_s) + " s in the rendezvous for " +
+              first + ". If it has started, try on each host: python -m pycomm doctor");
     }
     (void)::poll(nullptr, 0, round.deadline.remainingMs(pause_ms));
   }

@@ -28,7 +28,8 @@ std::string noticeKey(const std::string& prefix, int rank) {
 } // namespace
 
 std::string Notice::text() const {
-  return "rank " + std::to_string(rank) + " on " + host + " has written into the store that it cannot join: " + reason;
+  return "rank " + std::to_string(job_rank) + " on " + host +
+      " has written into the store that it cannot join: " + reason;
 }
 
 void postNotice(Store& store, const std::string& group_name, const Notice& notice) noexcept {
@@ -38,9 +39,10 @@ void postNotice(Store& store, const std::string& group_name, const Notice& notic
   }
 }
 
-Notices::Notices(Store& store, std::string prefix, int size)
+Notices::Notices(Store& store, std::string prefix, int size, JobRanks job)
     : store_(store),
       prefix_(std::move(prefix)),
+      job_(std::move(job)),
       next_look_(Clock::now() + kFirstNoticeLook),
       logged_(static_cast<size_t>(size)) {}
 
@@ -79,7 +81,10 @@ std::optional<Notice> Notices::of(int rank) {
   }
   const std::string_view whole = *text;
   return Notice{
-      rank, printable(whole.substr(0, end), kNoticeHostNbytes), printable(whole.substr(end + 1), kNoticeReasonNbytes)};
+      rank,
+      printable(whole.substr(0, end), kNoticeHostNbytes),
+      printable(whole.substr(end + 1), kNoticeReasonNbytes),
+      job_.of(rank)};
 }
 
 } // namespace pycomm

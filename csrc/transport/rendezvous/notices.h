@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/job_ranks.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
@@ -17,6 +18,7 @@ struct Notice {
   int rank = -1;
   std::string host;
   std::string reason; ///< may contain the path of the secret's file, never the secret
+  int job_rank = -1; ///< of one that was read: what its text calls the rank
 
   /// "rank 3 on b has written into the store that it cannot join: REASON"
   [[nodiscard]] std::string text() const;
@@ -32,7 +34,7 @@ class Notices {
   using IsMissing = std::function<bool(int rank)>;
 
   /// `store` outlives this. `prefix` begins the group's keys, size is its number of ranks.
-  Notices(Store& store, std::string prefix, int size);
+  Notices(Store& store, std::string prefix, int size, JobRanks job = {});
 
   /// Logs a warning for each rank that is missing and has a notice, once, and at most 16 in all: a stranger who writes to the store must not
   /// fill the log. Reads first after 100 ms and then every 500 ms, however often it is called, and of 32 ranks at a time.
@@ -43,6 +45,7 @@ class Notices {
  private:
   Store& store_;
   const std::string prefix_;
+  const JobRanks job_;
   TimePoint next_look_;
   std::vector<bool> logged_; ///< by rank
   size_t next_ = 0; ///< the rank with which the next look begins

@@ -110,10 +110,10 @@ Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadlin
 Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Owner>& holder) {
   ErrorRecord record;
   record.code = ErrorCode::DuplicateRank;
-  record.rank = claim.rank;
+  record.rank = claim.job.of(claim.rank);
   record.host = me.host.hostname;
-  record.peer = claim.rank;
-  const std::string rank = "rank " + std::to_string(claim.rank);
+  record.peer = record.rank;
+  const std::string rank = claim.job.text(claim.rank);
   if (holder && lifeOf(*holder) == Life::Ended) {
     record.summary = "the store still holds " + rank + " of an earlier run, " + holder->who() +
         ", which ended without leaving; " + me.who() + " cannot take it over";
@@ -171,17 +171,19 @@ RankClaim claimRank(
     Store& store,
     const std::string& prefix,
     int rank,
+    const JobRanks& job,
     Takeover takeover,
     Deadline deadline,
     const AbortToken& abort) {
   RankClaim claim;
   claim.prefix = prefix;
   claim.rank = rank;
+  claim.job = job;
   claim.number = store.add(prefix + "claim/" + std::to_string(rank), 1);
   if (claim.number < 1) {
     throw Error(
         ErrorCode::ProtocolViolation,
-        "the store counts " + std::to_string(claim.number) + " claims of rank " + std::to_string(rank),
+        "the store counts " + std::to_string(claim.number) + " claims of " + job.text(rank),
         "is the store shared with another program, or its key overwritten?");
   }
   try {

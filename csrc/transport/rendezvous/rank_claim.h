@@ -5,6 +5,7 @@
 
 #include "base/abort_token.h"
 #include "base/deadline.h"
+#include "base/job_ranks.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
@@ -13,6 +14,7 @@ namespace pycomm {
 struct RankClaim {
   std::string prefix; ///< prefix of the group's keys in the store
   int rank = -1;
+  JobRanks job; ///< what texts call the ranks of the group
   int64_t number = 0; ///< number of this claim among those of this rank, counted by the store from 1
   int64_t generation = 0; ///< number of this group among those of its name on this store; the same on all ranks
   std::string binding = {}; ///< StoreRound::binding of the rounds after the first
@@ -35,6 +37,7 @@ enum class Takeover : uint8_t {
     Store& store,
     const std::string& prefix,
     int rank,
+    const JobRanks& job,
     Takeover takeover,
     Deadline deadline,
     const AbortToken& abort);

@@ -30,7 +30,7 @@ std::optional<uint64_t> parseNumber(const std::string& text, uint64_t limit) {
   return value <= limit ? std::optional<uint64_t>(value) : std::nullopt;
 }
 
-[[noreturn]] void refuse(int rank, const std::string& what) {
+[[noreturn]] void refuseRecord(int rank, const std::string& what) {
   throw Error(
       ErrorCode::ProtocolViolation,
       "the store holds a record of rank " + std::to_string(rank) + " that no pycomm wrote: " + what,
@@ -56,7 +56,7 @@ Error mismatch(ErrorCode code, const RankRecord& theirs, const std::string& summ
   record.code = code;
   record.summary = summary;
   record.hint = hint;
-  record.peer = theirs.rank;
+  record.peer = theirs.job_rank;
   record.peer_host = theirs.host;
   return Error(record);
 }
@@ -85,9 +85,10 @@ std::string RankRecord::wireText() const {
   return out;
 }
 
-RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
+RankRecord RankRecord::fromWireText(const std::string& text, int rank, const JobRanks& job) {
+  const auto refuse = [&](const std::string& what) { refuseRecord(job.of(rank), what); };
   if (text.size() > kMaxRecordNbytes) {
-    refuse(rank, "it has " + std::to_string(text.size()) + " bytes");
+    refuse("it has " + std::to_string(text.size()) + " bytes");
   }
   std::istringstream lines(text);
   std::string line;
@@ -96,7 +97,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   const auto version =
       line.compare(0, mark.size(), mark) == 0 ? parseNumber(line.substr(mark.size()), INT32_MAX) : std::nullopt;
   if (!version) {
-    refuse(rank, "it does not begin with \"pycomm <version>\"");
+    refuse("it does not begin with \"pycomm <version>\"");
   }
   std::map<std::string, std::string> fields;
   while (std::getline(lines, line)) {
@@ -108,6 +109,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   RankRecord record;
   record.version = static_cast<int>(*version);
   record.rank = rank;
+  record.job_rank = job.of(rank);
   record.host = printable(fields["host"], kMaxHostNbytes);
   if (record.version != FrameHeader::kVersion) {
     return record;
@@ -115,7 +117,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   const auto number = [&](const char* key, uint64_t limit) {
     const auto value = parseNumber(fields[key], limit);
     if (!value) {
-      refuse(rank, std::string(key) + " is missing or no number");
+      refuse(std::string(key) + " is missing or no number");
     }
     return *value;
   };
@@ -128,17 +130,17 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   record.unix_socket = printable(fields["unix"], kMaxSocketNameNbytes);
   record.process_id = fields["process_id"];
   if (!record.process_id.empty() && !isProcessId(record.process_id)) {
-    refuse(rank, "its process id cannot be read");
+    refuse("its process id cannot be read");
   }
   record.remark = printable(fields["remark"], kMaxRemarkNbytes);
   if (number("rank", INT32_MAX) != static_cast<uint64_t>(rank)) {
-    refuse(rank, "it says rank " + fields["rank"]);
+    refuse("it says rank " + fields["rank"]);
   }
   const auto identity = HostIdentity::fromWireText(fields["identity"]);
   const auto process = ProcessIdentity::fromWireText(fields["process"]);
   const auto route = SocketAddress::fromWireText(fields["route"]);
   if (!identity || !process || !route) {
-    refuse(rank, "its identity, process or route cannot be read");
+    refuse("its identity, process or route cannot be read");
   }
   record.identity = *identity;
   record.process = *process;
@@ -149,7 +151,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
 std::string RankRecord::who() const {
   const std::string where = host.empty() ? "unknown host" : "host " + host;
   const std::string pid = process.pid > 0 ? ", pid " + std::to_string(process.pid) : "";
-  return "rank " + std::to_string(rank) + " (" + where + pid + ")";
+  return "rank " + std::to_string(job_rank) + " (" + where + pid + ")";
 }
 
 void checkCompatible(const RankRecord& mine, const RankRecord& theirs) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/job_ranks.h"
 #include "transport/net/address.h"
 #include "transport/net/host_identity.h"
 #include "transport/secure/tls_context.h"
@@ -20,6 +21,7 @@ inline constexpr size_t kMaxRecordNbytes = 8192;
 struct RankRecord {
   int version = 0;
   int rank = -1;
+  int job_rank = -1; ///< JobRanks: what texts call it
   int size = 0;
   std::string host;
   HostIdentity identity;
@@ -40,7 +42,7 @@ struct RankRecord {
 
   /// Accepts any bytes. Throws Error(ProtocolViolation) naming the fault in the record of `rank`. If the record has
   /// another wire version, only the parts that all versions share are read; checkCompatible() then rejects it.
-  [[nodiscard]] static RankRecord fromWireText(const std::string& text, int rank);
+  [[nodiscard]] static RankRecord fromWireText(const std::string& text, int rank, const JobRanks& job = {});
 
   /// "rank 1 (host b, pid 77)"
   [[nodiscard]] std::string who() const;

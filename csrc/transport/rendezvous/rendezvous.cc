@@ -74,6 +74,7 @@ RankRecord ownRecord(
   RankRecord record;
   record.version = FrameHeader::kVersion;
   record.rank = config.rank;
+  record.job_rank = config.job.of(config.rank);
   record.size = config.size;
   record.host = localHostName();
   record.identity = HostIdentity::ofThisProcess();
@@ -112,10 +113,10 @@ Introduced introduce(StoreRound& round, const RankRecord& mine) {
   const auto digestText = [](const std::string& text) { return hexOf(viewOf(sha256(text))); };
   round.self = sealed ? digestText(text_of_mine) : "";
   const auto judge = [&](int rank, const std::string& text) {
-    checkCompatible(mine, RankRecord::fromWireText(text, rank));
+    checkCompatible(mine, RankRecord::fromWireText(text, rank, round.job));
   };
   const auto name = [&](int rank, const std::string& text) {
-    return text.empty() ? "rank " + std::to_string(rank) : RankRecord::fromWireText(text, rank).who();
+    return text.empty() ? round.job.text(rank) : RankRecord::fromWireText(text, rank, round.job).who();
   };
   std::vector<std::string> texts;
   try {
@@ -128,7 +129,8 @@ Introduced introduce(StoreRound& round, const RankRecord& mine) {
   }
   Introduced introduced;
   for (const std::string& text : texts) {
-    introduced.records.push_back(RankRecord::fromWireText(text, static_cast<int>(introduced.records.size())));
+    introduced.records.push_back(
+        RankRecord::fromWireText(text, static_cast<int>(introduced.records.size()), round.job));
   }
   introduced.nonce = introduced.records.front().nonce;
   if (sealed) {
@@ -154,9 +156,9 @@ void keepCommon(std::vector<Member>& members) {
 
 // Checks now that all ranks can connect to all, instead of failing later in connections. Every rank checks the whole
 // list, so that all come to the same result.
-void checkReachable(const std::vector<Member>& members) {
-  const auto where = [](const Member& member) {
-    return "rank " + std::to_string(member.rank) + " (host " + member.host + ") listens on " + member.address.text();
+void checkReachable(const std::vector<Member>& members, const JobRanks& job) {
+  const auto where = [&](const Member& member) {
+    return job.text(member.rank) + " (host " + member.host + ") listens on " + member.address.text();
   };
   const Member& first = members.front();
   const bool one_host = std::all_of(
@@ -201,7 +203,8 @@ std::string bindPorts(
 std::vector<Member> membersOf(
     const std::vector<RankRecord>& records,
     std::vector<std::vector<SocketAddress>> addresses,
-    const std::vector<SocketAddress>& reached) {
+    const std::vector<SocketAddress>& reached,
+    const JobRanks& job) {
   std::vector<Member> members;
   for (const RankRecord& record : records) {
     Member member;
@@ -221,7 +224,7 @@ std::vector<Member> membersOf(
     members.push_back(std::move(member));
   }
   if (!members.front().address.empty()) {
-    checkReachable(members);
+    checkReachable(members, job);
     keepCommon(members);
   }
   return members;
@@ -255,7 +258,7 @@ Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
       exchangeAddresses(round, records, config.size > 1 && !sockets.reachesAll(), [&] {
         return bindPorts(met, config, policy, network, choice);
       });
-  met.members = membersOf(records, std::move(addresses), sockets.reached());
+  met.members = membersOf(records, std::move(addresses), sockets.reached(), round.job);
   met.further.resize(met.members.front().further.size());
   met.unix_listener = sockets.take();
   return met;
@@ -269,18 +272,20 @@ std::string keysOf(const RankClaim& claim) {
 StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim) {
   StoreRound round{store, abort, keysOf(claim)};
   round.binding = claim.binding;
+  round.job = claim.job;
   return round;
 }
 
 // The error that stopped this rank, with everything that it knows about itself, as far as there is memory for it.
 ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) noexcept {
   ErrorRecord record = recordOf(exception, "the rendezvous failed");
-  record.rank = config.rank;
+  record.rank = config.job.of(config.rank);
   record.phase = ErrorPhase::Rendezvous;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   try {
     record.host = localHostName();
     record.group = config.group_name;
+    record.group_ranks = config.job.list();
   } catch (const std::bad_alloc&) { // then without them
   }
   return record;
@@ -301,14 +306,14 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   RankClaim claim;
   try {
     checkConfig(config);
-    claim = claimRank(store, prefix, config.rank, config.takeover, config.deadline, abort);
+    claim = claimRank(store, prefix, config.rank, config.job, config.takeover, config.deadline, abort);
   } catch (const std::exception& exception) {
     ErrorRecord record = describe(exception, config, begin); // does not concern the ranks that met
     noteIfAborted(store, config, abort, record);
     throw Error(std::move(record));
   }
-  Notices notices(store, prefix, config.size);
-  StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
+  Notices notices(store, prefix, config.size, config.job);
+  StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin, "", config.job};
   round.notices = &notices;
   const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
   try {
@@ -360,12 +365,10 @@ std::vector<std::string> exchangeTexts(
     const std::string& mine,
     Deadline deadline,
     const AbortToken& abort) {
-  const StoreRound round{store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now(), claim.binding};
+  const StoreRound round{
+      store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now(), claim.binding, claim.job};
   std::vector<std::string> texts = round.gather(
-      key,
-      mine,
-      [](int, const std::string&) {},
-      [](int rank, const std::string&) { return "rank " + std::to_string(rank); });
+      key, mine, [](int, const std::string&) {}, [&](int rank, const std::string&) { return claim.job.text(rank); });
   for (std::string& text : texts) {
     text = printable(text, kMaxTextNbytes);
   }

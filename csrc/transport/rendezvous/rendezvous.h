@@ -6,6 +6,7 @@
 
 #include "base/abort_token.h"
 #include "base/deadline.h"
+#include "base/job_ranks.h"
 #include "transport/net/address.h"
 #include "transport/net/host_identity.h"
 #include "transport/net/interfaces.h"
@@ -19,6 +20,7 @@ namespace pycomm {
 struct RendezvousConfig {
   int rank = -1;
   int size = 0;
+  JobRanks job; ///< what texts and records call the ranks
   std::string group_name;
   std::string store_host; ///< as the user wrote it (MASTER_ADDR); empty for a file store
   InterfaceSpec spec;

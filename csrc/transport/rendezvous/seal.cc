@@ -45,10 +45,15 @@ int writerOf(std::string key) {
   return last == "all" ? 0 : rankIn(last);
 }
 
-Error badSeal(ErrorCode code, const std::string& key, const std::string& who_and_what, const std::string& hint) {
+Error badSeal(
+    ErrorCode code,
+    const std::string& key,
+    const JobRanks& job,
+    const std::string& who_and_what,
+    const std::string& hint) {
   ErrorRecord record;
   record.code = code;
-  record.peer = writerOf(key);
+  record.peer = job.of(writerOf(key));
   const std::string who = record.peer < 0 ? "another process" : "rank " + std::to_string(record.peer);
   record.summary = who + who_and_what + " (entry " + printable(key, kMaxShownKeyNbytes) + " of the store)";
   record.hint = hint;
@@ -64,7 +69,8 @@ std::string keyIdIn(std::string_view value) {
 
 } // namespace
 
-Seal::Seal(const Secret& secret) : key_(secret.derive("pycomm 1 store")), key_id_(secret.keyId()) {}
+Seal::Seal(const Secret& secret, JobRanks job)
+    : key_(secret.derive("pycomm 1 store")), key_id_(secret.keyId()), job_(std::move(job)) {}
 
 std::string Seal::macOf(const std::string& key, std::string_view value) const {
   std::string text;
@@ -84,6 +90,7 @@ std::string Seal::opened(const std::string& key, const std::string& text) const 
     throw badSeal(
         ErrorCode::ConfigMismatch,
         key,
+        job_,
         " has no secret, and this process has one (key id " + key_id_ + ")",
         std::string("give every rank the same secret file; ") + kHowToCopySecret +
             ". If all have it, somebody else writes to torch's store: let only the hosts of the job reach its port (MASTER_PORT)");
@@ -92,6 +99,7 @@ std::string Seal::opened(const std::string& key, const std::string& text) const 
     throw badSeal(
         ErrorCode::ConfigMismatch,
         key,
+        job_,
         " has a different secret (key id " + key_id + ", here " + key_id_ + ")",
         std::string("copy one secret file to every host; ") + kHowToCopySecret +
             ". \"python -m pycomm secret --id\" shows which one a host has");
@@ -102,17 +110,19 @@ std::string Seal::opened(const std::string& key, const std::string& text) const 
     throw badSeal(
         ErrorCode::ProtocolViolation,
         key,
+        job_,
         "'s record was changed by somebody who does not have the secret",
         "somebody else writes to torch's store: let only the hosts of the job reach its port (MASTER_PORT), and start the job again");
   }
   return std::string(value);
 }
 
-void refuseSealed(const std::string& key, const std::string& value) {
+void refuseSealed(const std::string& key, const std::string& value, const JobRanks& job) {
   if (const std::string key_id = keyIdIn(value); !key_id.empty()) {
     throw badSeal(
         ErrorCode::ConfigMismatch,
         key,
+        job,
         " has a secret (key id " + key_id + "), and this process has none",
         std::string("give every rank the same secret file; ") + kHowToCopySecret);
   }

@@ -3,6 +3,7 @@
 #include <string>
 #include <string_view>
 
+#include "base/job_ranks.h"
 #include "transport/secure/secret.h"
 
 namespace pycomm {
@@ -14,7 +15,8 @@ namespace pycomm {
 /// The key is part of the seal: a text does not open under another key. Any thread.
 class Seal {
  public:
-  explicit Seal(const Secret& secret);
+  /// `job`: what errors call the ranks that write the keys.
+  explicit Seal(const Secret& secret, JobRanks job = {});
 
   [[nodiscard]] std::string sealed(const std::string& key, std::string_view value) const;
   /// The value. Throws an Error that names the key: ConfigMismatch if the text has no seal or another secret's, ProtocolViolation if it was
@@ -26,9 +28,10 @@ class Seal {
 
   Key key_;
   std::string key_id_;
+  JobRanks job_;
 };
 
 /// For a process without a secret: throws Error(ConfigMismatch) if `value` is a sealed one, which nobody can mistake for another text.
-void refuseSealed(const std::string& key, const std::string& value);
+void refuseSealed(const std::string& key, const std::string& value, const JobRanks& job = {});
 
 } // namespace pycomm

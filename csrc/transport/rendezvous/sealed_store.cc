@@ -1,5 +1,7 @@
 #include "transport/rendezvous/sealed_store.h"
 
+#include <utility>
+
 #include "base/error.h"
 #include "base/log.h"
 #include "base/printable.h"
@@ -11,7 +13,8 @@ constexpr size_t kMaxLoggedKeyNbytes = 256;
 
 } // namespace
 
-SealedStore::SealedStore(Store& store, const Secret& secret) : store_(store), seal_(secret) {}
+SealedStore::SealedStore(Store& store, const Secret& secret, JobRanks job)
+    : store_(store), seal_(secret, std::move(job)) {}
 
 void SealedStore::set(const std::string& key, const std::string& value) {
   store_.set(key, seal_.sealed(key, value));

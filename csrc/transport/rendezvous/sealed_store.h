@@ -18,7 +18,7 @@ namespace pycomm {
 class SealedStore final : public Store {
  public:
   /// `store` outlives this.
-  SealedStore(Store& store, const Secret& secret);
+  SealedStore(Store& store, const Secret& secret, JobRanks job = {});
 
   void set(const std::string& key, const std::string& value) override;
   [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override;

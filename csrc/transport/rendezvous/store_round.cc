@@ -139,7 +139,7 @@ ErrorRecord StoreRound::errorIn(const std::string& text) const {
     return *std::move(record);
   }
   if (!store.sealed()) {
-    refuseSealed(prefix + "error", text);
+    refuseSealed(prefix + "error", text, job);
   }
   ErrorRecord broken;
   broken.code = ErrorCode::ProtocolViolation;
@@ -151,7 +151,7 @@ ErrorRecord StoreRound::errorIn(const std::string& text) const {
 std::string StoreRound::read(const std::string& key) const {
   std::string text = store.get(key, Deadline::after(Store::kReadTimeoutMs));
   if (!store.sealed()) {
-    refuseSealed(key, text);
+    refuseSealed(key, text, job);
   }
   return text;
 }
@@ -170,7 +170,7 @@ bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judg
   if (!all || all->size() != texts.size()) {
     throw Error(
         ErrorCode::ProtocolViolation,
-        "rank 0's list of " + key + " records in the store cannot be read",
+        job.text(0) + "'s list of " + key + " records in the store cannot be read",
         "is the store shared with another program?");
   }
   if ((*all)[static_cast<size_t>(rank)] != texts[static_cast<size_t>(rank)]) {
@@ -206,15 +206,15 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
   ErrorRecord record;
   for (size_t other = 0; other < texts.size(); ++other) {
     if (isMissing(key, texts, other)) {
-      missing.push_back(std::to_string(other));
-      record.peer = record.peer < 0 ? static_cast<int>(other) : record.peer;
+      missing.push_back(std::to_string(job.of(static_cast<int>(other))));
+      record.peer = record.peer < 0 ? job.of(static_cast<int>(other)) : record.peer;
     } else {
       present.push_back(name(static_cast<int>(other), texts[other]));
     }
   }
   if (missing.empty()) { // all ranks arrived, so rank 0 is the one that did not continue
-    missing.emplace_back("0 (it came, but does not go on)");
-    record.peer = 0;
+    record.peer = job.of(0);
+    missing.push_back(std::to_string(record.peer) + " (it came, but does not go on)");
   }
   std::string reasons;
   size_t named = 0;
@@ -228,8 +228,8 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   record.code = ErrorCode::RendezvousTimeout;
-  record.summary = "The rendezvous timed out: rank " + std::to_string(rank) + " waited " + std::to_string(waited) +
-      " ms for " + std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present) +
+  record.summary = "The rendezvous timed out: " + job.text(rank) + " waited " + std::to_string(waited) + " ms for " +
+      std::to_string(size) + " ranks" + ofWhich() + "; missing: " + listed(missing) + "; present: " + listed(present) +
       reasons;
   record.hint =
       std::string(
@@ -246,6 +246,11 @@ bool StoreRound::isMissing(const std::string& key, const Texts& texts, size_t ot
   return texts[other].empty() && !store.has(keyOf(prefix, key, other));
 }
 
+std::string StoreRound::ofWhich() const {
+  const std::string list = job.list();
+  return list.empty() ? "" : ": " + list;
+}
+
 // Every rank logs the first line, since each host may have a log of its own. Rank 0 logs the later ones, or all ranks while it is missing.
 void StoreRound::logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const {
   const auto waited_s = slow.due(Clock::now());
@@ -257,19 +262,20 @@ void StoreRound::logSlow(SlowWait& slow, const std::string& key, const Texts& te
   for (int budget = kLooksForLine; looked < texts.size() && budget > 0; ++looked) {
     budget -= texts[looked].empty() ? 1 : 0;
     if (isMissing(key, texts, looked)) {
-      missing.push_back(std::to_string(looked));
+      missing.push_back(std::to_string(job.of(static_cast<int>(looked))));
     }
   }
   const bool all = looked == texts.size();
-  if (slow.lines() > 1 && rank != 0 && (missing.empty() || missing.front() != "0")) {
+  if (slow.lines() > 1 && rank != 0 && (missing.empty() || missing.front() != std::to_string(job.of(0)))) {
     return;
   }
-  const std::string who = "rank " + std::to_string(rank) + " on " + localHostName() + " has waited " +
-      std::to_string(*waited_s) + " s for ";
-  const std::string in_all = " (" + std::to_string(size) + " ranks in all). ";
+  const std::string who =
+      job.text(rank) + " on " + localHostName() + " has waited " + std::to_string(*waited_s) + " s for ";
+  const std::string in_all = " (" + std::to_string(size) + " ranks in all" + ofWhich() + "). ";
   std::string whom;
   if (missing.empty()) {
-    whom = (all ? "rank 0 to go on; all ranks have joined" : "ranks from " + std::to_string(looked) + " on to join") +
+    whom = (all ? job.text(0) + " to go on; all ranks have joined"
+                : "ranks from " + std::to_string(job.of(static_cast<int>(looked))) + " on to join") +
         in_all + "Try";
   } else if (missing.size() == 1 && all) {
     whom = "rank " + missing.front() + ", which has not joined" + in_all + "If it has started, try";

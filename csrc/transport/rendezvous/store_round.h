@@ -9,6 +9,7 @@
 #include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/job_ranks.h"
 #include "base/slow_wait.h"
 #include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/store.h"
@@ -46,6 +47,7 @@ struct StoreRound {
   /// Begins the name of every key. In a sealed store it has the hash of all member records, which have something
   /// fresh of each rank: so the seal of a record of another job does not fit.
   std::string binding = {};
+  JobRanks job = {}; ///< what texts call the ranks
   /// In a sealed store, the digest of this rank's own member record; begins an error that it reports before it is bound.
   std::string self = {};
   /// In a sealed store, the digests of all member records, once they are known; errors of no other process count from then on.
@@ -87,6 +89,7 @@ struct StoreRound {
   void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;
   [[nodiscard]] bool isMissing(const std::string& key, const Texts& texts, size_t other) const;
+  [[nodiscard]] std::string ofWhich() const; ///< of a group that is not the job: ": 1, 3"
   void logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const;
 };
 

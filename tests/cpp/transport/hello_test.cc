@@ -20,7 +20,7 @@ using testing::view;
 using State = HelloReading::State;
 
 constexpr const char* kGolden =
-    "637903012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000000000000010200000000000000000000";
+    "637904012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000000000000010200000000000000000000";
 
 Hello sample() {
   Hello hello;
@@ -49,14 +49,14 @@ TEST(Hello, ReadsWhatItWrote) {
 }
 
 // Another layout needs another version: ranks with different ones must not take each other's bytes for their own.
-TEST(Hello, HasTheseBytesInVersion3) {
+TEST(Hello, HasTheseBytesInVersion4) {
   std::string hex;
   for (const char byte : encodeHello(sample())) {
     std::array<char, 3> digits{};
     (void)std::snprintf(digits.data(), digits.size(), "%02x", static_cast<unsigned>(static_cast<unsigned char>(byte)));
     hex += digits.data();
   }
-  EXPECT_EQ(FrameHeader::kVersion, 3);
+  EXPECT_EQ(FrameHeader::kVersion, 4);
   EXPECT_EQ(hex, kGolden);
 }
 

@@ -17,7 +17,7 @@ using ::testing::HasSubstr;
 RankRecord sample(int rank) {
   RankRecord record;
   record.version = FrameHeader::kVersion;
-  record.rank = rank;
+  record.rank = record.job_rank = rank;
   record.size = 4;
   record.host = "alpha";
   record.identity = HostIdentity::ofThisProcess();

@@ -155,7 +155,7 @@ def test_a_record_that_is_read_by_lines_is_the_record(tmp_path: Path) -> None:
         for group in whole["groups"]:
             group["operations"] = [one for one in group["operations"] if one["ticket"] == 2]
         assert read_some(lines, "test", lambda group, ticket: ticket == 2) == whole
-        for bad in ([b"{}"], lines[1:], [lines[0], lines[2]], [lines[0].replace(b"2", b"3")]):
+        for bad in ([b"{}"], lines[1:], [lines[0], lines[2]], [lines[0].replace(b":3,", b":2,")]):
             with pytest.raises(BadRecordError):
                 read_some(bad, "test", lambda group, ticket: True)
 

@@ -155,7 +155,7 @@ def values(text: str) -> dict[tuple[str, str], float]:
 def test_groups_of_one_name_and_groups_that_were_destroyed() -> None:
     content = MetricsContent()
     closed = {"phases_ns": {"ready": 1, "closed": 2}}
-    failure = {"failure": {"code": "PEER_DEAD", "peer": 1}}
+    failure = {"failure": {"code": "PEER_DEAD", "peer": 6}}
     groups = [
         {"name": "0", **closed, **failure},
         {"name": "0", "run": "6"},

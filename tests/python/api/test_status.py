@@ -182,7 +182,7 @@ def _process(rank: int, operations: list[dict[str, Any]], **more: Any) -> Proces
         "operations": [known | one for one in operations],
         **more,
     }
-    top = {"format": "pycomm-flight-record", "version": 2, "rank": 4 + rank, "host": "here"}
+    top = {"format": "pycomm-flight-record", "version": 3, "rank": 4 + rank, "host": "here"}
     text = json.dumps(top | {"pid": 100 + rank, "written_ns": 60 * 10**9, "groups": [group]})
     return parse_record(text, "test")
 
@@ -207,17 +207,18 @@ def test_a_rank_that_is_past_an_operation_is_not_accused() -> None:
     behind = _process(1, [_op(98, "done"), _op(99, "done")])
     (said,) = _told(waits, behind)
     assert said == (
-        "Rank 4 of group sub waits in all_reduce #100 (float32 x 4, ring), for 60.0 s so far; rank "
-        "5 (pid 101) has not entered it. Of rank 6 nothing is known here: run this on there."
+        "Rank 4 of group 'sub' of ranks 4, 5 and 6 waits in all_reduce #100 (float32 x 4, ring), "
+        "for 60.0 s so far; rank 5 (pid 101) has not entered it. Of rank 6 nothing is known here: "
+        "run this on there."
     )
     (said,) = _told(waits)
     assert "Rank 5 of this host did not answer or has ended" in said
 
 
 def test_a_receive_that_waits_does_not_hide_a_collective() -> None:
-    receive = _op(0, "running") | {"op": "recv", "id": "0", "sequence": None, "peer": 1}
+    receive = _op(0, "running") | {"op": "recv", "id": "0", "sequence": None, "peer": 5}
     one, other = _told(_process(0, [receive, _op(7, "running")]), _process(1, [_op(6, "done")]))
-    assert one.startswith("Rank 4 (pid 100) waits in recv from rank 1")
+    assert one.startswith("Rank 4 (pid 100) waits in recv from rank 5")
     assert "all_reduce #7" in other and "rank 5 (pid 101) has not entered" in other
 
 

@@ -51,7 +51,7 @@ def process(rank: int, operations: list[dict[str, Any]], **changes: Any) -> dict
     }
     group |= {key: changes.pop(key) for key in list(changes) if key in (*group, "failure")}
     return {
-        **{"format": "pycomm-flight-record", "version": 2, "rank": rank, "host": "abc"[rank]},
+        **{"format": "pycomm-flight-record", "version": 3, "rank": rank, "host": "abc"[rank]},
         **{"pid": 100 + rank, "written_ns": START + 2_000 * MS, "groups": [group]},
     } | changes
 
@@ -251,9 +251,10 @@ def test_groups_of_a_part_of_the_ranks(tmp_path: Path) -> None:
         both.append(one)
     written(tmp_path, *both)
     world, part = read_records(dump_files([tmp_path])).groups
-    assert (world.size, part.size, sorted(part.members)) == (3, 2, [0, 1])
-    assert part.members[0].process.rank == 1
-    torchs = torch_record(part.members[0].process)
+    assert (world.size, part.size, sorted(part.members)) == (3, 2, [1, 2])
+    assert part.members[1].process.rank == 1
+    assert part.title == "group '1' of ranks 1 and 2"
+    torchs = torch_record(part.members[1].process)
     assert torchs["pg_config"]["1"]["ranks"] == "[1, 2]"
     events = chrome_trace([world, part])["traceEvents"]
     rows = {(one["pid"], one["tid"]) for one in events if "ts" in one}
@@ -284,7 +285,7 @@ BAD = [
     ("[1]", "it says nothing of"),
     ('{"format": "other"}', "it says nothing of"),
     ('{"format": "pycomm-flight-record", "version": 1}', "is of version 1"),
-    ('{"format": "pycomm-flight-record", "version": 2}', "KeyError"),
+    ('{"format": "pycomm-flight-record", "version": 3}', "KeyError"),
     (json.dumps(process(0, [{"id": "1"}])), "is not a flight record"),
     (json.dumps(process(0, healthy()) | {"rank": "zero"}), "rank is 'zero'"),
 ]

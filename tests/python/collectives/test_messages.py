@@ -138,8 +138,12 @@ def test_a_receive_of_another_dtype_is_a_mismatch_on_both_ranks() -> None:
         assert result.error is not None and result.error.code == "COLLECTIVE_MISMATCH", (
             results.describe()
         )
-        assert "send(float32 x 8, from rank 0, tag 3)" in result.error.text
-        assert "send(float64 x 4, from rank 0, tag 3)" in result.error.text
+        assert (
+            "rank 0 (" in result.error.text
+            and "send(float32 x 8, to rank 1, tag 3)" in result.error.text
+        )
+        assert "recv(float64 x 4, from rank 0, tag 3)" in result.error.text
+        assert result.error.record["op"] == ("send" if result.rank == 0 else "recv")
 
 
 def never_sends(rank: int, world_size: int) -> None:

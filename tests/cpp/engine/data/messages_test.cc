@@ -232,8 +232,8 @@ TEST(Messages, DifferentLengthsAreAMismatch) {
     }
     const ErrorRecord error = expectError(receive(self, 0, 2, values));
     EXPECT_EQ(error.code, ErrorCode::CollectiveMismatch) << error.text();
-    EXPECT_NE(error.summary.find("float32 x 10, from rank 0, tag 2"), std::string::npos) << error.text();
-    EXPECT_NE(error.summary.find("float32 x 11, from rank 0, tag 2"), std::string::npos) << error.text();
+    EXPECT_NE(error.summary.find("send(float32 x 10, to rank 1, tag 2)"), std::string::npos) << error.text();
+    EXPECT_NE(error.summary.find("recv(float32 x 11, from rank 0, tag 2)"), std::string::npos) << error.text();
   });
 }
 

@@ -230,7 +230,7 @@ TEST(Channel, BytesThatAreNoFrameAreAProtocolViolation) {
     InChannel in(3, link, keeper);
     const ErrorRecord error = testing::errorOf([&] { static_cast<void>(in.read()); });
     EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
-    EXPECT_EQ(error.summary, "bytes that are no frame arrived from rank 3");
+    EXPECT_EQ(error.summary, "bytes that are no frame arrived from the peer");
     EXPECT_TRUE(keeper.got.empty());
   }
 }

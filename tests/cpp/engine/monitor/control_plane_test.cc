@@ -254,10 +254,16 @@ class Crossroads {
     loop_.stop();
   }
 
-  void send(int from, const FrameHeader& header) {
+  void send(int from, FrameHeader header, const std::string& payload = "") {
     const AbortToken none;
+    header.payload_nbytes = static_cast<uint32_t>(payload.size());
+    std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
+    bytes += payload;
     writeAll(
-        *links_.at(from), {reinterpret_cast<const std::byte*>(&header), sizeof header}, Deadline::after(5000), none);
+        *links_.at(from),
+        {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()},
+        Deadline::after(5000),
+        none);
   }
   void ask(int to) {
     loop_.run([&] { plane_->ask({Question{to, header(FrameType::Waiting)}}); });
@@ -270,6 +276,8 @@ class Crossroads {
       do {
         readAll(
             *links_.at(at), {reinterpret_cast<std::byte*>(&frame), sizeof frame}, Deadline::after(timeout_ms), none);
+        std::vector<std::byte> payload(frame.payload_nbytes);
+        readAll(*links_.at(at), {payload.data(), payload.size()}, Deadline::after(timeout_ms), none);
       } while (frame.type == FrameType::Heartbeat);
     } catch (const Error&) {
       frame = header(FrameType::Hello);
@@ -375,6 +383,45 @@ TEST(ControlPlane, AGoodbyeIsPassedOnOnceToAllOthers) {
   EXPECT_EQ(passed.root, 2) << "rank 7's is not told to who told it, nor twice";
   self.sync();
   EXPECT_EQ(self.left, (std::vector<int>{7, 2}));
+}
+
+TEST(ControlPlane, WhyARankLeavesExplainsItsDepartureAndNoOther) {
+  ErrorRecord why = report();
+  why.peer = -1;
+  why.summary = "group 'tp' of ranks 2, 3 had failed: Rank 3 is gone.";
+  for (const int who : {2, 3}) {
+    Plane plane;
+    FrameHeader leaving = header(FrameType::Leaving);
+    leaving.root = who;
+    plane.send(leaving, why.serialize());
+    ErrorRecord left = report();
+    left.code = ErrorCode::PeerLeft;
+    left.summary = "Rank 2 closed its process group.";
+    plane.send(header(FrameType::Failure), left.serialize());
+    const bool explains = who == left.peer;
+    EXPECT_EQ(
+        plane.failure().summary,
+        explains ? "Rank 2 closed its process group, after group 'tp' of ranks 2, 3 had failed: Rank 3 is gone."
+                 : left.summary);
+  }
+  Plane plane;
+  FrameHeader of_nobody = header(FrameType::Leaving);
+  of_nobody.root = kSize;
+  plane.send(of_nobody, why.serialize());
+  EXPECT_EQ(plane.failure().code, ErrorCode::ProtocolViolation);
+}
+
+TEST(ControlPlane, WhyARankLeavesIsPassedOnOnce) {
+  Crossroads self;
+  FrameHeader leaving = header(FrameType::Leaving);
+  leaving.root = 7; // no neighbour
+  const std::string why = report().serialize();
+  self.send(1, leaving, why);
+  EXPECT_EQ(self.next(2).type, FrameType::Leaving);
+  self.send(4, leaving, why); // by another way
+  self.send(4, header(FrameType::Goodbye));
+  EXPECT_EQ(self.next(2).type, FrameType::Left);
+  EXPECT_EQ(self.next(1).type, FrameType::Left) << "it is not told to who told it";
 }
 
 TEST(ControlPlane, GoodbyesAreNotPassedOnToRanksThatHaveLeft) {

@@ -2,6 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "engine/report/mismatch.h"
+
 namespace pycomm {
 namespace {
 
@@ -84,6 +90,122 @@ TEST(FailureText, ARefusalNamesTheRankThatRefused) {
       "Rank 1 on beta cannot be reached: 10.0.0.2:29600 refused a connection: wire version 1 meets version 2");
   what.code = ErrorCode::TooManyFiles;
   EXPECT_EQ(refusedBy(1, what, identity).peer, -1) << "that rank has nothing to do with it";
+}
+
+// Ranks 1 and 3 of a job as group ranks 0 and 1: no record and no sentence knows those two numbers.
+GroupIdentity pairOfFour(int rank) {
+  GroupIdentity identity;
+  identity.rank = rank;
+  identity.size = 2;
+  identity.name = "7";
+  identity.job = JobRanks({1, 3});
+  identity.hosts = {"alpha", "beta"};
+  identity.addresses.resize(2);
+  identity.unix_sockets.resize(2);
+  return identity;
+}
+
+Operation messageTo(int peer, bool receives) {
+  Operation::Request request;
+  request.id = {3, -1};
+  request.descriptor.kind = Collective::Send;
+  request.receives = receives;
+  request.peer = peer;
+  return Operation(std::move(request));
+}
+
+TEST(FailureText, RanksHaveTheirNumbersInTheJob) {
+  const GroupIdentity here = pairOfFour(0);
+  const Operation send = messageTo(1, false);
+  ErrorRecord broken;
+  broken.code = ErrorCode::ConnectFailed;
+  ErrorRecord refusal;
+  refusal.code = ErrorCode::VersionMismatch;
+  ErrorRecord changed;
+  changed.code = ErrorCode::DataCorrupt;
+  Descriptor mine;
+  mine.kind = Collective::Send;
+  mine.root = 1;
+  mine.numel = 4;
+  Descriptor theirs = mine;
+  theirs.numel = 5;
+  const auto timeout = std::make_exception_ptr(std::bad_alloc());
+  const std::vector<std::pair<ErrorRecord, int>> told = {
+      {neverConnected(1, here), 3},
+      {peerGone(1, ErrorRecord(), here), 3},
+      {peerGone(1, broken, here), 3},
+      {linkLost(1, ErrorRecord(), here), 3},
+      {refusedBy(1, refusal, here), 3},
+      {changedOnTheWay(1, changed, here), 3},
+      {peerLeftUs(1, send, here), 3},
+      {leftInTheMiddle(send, here), 1},
+      {inputLate(send, 8, here), 1},
+      {ownTrouble(timeout, here), 1},
+      {timedOut(send, 0, 8, 1, std::nullopt, here), 3},
+      {timedOut(send, 0, 8, -1, NotEntered{1, "nothing"}, here), 3},
+      {unmatched(messageTo(1, true), here), 3},
+      {disagreement(here.hosts, here.job, 0, mine, 1, theirs, {3, -1}), 3},
+  };
+  for (const auto& [record, peer] : told) {
+    const std::string text = record.text();
+    EXPECT_EQ(record.peer, peer) << text;
+    EXPECT_TRUE(record.rank == 1 || record.rank == -1) << text;
+    for (const char* number : {"ank 0", "ank=0", "eer=0", "ank 2"}) {
+      EXPECT_EQ(text.find(number), std::string::npos) << text;
+    }
+    // As the other rank reads it: after it has travelled, and in an operation of its own. Nothing is converted twice.
+    const GroupIdentity there = pairOfFour(1);
+    const auto read = ErrorRecord::deserialize(record.serialize(), there.size, there.job);
+    ASSERT_TRUE(read) << text;
+    const ErrorRecord adopted = errorOf(messageTo(0, true), *read, there);
+    EXPECT_EQ(adopted.peer, peer) << text;
+    EXPECT_EQ(adopted.rank, 3) << text;
+    if (record.code != ErrorCode::OutOfMemory) { // that has the name of this host
+      EXPECT_EQ(adopted.peer_host, peer == 3 ? "beta" : "alpha") << text;
+    }
+    EXPECT_EQ(adopted.group_ranks, "1, 3");
+    EXPECT_EQ(adopted.cause.find("rank 0"), std::string::npos) << adopted.cause;
+  }
+  EXPECT_FALSE(ErrorRecord::deserialize(peerGone(0, ErrorRecord(), GroupIdentity()).serialize(), 2, here.job))
+      << "rank 0 is not of this group";
+}
+
+TEST(FailureText, AMessageIsCalledByItsEnd) {
+  const GroupIdentity here = pairOfFour(0);
+  Descriptor mine; // that of the sender, which is the other rank
+  mine.kind = Collective::Send;
+  mine.root = 1;
+  mine.numel = 4;
+  Descriptor theirs = mine;
+  theirs.numel = 5;
+  const ErrorRecord record = disagreement(here.hosts, here.job, 0, mine, 1, theirs, {3, -1});
+  EXPECT_EQ(
+      record.summary,
+      "The ranks disagree about a message: rank 1 (alpha) has recv(uint8 x 4, from rank 3, tag 0), rank 3 (beta) has "
+      "send(uint8 x 5, to rank 1, tag 0).");
+  EXPECT_EQ(record.op, "recv");
+  EXPECT_EQ(errorOf(messageTo(0, false), record, pairOfFour(1)).op, "send") << "the other end";
+}
+
+TEST(FailureText, WhoLeavesSinceAnotherGroupHasFailedSaysSo) {
+  const GroupIdentity here = pairOfFour(0);
+  GroupIdentity left = pairOfFour(1);
+  left.name = "8";
+  left.job = JobRanks({3, 5});
+  const ErrorRecord failure = errorOf(peerGone(0, ErrorRecord(), left), left);
+  const ErrorRecord told = leftBecause(peerLeftUs(1, messageTo(1, false), here), failedBeside(failure, pairOfFour(1)));
+  EXPECT_EQ(told.peer, 3);
+  EXPECT_EQ(
+      told.summary.substr(0, told.summary.find(" is gone")),
+      "Rank 3 on beta closed its process group while send to rank 3 (tag 0) still needs it, after group '8' of ranks "
+      "3, 5 had failed: Rank 3 on alpha");
+}
+
+TEST(JobRanks, ListsRunsAndShortensLongLists) {
+  EXPECT_EQ(JobRanks().list(), "");
+  EXPECT_EQ(JobRanks({1, 2}).list(), "1, 2");
+  EXPECT_EQ(JobRanks({0, 1, 2, 3, 8, 10, 11}).list(), "0-3, 8, 10, 11");
+  EXPECT_EQ(JobRanks({0, 2, 4, 6, 8, 10, 12, 14, 16, 18}).list(), "0, 2, 4, 6, 8, 10, 12, 14 and 2 more");
 }
 
 } // namespace

@@ -1,0 +1,256 @@
+"""A rank has one number in all that pycomm says: its own in the job, also in a subgroup."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, describe_exception, mark, run_ranks, start_ranks
+
+import pycomm
+from pycomm import _backend
+
+PAIR = [1, 3]
+_BOUND_S = 30.0
+_NUMBERS = re.compile(
+    r"(?:\b[Rr]anks? |\b(?:rank|peer)=|\broot |\bmissing: )(\d+(?:(?:, | and |-)\d+)*)"
+)
+
+
+def pair(timeout_s: float = 10.0, **options: Any) -> dist.ProcessGroup:
+    """Of ranks 1 and 3 alone: torch names it by a hash, and no other rank waits for it."""
+    group = dist.new_group(
+        PAIR,
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+        group_desc="pair",
+        pg_options=pycomm.Options(**options),
+    )
+    assert group is not None
+    return group
+
+
+def until_failed(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Waits until another rank's report has ended the group here."""
+    bound = time.monotonic() + _BOUND_S
+    while (record := pycomm.last_error(group)) is None:
+        assert time.monotonic() < bound, "the group has not failed"
+        time.sleep(0.01)
+    return dict(record)
+
+
+def caught(call: Callable[[], object]) -> RankError:
+    try:
+        call()
+    except pycomm.errors.PycommError as error:
+        return describe_exception(error)
+    raise AssertionError("nothing was raised")
+
+
+def handshake(name: str, own: int) -> None:
+    """Waits until both ranks of the pair are here."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{own}", "")
+    store.wait([f"{name}/{rank}" for rank in PAIR], timedelta(seconds=_BOUND_S))
+
+
+def deadline(own: int) -> Any:
+    group = pair(1.0)
+    if own == 1:
+        return caught(lambda: dist.all_reduce(torch.ones(4), group=group))
+    return until_failed(group)
+
+
+def only_the_wait(own: int) -> Any:
+    group = pair()
+    if own == 3:
+        handshake("waited", own)
+        dist.all_reduce(torch.ones(4), group=group)
+        return None
+    work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+    error = caught(lambda: work.wait(timedelta(milliseconds=50)))
+    handshake("waited", own)
+    work.wait()
+    return error
+
+
+def sizes_differ(own: int) -> Any:
+    group = pair()
+    return caught(lambda: dist.all_reduce(torch.ones(3 + own), group=group))
+
+
+def roots_differ(own: int) -> Any:
+    group = pair()
+    return caught(lambda: dist.broadcast(torch.ones(4), src=own, group=group))
+
+
+def messages_differ(own: int) -> Any:
+    group = pair()
+    if own == 1:
+        return caught(lambda: dist.recv(torch.ones(4), src=3, group=group))
+    # So large that it cannot end before its receiver has compared it.
+    return caught(lambda: dist.send(torch.ones(1 << 20), dst=1, group=group))
+
+
+def no_message(own: int) -> Any:
+    group = pair(1.0)
+    if own == 1:
+        return caught(lambda: dist.recv(torch.ones(4), src=3, group=group, tag=7))
+    return until_failed(group)
+
+
+def aborted(own: int) -> Any:
+    group = pair()
+    if own == 1:
+        return caught(lambda: dist.all_reduce(torch.ones(4), group=group))
+    _backend.native_backend(group).abort()
+    return until_failed(group)
+
+
+def left(own: int) -> Any:
+    group = pair()
+    error = caught(lambda: dist.all_reduce(torch.ones(4), group=group)) if own == 1 else None
+    dist.destroy_process_group(group)  # on both: the next name has the number of groups
+    return error
+
+
+def never_joined(own: int) -> Any:
+    return caught(lambda: pair(1.0)) if own == 1 else None
+
+
+def options_differ(own: int) -> Any:
+    return caught(lambda: pair(streams=own))
+
+
+def missing_in_a_barrier(own: int) -> Any:
+    group = pair()
+    if own == 3:
+        handshake("barrier", own)
+    error = caught(lambda: pycomm.monitored_barrier(group, timeout=0.5))
+    if own == 1:
+        handshake("barrier", own)
+    return error
+
+
+# Case, the code on ranks 1 and 3, the rank to blame there, and what a text has to say.
+CASES: list[tuple[Callable[[int], Any], str, int | None, str]] = [
+    (deadline, "TIMEOUT", 3, "rank 3 on {host} has not entered it"),
+    (only_the_wait, "TIMEOUT", None, "has not ended; it goes on"),
+    (sizes_differ, "COLLECTIVE_MISMATCH", None, "all_reduce(SUM, float32 x 6, "),
+    (roots_differ, "COLLECTIVE_MISMATCH", None, "broadcast(float32 x 4, root 3, "),
+    (messages_differ, "COLLECTIVE_MISMATCH", None, "has recv(float32 x 4, from rank 3, tag 0)"),
+    (messages_differ, "COLLECTIVE_MISMATCH", None, "has send(float32 x 1048576, to rank 1, tag 0)"),
+    (no_message, "TIMEOUT", 3, "recv from rank 3 (tag 7) timed out"),
+    (aborted, "ABORTED", 3, "Rank 3 aborted the process group"),
+    (left, "PEER_LEFT", 3, "Rank 3 on {host} closed its process group while all_reduce #1"),
+    (never_joined, "RENDEZVOUS_TIMEOUT", 3, "rank 1 waited"),
+    (options_differ, "CONFIG_MISMATCH", None, "rank 3 (host {host}"),
+    (missing_in_a_barrier, "TIMEOUT", 3, "rank 3 (on {host}) of group "),
+]
+
+
+def run_cases(rank: int, world_size: int) -> list[tuple[str, Any]]:
+    found = []
+    if rank in PAIR:
+        for case in dict.fromkeys(case for case, *_ in CASES if case is not never_joined):
+            found.append((case.__name__, case(rank)))
+        found.append((never_joined.__name__, never_joined(rank)))  # the ranks count one group more
+    dist.barrier()
+    return found
+
+
+def check_names(own: int, text: str, record: dict[str, Any]) -> None:
+    """No text and no key may name anybody but ranks 1 and 3."""
+    named = {
+        int(number) for list_ in _NUMBERS.findall(text) for number in re.findall(r"\d+", list_)
+    }
+    assert named <= set(PAIR), text
+    assert record["rank"] == own, text
+    assert record.get("peer", 1) in PAIR, text
+
+
+def test_all_that_an_error_says_of_ranks_is_in_the_numbers_of_the_job() -> None:
+    values = run_ranks(4, run_cases, timeout_s=120.0).check().values()
+    by_case = {rank: dict(values[rank]) for rank in PAIR}
+    for case, code, peer, wanted in CASES:
+        said = ""
+        for rank in PAIR:
+            seen = by_case[rank][case.__name__]
+            if seen is None:
+                continue
+            record = seen if isinstance(seen, dict) else seen.record
+            text = f"{record}" if isinstance(seen, dict) else seen.text
+            check_names(rank, text, record)
+            assert record["code"] == code, (case.__name__, text)
+            if peer is not None:
+                assert record["peer"] == peer, (case.__name__, text)
+            if case is not missing_in_a_barrier:
+                assert record["group_ranks"] == "1, 3", text
+            if case is messages_differ:
+                assert record["op"] == ("recv" if rank == 1 else "send"), text
+            said += text.replace(record["host"], "{host}")
+        assert wanted in said, (case.__name__, said)
+
+
+def dies(rank: int, world_size: int, how: int) -> Any:
+    if rank not in PAIR:
+        return None
+    group = pair()
+    dist.all_reduce(torch.ones(4), group=group)
+    if rank == 3:
+        os.kill(os.getpid(), how)
+    error = caught(lambda: dist.all_reduce(torch.ones(4), group=group))
+    mark("seen")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "wanted"),
+    [
+        (signal.SIGKILL, "PEER_DEAD", "Rank 3 on {host} is gone"),
+        (signal.SIGSTOP, "PEER_UNRESPONSIVE", "Rank 3 on {host} has been silent"),
+    ],
+)
+def test_a_rank_that_dies_or_stops_has_its_own_number(how: int, code: str, wanted: str) -> None:
+    with start_ranks(4, dies, args=(how,), env={"PYCOMM_HEARTBEAT_TIMEOUT": "1"}) as running:
+        running.wait_for_mark(1, "seen")
+        running.kill(3)
+        error = running.collect(60.0)[1].value
+    check_names(1, error.text, error.record)
+    assert (error.record["code"], error.record["peer"]) == (code, 3)
+    assert wanted in error.text.replace(error.record["host"], "{host}")
+
+
+def leaves_after_another_failure(rank: int, world_size: int) -> Any:
+    first = dist.new_group([0, 1], timeout=timedelta(seconds=30))
+    second = dist.new_group([1, 2], timeout=timedelta(seconds=1))
+    if rank == 0:
+        return caught(lambda: dist.all_reduce(torch.ones(4), group=first))
+    if rank == 1:
+        error = caught(lambda: dist.all_reduce(torch.ones(4), group=second))
+        dist.destroy_process_group(first)
+        return error
+    return until_failed(second)
+
+
+def test_a_rank_that_leaves_since_another_group_has_failed_says_so() -> None:
+    seen, cause, _ = run_ranks(3, leaves_after_another_failure, timeout_s=60.0).check().values()
+    assert cause.record["code"] == "TIMEOUT"
+    record = seen.record
+    assert (record["code"], record["peer"]) == ("PEER_LEFT", 1), seen.text
+    host = record["host"]
+    group = cause.record["group"]
+    assert re.search(
+        rf"Rank 1 on {host} closed its process group while all_reduce #1 still needs it, after "
+        rf"group '{group}' of ranks 1, 2 had failed: all_reduce #1 timed out after \d+ ms: "
+        rf"rank 2 on {host} has not entered it",
+        seen.text,
+    ), seen.text
