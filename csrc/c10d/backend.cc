@@ -12,6 +12,7 @@
 #include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
 #include "engine/operation/issue_context.h"
+#include "engine/report/failure_text.h"
 #include "schedule/request_checks.h"
 
 namespace pycomm {
@@ -95,7 +96,7 @@ std::shared_ptr<c10::Allocator> PycommBackend::getMemAllocator() {
 }
 
 void PycommBackend::readParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const {
-  const std::vector<BufferView> apart = Staging::apart(parts);
+  const std::vector<BufferView> apart = staging.apart(parts);
   if (!apart.empty() && group_->keepsParts(call.schedule)) {
     call.input_parts.assign(apart.begin(), apart.end());
   } else {
@@ -104,7 +105,7 @@ void PycommBackend::readParts(Group::Call& call, Staging& staging, const std::ve
 }
 
 void PycommBackend::writeParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const {
-  std::vector<BufferView> apart = Staging::apart(parts);
+  std::vector<BufferView> apart = staging.apart(parts);
   if (!apart.empty() && group_->keepsParts(call.schedule)) {
     call.output_parts = std::move(apart);
   } else {
@@ -152,27 +153,52 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
       call.tag = tag;
     }
   }
-  PycommWork::Content& content = prepared.content;
+  if (open != nullptr) {
+    open->memory.requireApart(prepared.calls, titled.title);
+  } else if (prepared.calls.size() > 1) {
+    dropTwins(prepared.calls);
+    CallMemory().requireApart(prepared.calls, titled.title);
+  }
   for (at::Tensor& temporary : prepared.staging.takeTemporaries()) {
-    content.keep_alive.push_back(std::move(temporary));
+    prepared.content.keep_alive.push_back(std::move(temporary));
   }
-  content.unpack = prepared.staging.takeUnpack();
-  content.cuda = prepared.staging.takeCopies();
-  const auto nccl = prepared.staging.takeNccl();
-  if (nccl != nullptr) {
-    startNccl(nccl, prepared.calls, content, open);
-  } else if (content.cuda != nullptr) {
-    if (prepared.calls.size() == 1) {
-      encodeOnDevice(prepared.calls.front(), content);
+  prepared.content.storages = prepared.staging.takeStorages();
+  prepared.content.unpack = prepared.staging.takeUnpack();
+  prepared.content.cuda = prepared.staging.takeCopies();
+  // The Work is made before its first operation, so nothing is under way whose memory has no owner, whatever fails in between.
+  const auto made = work(titled, std::move(prepared.content), open);
+  PycommWork::Content& content = made->starting();
+  content.operations.reserve(prepared.calls.size());
+  try {
+    if (const auto nccl = prepared.staging.takeNccl()) {
+      startNccl(nccl, prepared.calls, content, open);
+    } else if (content.cuda != nullptr) {
+      if (prepared.calls.size() == 1) {
+        encodeOnDevice(prepared.calls.front(), content);
+      }
+      content.order_after.push_back(content.cuda);
+      startBehindCopies(prepared.calls, content);
+    } else {
+      for (const Group::Call& call : prepared.calls) {
+        content.operations.push_back(start(call));
+      }
     }
-    content.order_after.push_back(content.cuda);
-    startBehindCopies(prepared.calls, content);
-  } else {
-    for (const Group::Call& call : prepared.calls) {
-      content.operations.push_back(start(call));
-    }
+    made->started();
+  } catch (...) {
+    tellOthers(content);
+    throw;
   }
-  return work(titled, std::move(content), open);
+  return made;
+}
+
+void PycommBackend::tellOthers(const PycommWork::Content& content) noexcept {
+  if (content.operations.empty()) {
+    return; // nothing has begun
+  }
+  // The other ranks have begun, or will begin, operations that this one never does.
+  ErrorRecord reason =recordInAnyCase(group_->identity(), [&] { return ownTroubleHere(group_->identity()); });
+  reason.peer = group_->identity().jobRank();
+  group_->abort(reason);
 }
 
 void PycommBackend::encodeOnDevice(Group::Call& call, PycommWork::Content& content) const {
@@ -300,9 +326,7 @@ PycommBackend::Window* PycommBackend::window() {
 
 void PycommBackend::abandon(Window window) {
   for (const auto& part : window.works) {
-    for (const auto& operation : part->content().operations) {
-      (void)group_->wait(*operation, Deadline::after(0)); // as in endCoalescing()
-    }
+    part->handOver();
   }
   if (window.launch == nullptr) {
     return;
@@ -315,7 +339,7 @@ void PycommBackend::abandon(Window window) {
   window.nccl->abandon(*window.launch, window.operations, why);
 }
 
-c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content, Window* open) {
+c10::intrusive_ptr<PycommWork> PycommBackend::work(Titled titled, PycommWork::Content content, Window* open) {
   content.call_sites = call_sites_;
   auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
   if (open != nullptr) {
@@ -361,10 +385,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
       content.order_after.insert(content.order_after.end(), of.order_after.begin(), of.order_after.end());
-      for (const auto& operation : of.operations) {
-        // The calls in the window said that they would be waited for at once, and are not: somebody has to run them meanwhile.
-        (void)group_->wait(*operation, Deadline::after(0));
-      }
+      part->handOver();
       for (const auto& list : of.output_lists) {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }
@@ -374,7 +395,9 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
         part->isCompleted(); // all have ended: this copies their outputs
       }
     };
-    return work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);
+    const auto made = work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);
+    made->started();
+    return made;
   });
 }
 

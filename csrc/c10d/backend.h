@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "c10d/call_memory.h"
 #include "c10d/dtypes.h"
 #include "c10d/message_work.h"
 #include "c10d/raising.h"
@@ -151,6 +152,7 @@ class PycommBackend final : public c10d::Backend {
   /// The collectives that a thread has begun since startCoalescing().
   struct Window {
     std::vector<c10::intrusive_ptr<PycommWork>> works;
+    CallMemory memory; ///< of the collectives so far
     // The calls for NCCL, which it runs as one of its groups; null: none.
     std::shared_ptr<NcclGroup> nccl;
     std::shared_ptr<NcclLaunch> launch;
@@ -248,7 +250,10 @@ class PycommBackend final : public c10d::Backend {
   /// only.
   [[nodiscard]] uint32_t tagFor() const;
   /// Makes every Work, so that a coalescing window sees it. `open`: the result of window() before anything began, or null.
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content, Window* open);
+  /// Its operations start after that.
+  [[nodiscard]] c10::intrusive_ptr<PycommWork> work(Titled titled, PycommWork::Content content, Window* open);
+  /// In a catch block: if some operations of a Work have started and the others cannot, the group ends with the exception.
+  void tellOthers(const PycommWork::Content& content) noexcept;
   /// A message of a tensor that the engine reads or writes in place.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> plainMessage(
       Titled titled,

@@ -8,6 +8,7 @@
 #include "c10d/tensor_checks.h"
 #include "engine/data/point_to_point.h"
 #include "engine/operation/issue_context.h"
+#include "schedule/request_checks.h"
 
 namespace pycomm {
 namespace {
@@ -85,6 +86,13 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::send(std::vector<at::Tensor>& tens
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::recv(std::vector<at::Tensor>& tensors, int src, int tag) {
+  if (src < 0) { // torch hands on what the program passed, and to the engine a negative number may mean any rank
+    raising([&] {
+      ScheduleRequest asked = call(Collective::Recv, MessageOptions{settings_.timeout}).schedule;
+      asked.root = src;
+      checkRequest(asked);
+    });
+  }
   return message({c10d::OpType::RECV, "pycomm:recv"}, Collective::Recv, tensors, src, tag);
 }
 

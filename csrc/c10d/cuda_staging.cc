@@ -244,7 +244,7 @@ PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, 
         return;
       }
     }
-    pool.submit(serve);
+    pool.submit(CallbackPool::Task(serve));
   };
 }
 

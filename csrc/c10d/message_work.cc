@@ -14,8 +14,9 @@ MessageWork::~MessageWork() {
   struct Keep {
     c10::intrusive_ptr<Owner> owner;
     at::Tensor tensor;
+    c10::Storage storage;
   };
-  auto keep = std::make_shared<Keep>(Keep{owner_, std::move(tensor_)});
+  auto keep = std::make_shared<Keep>(Keep{owner_, std::move(tensor_), std::move(storage_)});
   CallbackPool& pool = owner_->group->engine().callbacks();
   // Moved, so that the lane keeps no reference.
   operation_->onDone([keep, &pool] { pool.submit([kept = std::move(*keep)] {}); });
@@ -49,6 +50,7 @@ PycommWork* MessageWork::whole() const {
     content.operations = {operation_};
     content.inputs = {tensor_};
     content.outputs = {tensor_};
+    content.storages = {storage_};
     whole_ = c10::make_intrusive<PycommWork>(owner_->group, rank_, opType_, nullptr, std::move(content));
     if (completed_) {
       whole_->noteWaited();

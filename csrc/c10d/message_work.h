@@ -15,7 +15,8 @@ namespace pycomm {
 /// The Work of one message whose tensor the engine reads or writes in place. It does the same as PycommWork in a quarter of its size,
 /// since a program may hold a million of them.
 ///
-/// Holds the tensor until the operation has ended, also when the user drops it before.
+/// Holds the tensor and its memory until the operation has ended, also when the user drops this before. The memory by itself, too, as
+/// a tensor gets another one by `x.data = y`.
 class MessageWork final : public c10d::Work {
  public:
   /// The group of all Works of a backend: one pointer in each of them.
@@ -30,7 +31,11 @@ class MessageWork final : public c10d::Work {
       c10d::OpType type,
       at::Tensor tensor,
       std::shared_ptr<Operation> operation)
-      : Work(rank, type), owner_(std::move(owner)), tensor_(std::move(tensor)), operation_(std::move(operation)) {}
+      : Work(rank, type),
+        owner_(std::move(owner)),
+        tensor_(std::move(tensor)),
+        storage_(tensor_.storage()),
+        operation_(std::move(operation)) {}
   ~MessageWork() override;
 
   bool isCompleted() override {
@@ -69,6 +74,7 @@ class MessageWork final : public c10d::Work {
 
   const c10::intrusive_ptr<Owner> owner_;
   at::Tensor tensor_;
+  c10::Storage storage_;
   const std::shared_ptr<Operation> operation_;
   mutable c10::intrusive_ptr<PycommWork>
       whole_; ///< made when asked for; guarded by mutex_, as is completed_: wait() has returned

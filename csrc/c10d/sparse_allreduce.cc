@@ -23,6 +23,7 @@
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
 #include "engine/operation/issue_context.h"
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {
@@ -81,26 +82,56 @@ struct SparseSum {
   std::vector<Shape> shapes; ///< by rank
   Group::Call prototype; ///< what all its operations share
   bool average = false;
+  bool awaited = false; ///< the others count on operations that this rank has not ended yet
 
   void run() noexcept {
     std::optional<ErrorRecord> error;
     try {
       sum();
-    } catch (const Error& caught) {
-      error = caught.record();
-    } catch (const std::exception& caught) {
-      ErrorRecord record;
-      record.code = ErrorCode::Internal;
-      record.op = kOp;
-      record.summary = "Adding up sparse tensors failed.";
-      record.cause = caught.what();
-      error = record;
+    } catch (const std::exception&) {
+      error = recordInAnyCase(group->identity(), [&] { return ownError(); });
     }
+    end(error);
+  }
+
+  /// For the case that nothing runs any more.
+  void giveUp() noexcept {
+    end(recordInAnyCase(group->identity(), [&] {
+      return first->error().value_or(
+          Error(ErrorCode::ShutDown, "all_reduce: pycomm has been shut down.", "finish before the program ends")
+              .record());
+    }));
+  }
+
+ private:
+  void end(const std::optional<ErrorRecord>& error) noexcept {
     whole->finish(error);
     group->engine().lane().nudge(); // a caller that drives the lane looks whether it is done
   }
 
- private:
+  /// In a catch block. If the failure is this rank's own, the others wait for operations that it never begins, so it ends the group.
+  [[nodiscard]] ErrorRecord ownError() const {
+    const bool goes_on = awaited && !group->failure();
+    try {
+      throw;
+    } catch (const Error& error) {
+      if (!goes_on) {
+        return error.record(); // of an operation, or found by all ranks alike
+      }
+    } catch (...) { // not an operation's
+    }
+    ErrorRecord record = ownTroubleHere(group->identity());
+    record.op = kOp;
+    if (!goes_on) {
+      return record;
+    }
+    record = errorOf(record, group->identity());
+    ErrorRecord reason = record;
+    reason.peer = group->identity().jobRank();
+    group->abort(reason);
+    return record;
+  }
+
   void await(const Operation& operation) const {
     static_cast<void>(group->wait(operation, Deadline::never())); // every operation has a deadline of its own
     if (const auto error = operation.error()) {
@@ -137,19 +168,32 @@ struct SparseSum {
         throw Error(record);
       }
     }
+    awaited = true;
     const IssueScope scope(context);
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     const int64_t nnz = std::accumulate(
         shapes.begin(), shapes.end(), int64_t{0}, [](int64_t total, const Shape& shape) { return total + shape.nnz; });
     const at::Tensor all_indices = at::empty({nnz * mine.sparse_dim}, indices.options());
     at::Tensor all_values = at::empty({nnz * mine.valueNumel()}, values.options());
-    const auto of_indices = gather(indices, all_indices, mine.sparse_dim);
-    const auto of_values = gather(values, all_values, mine.valueNumel());
     // Both end before either's error is raised: they write memory that this function owns.
-    static_cast<void>(group->wait(*of_indices, Deadline::never()));
-    static_cast<void>(group->wait(*of_values, Deadline::never()));
-    await(*of_indices);
-    await(*of_values);
+    std::array<std::shared_ptr<Operation>, 2> gathers;
+    try {
+      gathers[0] = gather(indices, all_indices, mine.sparse_dim);
+      gathers[1] = gather(values, all_values, mine.valueNumel());
+    } catch (const std::exception&) {
+      if (gathers[0] != nullptr) {
+        static_cast<void>(ownError()); // ends the group, and so this operation
+        static_cast<void>(group->wait(*gathers[0], Deadline::never()));
+      }
+      throw;
+    }
+    for (const auto& operation : gathers) {
+      static_cast<void>(group->wait(*operation, Deadline::never()));
+    }
+    for (const auto& operation : gathers) {
+      await(*operation);
+    }
+    awaited = false;
 
     std::vector<at::Tensor> columns; // each rank's indices are a matrix of its own
     int64_t begin = 0;
@@ -181,8 +225,10 @@ struct SparseSum {
 c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
   const ReduceOp op = toReduceOp(opts.reduceOp);
   const DType dtype = toDType(tensor.scalar_type());
+  const bool unsigned_wide = dtype == DType::UInt16 || dtype == DType::UInt32 || dtype == DType::UInt64;
   const std::string why = op == ReduceOp::Sum || op == ReduceOp::Avg
-      ? whyUnsupported(op, dtype)
+      ? (unsigned_wide ? "torch adds up no sparse tensors of " + std::string(dtypeName(dtype))
+                       : whyUnsupported(op, dtype))
       : std::string(reduceOpName(op)) + " of sparse tensors is undefined: what is absent on a rank has no value";
   if (!why.empty()) {
     throw Error(ErrorCode::Unsupported, std::string(kOp) + ": " + why + ".", "use SUM, or tensor.to_dense()");
@@ -225,11 +271,17 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
   content.outputs = {tensor};
   content.operations = {task->whole};
   // The task waits for operations, which the pool allows for. Moved on, so that the lane keeps no reference to free tensors by.
+  const auto made = work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
   const auto first_operation = task->first;
   first_operation->onDone([task = std::move(task), &pool = group_->engine().callbacks()]() mutable {
-    pool.submit([task = std::move(task)] { task->run(); });
+    SparseSum* const sum = task.get();
+    CallbackPool::Task run = [task = std::move(task)] { task->run(); };
+    if (!pool.submit(std::move(run))) {
+      sum->giveUp();
+    }
   });
-  return work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
+  made->started();
+  return made;
 }
 
 } // namespace pycomm

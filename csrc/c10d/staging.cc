@@ -79,6 +79,7 @@ BufferView Staging::onHost(const at::Tensor& tensor, BufferView view, bool read,
         "move them to one device");
   }
   device_ = device;
+  storages_.push_back(tensor.storage());
   if (device.is_cpu()) {
     return view;
   }
@@ -157,6 +158,7 @@ std::vector<BufferView> Staging::apart(const std::vector<at::Tensor>& parts) {
       return {};
     }
     views.push_back(bytesOf(part, part.numel()));
+    storages_.push_back(part.storage());
   }
   return views;
 }

@@ -39,11 +39,15 @@ class Staging {
   [[nodiscard]] BufferView out(const std::vector<at::Tensor>& parts);
 
   /// A view of each part's own memory, in order; none if a part is not plain, or if one view covers all parts.
-  [[nodiscard]] static std::vector<BufferView> apart(const std::vector<at::Tensor>& parts);
+  [[nodiscard]] std::vector<BufferView> apart(const std::vector<at::Tensor>& parts);
 
   /// The tensors that have to live as long as the views.
   [[nodiscard]] std::vector<at::Tensor> takeTemporaries() {
     return std::move(temporaries_);
+  }
+  /// The memory that the views are of: it has to live as long as they, whatever memory the program gives the tensors meanwhile.
+  [[nodiscard]] std::vector<c10::Storage> takeStorages() {
+    return std::move(storages_);
   }
   /// Between the CUDA device and pinned memory; null for tensors on the CPU.
   [[nodiscard]] std::shared_ptr<CudaCopies> takeCopies() {
@@ -75,6 +79,7 @@ class Staging {
   std::shared_ptr<CudaCopies> cuda_;
   std::optional<c10::Device> device_; ///< of the tensors so far
   std::vector<at::Tensor> temporaries_;
+  std::vector<c10::Storage> storages_;
   std::vector<CopyBack> copies_;
 };
 

@@ -1,5 +1,6 @@
 #include "c10d/tensor_checks.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBody.h>
 
 #include <string>
@@ -52,6 +53,17 @@ void checkTensor(const at::Tensor& tensor, const char* op, const char* role) {
         "tensor.cpu(), or a process group of another backend for that device");
   }
   static_cast<void>(toDType(tensor.scalar_type()));
+  const size_t needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.element_size(), static_cast<size_t>(tensor.storage_offset()));
+  if (needed > tensor.storage().nbytes()) {
+    refuse(
+        ErrorCode::InvalidArgument,
+        tensor,
+        op,
+        role,
+        "needs " + std::to_string(needed) + " bytes, and its storage has " + std::to_string(tensor.storage().nbytes()),
+        "give its storage back the size that it had, as by untyped_storage().resize_()");
+  }
 }
 
 void checkTensors(const std::vector<at::Tensor>& tensors, const char* op, const char* role) {

@@ -56,6 +56,7 @@ struct PycommWork::State {
   bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
   std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
+  std::shared_ptr<State> kept_for_good; ///< itself: nobody can say any more when the operations have ended
 
   ~State() {
     if (future && !content.order_after.empty()) {
@@ -158,9 +159,24 @@ PycommWork::PycommWork(
   state_->group = std::move(group);
   state_->issuer = IssueContext::current();
   state_->profiling_end = std::move(recordFunctionEndCallback_);
+}
+
+PycommWork::Content& PycommWork::starting() noexcept {
+  return state_->content;
+}
+
+void PycommWork::started() {
   if (state_->profiling_end || state_->content.cuda != nullptr) {
     // The event ends with the operation, and the way back to the device begins, also when nobody waits for it.
     inPoolWhenAllEnd(state_, [](State& state) { state.finish(); });
+  }
+}
+
+void PycommWork::handOver() const {
+  for (const auto& operation : state_->content.operations) {
+    if (!operation->done()) {
+      static_cast<void>(state_->group->wait(*operation, Deadline::after(0)));
+    }
   }
 }
 
@@ -183,7 +199,12 @@ PycommWork::~PycommWork() {
   }
   if (!state_->done()) {
     // Tensors must outlive the operations, and must not be freed on the lane: freeing one may take Python's lock.
-    inPoolWhenAllEnd(state_, [](State&) {});
+    try {
+      handOver();
+      inPoolWhenAllEnd(state_, [](State&) {});
+    } catch (...) { // no memory, or a child of fork: then they are never freed
+      state_->kept_for_good = state_;
+    }
   }
 }
 
@@ -200,7 +221,10 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
   const auto one_less = [countdown, &pool, then] {
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
-      pool.submit([state = std::move(countdown->state), then] { then(*state); });
+      CallbackPool::Task task = [state = std::move(countdown->state), then] { then(*state); };
+      if (!pool.submit(std::move(task))) {
+        task(); // the engine has been shut down, and every operation has ended
+      }
     }
   };
   if (count == 0) {
@@ -213,6 +237,7 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
 
 bool PycommWork::isCompleted() {
   if (!state_->done()) {
+    handOver(); // who polls may never wait
     return false;
   }
   state_->finish();
@@ -341,7 +366,7 @@ const PycommWork::Content& PycommWork::content() const noexcept {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
+  std::unique_lock<std::mutex> lock(state_->mutex);
   if (state_->future) {
     return state_->future;
   }
@@ -360,10 +385,29 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
     state_->complete(*state_->future);
     return state_->future;
   }
+  const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
+  if (!state_->group->engine().belongsToThisProcess()) { // a child of fork has none of the pool's threads
+    completeInChild(*state_, *future);
+    return future;
+  }
   // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
   state_->gate = CallbackGate::ofCaller();
+  lock.unlock(); // if the engine has been shut down, this thread completes it now
+  handOver();
   inPoolWhenAllEnd(state_, completeFuture);
-  return state_->future;
+  return future;
+}
+
+void PycommWork::completeInChild(State& state, c10::ivalue::Future& future) {
+  try {
+    for (const auto& operation : state.content.operations) {
+      static_cast<void>(state.group->wait(*operation, Deadline::after(0)));
+    }
+    state.finish();
+    state.complete(future);
+  } catch (const Error& error) { // it is under way, in the parent
+    future.setError(toException(error.record()));
+  }
 }
 
 void PycommWork::completeFuture(State& state) {

@@ -21,7 +21,8 @@ void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds
 
 /// The Work that a call to the backend returns.
 ///
-/// Holds every tensor that the engine reads or writes until the operations have ended, also when the user drops it before.
+/// Holds every tensor that the engine reads or writes, and its memory, until the operations have ended, also when the user drops this
+/// before.
 class PycommWork final : public c10d::Work {
  public:
   struct Content {
@@ -29,6 +30,8 @@ class PycommWork final : public c10d::Work {
     std::vector<std::shared_ptr<Operation>> operations;
     std::vector<at::Tensor> inputs; ///< the profiler shows them, too
     std::vector<at::Tensor> keep_alive; ///< staging tensors
+    std::vector<c10::Storage>
+        storages; ///< the memory that the engine works in: tensors get another one by `x.data = y`
     std::vector<at::Tensor> outputs; ///< the future's value
     std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with one list per rank
     std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
@@ -37,6 +40,7 @@ class PycommWork final : public c10d::Work {
     std::vector<std::shared_ptr<const CudaOrder>> order_after; ///< wait() makes the caller's stream wait for these
   };
 
+  /// The caller adds operations to starting() then, and calls started() when all of them have started.
   PycommWork(std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* profiling_title, Content content);
   ~PycommWork() override;
 
@@ -59,6 +63,11 @@ class PycommWork final : public c10d::Work {
   int sourceRank() const override;
 
   [[nodiscard]] const Content& content() const noexcept;
+  /// Until started().
+  [[nodiscard]] Content& starting() noexcept;
+  void started();
+  /// The caller of a synchronous collective runs it in wait(). Without that the engine's own threads do, from now on. Does not block.
+  void handOver() const;
 
  private:
   /// Outlives the Work: the lane's listeners hold it.
@@ -66,6 +75,7 @@ class PycommWork final : public c10d::Work {
 
   static void inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*then)(State&));
   static void completeFuture(State& state);
+  static void completeInChild(State& state, c10::ivalue::Future& future);
 
   std::shared_ptr<State> state_;
 };

@@ -4,6 +4,7 @@
 #include <functional>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -63,6 +64,7 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
 
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   refuseInChild(); // before it takes a number
+  PYCOMM_FAULT_POINT("group.start");
   if (servedByHost(call.schedule)) {
     return startOnHost(call);
   }

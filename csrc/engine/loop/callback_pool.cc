@@ -27,13 +27,14 @@ CallbackPool::~CallbackPool() {
   stop(Deadline::never());
 }
 
-void CallbackPool::submit(Task task) {
+bool CallbackPool::submit(Task&& task) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stopping_ && (t_pool != this || given_up_)) {
-    return;
+    return false;
   }
   tasks_.push_back(std::move(task));
   changed_.notify_one();
+  return true;
 }
 
 bool CallbackPool::stop(Deadline deadline) {

@@ -34,8 +34,9 @@ class CallbackPool {
   CallbackPool& operator=(const CallbackPool&) = delete;
 
   /// Any thread, also a lane. Waits for nothing and starts no thread. What a task throws is dropped: its owner catches what matters.
-  /// Throws std::bad_alloc; then the task is not taken.
-  void submit(Task task);
+  /// False, and `task` is left as it was, if the pool takes no more: the engine has been shut down. Then no operation is under way, so
+  /// who has promised somebody that the task runs can run it at once. Throws std::bad_alloc; then the task is not taken either.
+  bool submit(Task&& task);
 
   /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads that end
   /// by the deadline. False if one did not; it is then left to the process's end (a callback of the user's that never returns cannot be

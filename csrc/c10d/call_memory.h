@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/call.h"
+
+namespace pycomm {
+
+/// The memory of calls that are under way at the same time: those of one list, or of one coalescing window.
+class CallMemory {
+ public:
+  /// Adds the collectives among `calls`. Throws Error(InvalidArgument), and adds nothing, if one of all the calls writes memory that
+  /// another one reads or writes. What one call does within its own memory is checked where it is made. `op`: for the text.
+  void requireApart(const std::vector<Call>& calls, const char* op);
+
+ private:
+  struct Extent {
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
+    bool written = false;
+    size_t call = 0;
+  };
+
+  std::vector<Extent> extents_; ///< by `begin`
+  size_t count_ = 0; ///< of calls so far
+};
+
+/// Removes each all_reduce that is the same as an earlier one, memory included: a list may hold a tied tensor twice, and one sum is
+/// what both of its entries want.
+void dropTwins(std::vector<Call>& calls);
+
+} // namespace pycomm

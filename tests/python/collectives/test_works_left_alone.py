@@ -1,0 +1,288 @@
+"""Programs that treat a Work, or its tensors, in other ways than to wait for it and leave them alone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+pytestmark = pytest.mark.needs_native
+
+LONG_S = 20.0  # far above what any of these takes, and far below the group's timeout
+
+
+def synchronous(tensor: torch.Tensor) -> Any:
+    """A collective as torch's functions begin it, which wait at once; this program does not."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    return dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([tensor], options)  # type: ignore[union-attr]
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end, "it never ended"
+        time.sleep(0.001)
+
+
+class Late(Exception):
+    pass
+
+
+def handler(*_: object) -> None:
+    raise Late
+
+
+def not_waited_for(rank: int, size: int) -> None:
+    for numel in (4, 1_000_000):
+        tensor = torch.full((numel,), rank + 1.0)
+        work = synchronous(tensor)
+        until(work.is_completed)
+        assert tensor.eq(3).all()
+        future = synchronous(tensor.fill_(rank + 1.0)).get_future()
+        until(future.done)
+        assert tensor.eq(3).all()
+        tensor.fill_(rank + 1.0)
+        del work, future
+        synchronous(tensor)  # dropped
+        until(lambda tensor=tensor: tensor.eq(3).all())
+        dist.barrier()
+
+
+def interrupted_before_wait(rank: int, size: int) -> None:
+    """The handler runs between the call into C++ and wait(), as the copy in the call takes long."""
+    tensor = torch.ones(4000, 4000).t()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        with pytest.raises(Late):
+            dist.all_reduce(tensor)
+        # From here on this rank has nothing to do with pycomm.
+        until(lambda: store.check(["rank 1 is through"]))
+    else:
+        dist.all_reduce(tensor)
+        store.set("rank 1 is through", "")
+
+
+def other_storage(rank: int, size: int) -> None:
+    """``x.data = y`` while an operation on x is under way: it ends in the memory that it began in."""
+    for numel in (64, 1024, 100_000):
+        for what in ("message", "collective", "list"):
+            tensor = torch.zeros(numel)
+            kept = torch.ones(0).set_(tensor.untyped_storage(), 0, (numel,))
+            if rank == 0:
+                storage = kept.untyped_storage()
+                before = torch._C._storage_Use_Count(storage._cdata)
+                if what == "message":
+                    work = dist.irecv(tensor, src=1)
+                elif what == "collective":
+                    work = dist.broadcast(tensor, src=1, async_op=True)
+                else:
+                    other = torch.zeros(numel)
+                    work = dist.all_gather([other, tensor], torch.zeros(numel), async_op=True)
+                tensor.data = torch.full((numel,), 5.0)
+                uses = torch._C._storage_Use_Count(storage._cdata)
+                assert uses >= before, f"nothing but this program holds the memory of the {what}"
+                dist.distributed_c10d._get_default_store().set(f"{numel} {what}", "")
+            else:
+                until(
+                    lambda key=f"{numel} {what}": dist.distributed_c10d._get_default_store().check(
+                        [key]
+                    )
+                )
+                tensor.fill_(2.0)
+                if what == "message":
+                    work = dist.isend(tensor, dst=0)
+                elif what == "collective":
+                    work = dist.broadcast(tensor, src=1, async_op=True)
+                else:
+                    other = [torch.zeros(numel) for _ in range(2)]
+                    work = dist.all_gather(other, tensor, async_op=True)
+            work.wait()
+            if rank == 0:
+                assert kept.eq(2).all() and tensor.eq(5).all()
+
+
+def too_small_storage(rank: int, size: int) -> None:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(rank * 400)
+    for call in (dist.all_reduce, lambda each: dist.send(each, 1 - rank)):
+        with pytest.raises(Exception, match="storage has") as caught:
+            call(tensor)
+        assert type(caught.value).__name__ == "InvalidArgumentError"
+    dist.barrier()
+
+
+def tied_tensors(rank: int, size: int) -> None:
+    for numel in (1_000, 100_000, 1_048_576):
+        tensor = torch.full((numel,), rank + 1.0)
+        dist.all_reduce_coalesced([tensor, tensor])
+        assert tensor.eq(3).all()
+        tensor.fill_(rank + 1.0)
+        other = torch.full((5,), rank + 1.0)
+        with dist._coalescing_manager():
+            dist.all_reduce(tensor)
+            dist.all_reduce(other)
+            dist.all_reduce(tensor.view(-1))
+        assert tensor.eq(3).all() and other.eq(3).all()
+    # Not exact twins: refused, and nothing has begun.
+    whole = torch.ones(100)
+    with pytest.raises(Exception, match="share memory"):
+        dist.all_reduce_coalesced([whole, whole[50:]])
+    with pytest.raises(Exception, match="share memory"), dist._coalescing_manager():
+        dist.reduce_scatter_tensor(whole[:10], torch.ones(20))
+        dist.reduce_scatter_tensor(whole[40:50], whole[30:50])
+        dist.reduce_scatter_tensor(whole[60:70], whole[5:25])  # reads what the first one writes
+    with pytest.raises(Exception, match="share memory"), dist._coalescing_manager():
+        dist.all_gather_into_tensor(whole[:20], torch.ones(10))
+        dist.all_gather_into_tensor(whole[10:30], torch.ones(10))
+    cpu = torch.device("cpu")
+    dist.group.WORLD._start_coalescing(cpu)  # type: ignore[union-attr]
+    dist.all_reduce(whole)
+    with pytest.raises(Exception, match="share memory"):
+        dist.all_reduce(whole[:50])
+    dist.group.WORLD._end_coalescing(cpu).wait()  # type: ignore[union-attr]
+    assert whole.eq(2).all()
+    dist.barrier()
+
+
+def sources_that_are_no_ranks(rank: int, size: int) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    for peer in (-1, -2, size, -(2**31)):
+        for call in (backend.recv, backend.send):
+            with pytest.raises(Exception, match=r"not in \[0, 2\)") as caught:
+                call([torch.ones(2)], peer, 0)
+            assert type(caught.value).__name__ == "InvalidArgumentError"
+    if rank == 0:
+        received = torch.zeros(2)
+        assert dist.recv(received) == 1  # any source
+        assert received.eq(7).all()
+    else:
+        dist.send(torch.full((2,), 7.0), 0)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        not_waited_for,
+        interrupted_before_wait,
+        other_storage,
+        too_small_storage,
+        tied_tensors,
+        sources_that_are_no_ranks,
+    ],
+)
+def test_works_left_alone(program: Any) -> None:
+    run_ranks(2, program, timeout_s=90)
+
+
+def sparse(rank: int, rows: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.arange(rows)[None], torch.full((rows, 16), rank + 1.0), (rows, 16)
+    )
+
+
+def sparse_without_memory(rank: int, size: int) -> None:
+    """A rank's own failure between two steps of a sum is told to the others at once."""
+    tensor = sparse(rank, 1_000_000)
+    dist.all_reduce(sparse(rank, 10))
+    if rank == 1:
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+    begin = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        dist.all_reduce(tensor)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert time.monotonic() - begin < LONG_S
+    error: Any = caught.value
+    assert type(error).__name__ == "OutOfMemoryError" and error.peer == 1, error
+    assert "Rank 1 on" in str(error) and "frame #" not in str(error), error
+
+
+def sparse_of_wide_unsigned(rank: int, size: int) -> None:
+    tensor = torch.sparse_coo_tensor([[0]], torch.ones(1, dtype=torch.uint16), (2,))
+    with pytest.raises(Exception, match="uint16") as caught:
+        dist.all_reduce(tensor)
+    assert type(caught.value).__name__ == "UnsupportedError"
+    dist.barrier()
+
+
+def futures_in_a_child(rank: int, size: int) -> None:
+    done = dist.all_reduce(torch.ones(4), async_op=True)
+    done.wait()
+    pending = dist.irecv(torch.ones(4), src=1 - rank)
+    child = os.fork()
+    if child == 0:
+        try:
+            assert done.get_future().wait()[0].eq(2).all()
+            with pytest.raises(Exception) as caught:
+                pending.get_future().wait()
+            assert "fork" in str(caught.value)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert exit_code(child) == 0
+    dist.isend(torch.ones(4), dst=1 - rank)
+    pending.wait()
+
+
+def exit_code(child: int) -> int:
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid != 0:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hung")
+
+
+@pytest.mark.parametrize(
+    "program", [sparse_without_memory, sparse_of_wide_unsigned, futures_in_a_child]
+)
+def test_works_in_trouble(program: Any) -> None:
+    run_ranks(2, program, timeout_s=90)
+
+
+AT_EXIT = """
+import atexit, torch, torch.distributed as dist
+
+def late():
+    for program in (
+        lambda: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait(),
+        lambda: dist.all_reduce(torch.eye(3).to_sparse()),
+    ):
+        try:
+            program()
+        except Exception as error:
+            print(type(error).__name__, flush=True)
+    print(done.get_future().wait()[0].tolist(), flush=True)
+
+atexit.register(late)  # runs after pycomm's own handler, which comes later
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+done = dist.all_reduce(torch.ones(2), async_op=True)
+done.wait()
+"""
+
+
+def test_futures_after_the_shutdown() -> None:
+    """No future of a handler that runs after pycomm's own waits for a thread that has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split("\n")[:3] == ["ShutDownError", "ShutDownError", "[1.0, 1.0]"], done
+    assert done.returncode == 0, done
