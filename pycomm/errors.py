@@ -279,7 +279,7 @@ class PeerUnresponsiveError(PeerError):
 
 
 class PeerLeftError(PeerError):
-    """A rank left the group in good order while it was still needed.
+    """A rank left the group in good order while it was still needed, perhaps after another failed.
 
     Try: run equal numbers of batches on all ranks, and wait for everything before
     ``destroy_process_group()``. Look for that rank's own error.

@@ -35,6 +35,7 @@ ControlPlane::ControlPlane(
   config.epoch = identity_.epoch;
   config.rank = identity_.rank;
   config.size = identity_.size;
+  config.job = identity_.job;
   config.tls = identity_.tls;
   config.processes = identity_.processes;
   for (Listener& listener : listeners) {

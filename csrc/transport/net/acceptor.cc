@@ -309,11 +309,11 @@ Acceptor::Verdict Acceptor::judge(Stranger& stranger) {
   }
   if (hello.rank == config_.rank || hello.epoch != config_.epoch) {
     return giveUp(
-        "says that it is rank " + std::to_string(hello.rank) + " of epoch " + std::to_string(hello.epoch) +
-        ", and this is rank " + std::to_string(config_.rank) + " of epoch " + std::to_string(config_.epoch));
+        "says that it is " + config_.job.text(hello.rank) + " of epoch " + std::to_string(hello.epoch) +
+        ", and this is " + config_.job.text(config_.rank) + " of epoch " + std::to_string(config_.epoch));
   }
   if (stranger.tls != nullptr && config_.processes.at(static_cast<size_t>(hello.rank)) != stranger.tls->peer()) {
-    return giveUp("says that it is rank " + std::to_string(hello.rank) + ", and is not that rank's process");
+    return giveUp("says that it is " + config_.job.text(hello.rank) + ", and is not that rank's process");
   }
   if (PYCOMM_FAULT("hello.accept").error_number != 0) {
     return giveUp("was dropped by a fault point");

@@ -11,6 +11,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/job_ranks.h"
 #include "base/unique_fd.h"
 #include "transport/link.h"
 #include "transport/net/hello.h"
@@ -33,6 +34,7 @@ struct AcceptorConfig {
   uint16_t epoch = 0;
   int32_t rank = -1; ///< this process's own rank; a Hello with this rank is refused
   int32_t size = 0;
+  JobRanks job; ///< what texts call the ranks
   TcpOptions tcp;
   std::shared_ptr<const TlsContext> tls; ///< null: connections are plain; a Unix socket's are in any case
   std::vector<ProcessId> processes; ///< by rank, with `tls`: a Hello of a rank must come from its process
