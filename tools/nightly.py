@@ -115,6 +115,7 @@ STEPS = [
     Step("leaks", "{python} tests/soak/leaks.py --kills 1000", 15),
     Step("exits", "{python} tests/soak/exits.py 100", 5),
     Step("life", "{python} tests/soak/life.py --repetitions 200", 20),
+    Step("rounds", "{python} tests/soak/rounds.py --rounds 100000", 5),
     Step("powersgd", "{python} tests/soak/powersgd.py 50", 10),
 ]
 

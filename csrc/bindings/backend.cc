@@ -6,7 +6,6 @@
 #include <chrono>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -135,8 +134,7 @@ AddressFamily familyNamed(const std::string& name) {
   return name == "ipv4" ? AddressFamily::IPv4 : (name == "ipv6" ? AddressFamily::IPv6 : AddressFamily::Any);
 }
 
-// FNV-1a.
-uint32_t digestOf(const std::string& text) {
+uint32_t digestOf(const std::string& text) { // FNV-1a
   uint32_t hash = 2166136261U;
   for (const char c : text) {
     hash = (hash ^ static_cast<uint8_t>(c)) * 16777619U;
@@ -254,10 +252,9 @@ std::string describe(const Group& group) {
     return "1 rank, without connections";
   }
   const bool within_host = !identity.hasPorts();
-  std::string links = "Unix sockets";
-  if (!within_host) {
-    links = "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
-  }
+  std::string links = within_host
+      ? "Unix sockets"
+      : "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
   for (const GroupIdentity::Path& path : identity.further) {
     links += " and " + path.interface_name + " (" + path.local_address.ip() + ")";
   }
@@ -310,11 +307,9 @@ void bindBackend(py::module_& m) {
       [](const std::string& path) { raising([&] { processEngine().recorder().write(path); }); },
       py::arg("path"),
       py::call_guard<py::gil_scoped_release>());
-  m.def( // for tests: what an idle group keeps in vain; empty if nothing
-      "held_text",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-        return raising([&] { return heldText(asPycomm(backend).group().usage()); });
-      },
+  m.def(
+      "held_text", // for tests
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return heldText(asPycomm(backend).group().usage()); },
       py::arg("backend"),
       py::call_guard<py::gil_scoped_release>());
   m.def(

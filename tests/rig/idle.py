@@ -10,10 +10,10 @@ _PATIENCE_S = 5.0
 
 
 def check_idle() -> None:
-    """Raises AssertionError if a group of this process keeps anything of operations that have ended.
+    """Raises AssertionError if a group of this process keeps anything of ended operations.
 
-    Every operation of every group must have ended, and no other rank may begin one meanwhile. Groups that have failed are
-    left out.
+    Every operation of every group must have ended, and no other rank may begin one meanwhile.
+    Groups that have failed are left out.
     """
     import torch.distributed as dist
 

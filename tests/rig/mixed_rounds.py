@@ -16,7 +16,7 @@ _LARGE_EACH = 50
 
 
 def one_round(rank: int, world_size: int, dice: random.Random, number: int) -> None:
-    """Some operations over shared memory, links and as messages, in an order that all ranks draw."""
+    """Some operations over shared memory and links, messages too, as all ranks draw them."""
     numel = (1 << 17) if number % _LARGE_EACH == 0 else dice.choice([1, 100, 2500])
     one = torch.ones(numel)
     each = torch.ones(world_size * 4)
@@ -58,7 +58,7 @@ def held_now() -> dict[str, int]:
 
 
 def mixed_rounds(rank: int, world_size: int, rounds: int) -> list[dict[str, int]]:
-    """Runs the rounds; looks twenty times at what is held, and each time at what the group keeps."""
+    """Runs the rounds; looks twenty times at what process and group hold."""
     torch.set_num_threads(1)
     dice = random.Random(rounds)
     looks = []

@@ -1,6 +1,6 @@
 """Rounds of mixed operations in one group, 100,000 of them: are memory and descriptors flat?
 
-    python tests/soak/rounds.py --rounds 100000
+python tests/soak/rounds.py --rounds 100000
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rig"))
 from ranks import run_ranks
 
 RSS_LIMIT_KB = 512
-"""Between the median of the third quarter of the looks and that of the last: the first half warms up."""
+"""Between the medians of the third and the last quarter of the looks."""
 
 
 def main() -> int:
@@ -35,10 +35,19 @@ def main() -> int:
     for rank, looks in enumerate(results.values()):
         half, last = looks[len(looks) // 2 : -len(looks) // 4], looks[-len(looks) // 4 :]
         grown = {name: last[-1][name] - looks[0][name] for name in looks[0]}
-        early, late = (round(statistics.median(look["rss_kb"] for look in part)) for part in (half, last))
-        print(f"rank {rank}: grown since the first look {grown}; median rss_kb {early}, then {late}")
-        good = good and grown["files"] <= 0 and grown["threads"] <= 0 and late - early <= RSS_LIMIT_KB
-    print(f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s: {'flat' if good else 'NOT FLAT'}")
+        early, late = (
+            round(statistics.median(look["rss_kb"] for look in part)) for part in (half, last)
+        )
+        print(
+            f"rank {rank}: grown since the first look {grown}; median rss_kb {early}, then {late}"
+        )
+        good = (
+            good and grown["files"] <= 0 and grown["threads"] <= 0 and late - early <= RSS_LIMIT_KB
+        )
+    print(
+        f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s: "
+        f"{'flat' if good else 'NOT FLAT'}"
+    )
     return 0 if good else 1
 
 

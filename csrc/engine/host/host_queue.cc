@@ -155,7 +155,8 @@ void HostQueue::finish(const Entry& entry) {
 // When the oldest operation, which has moved since the last look, is to be reported.
 TimePoint HostQueue::stuckAt(TimePoint now) const noexcept {
   if (head_ == entered_) {
-    return TimePoint::max(); // none runs: this rank waits for its own input, or for slots of operations that have ended here
+    return TimePoint::
+        max(); // none runs: this rank waits for its own input, or for slots of operations that have ended here
   }
   const HostTransfer& oldest = queue_[head_].transfer;
   if (oldest.astray()) {

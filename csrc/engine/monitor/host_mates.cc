@@ -28,23 +28,6 @@ void tell(const std::string& why) {
   log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);
 }
 
-// Into the map first, which may lack memory: the loop must not know a handler that is gone.
-template <typename Map>
-typename Map::iterator keepAndWatch(
-    EventLoop& loop,
-    Map& map,
-    typename Map::key_type key,
-    typename Map::mapped_type handler) {
-  const auto at = map.emplace(std::move(key), std::move(handler)).first;
-  try {
-    loop.watch(at->second->socket.get(), EPOLLIN, *at->second);
-  } catch (...) {
-    map.erase(at);
-    throw;
-  }
-  return at;
-}
-
 /// Whether a greeting has come, and its words: none if this process could not open their descriptor.
 bool readGreeting(int socket, Greeting& greeting, UniqueFd& words) {
   return takeMessage(socket, &greeting, sizeof greeting, words) == static_cast<ssize_t>(sizeof greeting) &&
@@ -191,7 +174,13 @@ void HostMates::admit() {
       const int fd = socket.get();
       watcher->socket = std::move(socket);
       watcher->word = *word;
-      keepAndWatch(loop_, watchers_, fd, std::move(watcher));
+      Watcher& kept = *watchers_.emplace(fd, std::move(watcher)).first->second; // first: this may lack memory
+      try {
+        loop_.watch(fd, EPOLLIN, kept);
+      } catch (...) { // the loop must not know a handler that is gone
+        watchers_.erase(fd);
+        throw;
+      }
     } catch (const std::exception& error) {
       deathWatch().takeBack(*word);
       tell(error.what());
@@ -268,25 +257,12 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
   if (closed_ || name.empty() || name.size() > kMaxUnixName) {
     return interest;
   }
-  auto found = watched_.find(name);
-  if (found != watched_.end() && !found->second->socket && found->second->watch == 0 && !found->second->dead) {
-    connectAgain(*found->second); // there may be a descriptor now, or the process has ended: then nothing changes
+  const auto found = watched_.try_emplace(name).first;
+  if (found->second == nullptr) {
+    found->second = std::make_unique<Watched>(*this);
+    found->second->name = name;
   }
-  if (found == watched_.end()) {
-    auto watched = std::make_unique<Watched>(*this);
-    watched->name = name;
-    watched->socket = connectToMate(name);
-    if (!watched->socket) {
-      tell("no connection to a process of this host, " + errnoText(errno));
-      return interest;
-    }
-    try {
-      found = keepAndWatch(loop_, watched_, name, std::move(watched));
-    } catch (const std::exception& error) {
-      tell(error.what());
-      return interest;
-    }
-  }
+  connect(*found->second);
   found->second->interests.emplace(interest, std::move(died));
   if (found->second->dead) { // died for another group, which still looks
     loop_.post([this, name, interest] {
@@ -302,13 +278,18 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
   return interest;
 }
 
-void HostMates::connectAgain(Watched& watched) {
-  watched.socket = connectToMate(watched.name);
-  if (!watched.socket) {
+// Also once more, where there was no descriptor before. If that process has ended in order, nothing changes.
+void HostMates::connect(Watched& watched) {
+  if (watched.socket || watched.watch != 0 || watched.dead) {
     return;
   }
+  watched.socket = connectToMate(watched.name);
   try {
-    loop_.watch(watched.socket.get(), EPOLLIN, watched);
+    if (watched.socket) {
+      loop_.watch(watched.socket.get(), EPOLLIN, watched);
+    } else {
+      tell("no connection to a process of this host, " + errnoText(errno));
+    }
   } catch (const std::exception& error) {
     watched.socket.reset();
     tell(error.what());

@@ -78,7 +78,7 @@ class HostMates final : Loop::Ticker {
   void answerReport(int socket) noexcept;
   void dismiss(int fd) noexcept;
   void heard(Watched& watched);
-  void connectAgain(Watched& watched);
+  void connect(Watched& watched);
   using WatchedByName = std::unordered_map<std::string, std::unique_ptr<Watched>>;
   void forget(WatchedByName::iterator watched) noexcept;
   void onDeath(uint64_t watch);

@@ -1,4 +1,4 @@
-// A group on one host uses two ways, shared memory and links, and its lane hears of operations that it does not run. What the lane keeps of
+// A group on one host uses two ways, shared memory and links, and its lane watches operations that it does not run. What the lane keeps of
 // them ends with them: runRanks() looks at every group after each test (expectIdle).
 #include <gtest/gtest.h>
 
@@ -36,14 +36,14 @@ TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf) {
   });
 }
 
-// They wait so long that the lane hears of them: it asks, and is asked about what is not entered yet.
+// They wait so long that the lane watches them: it asks, and is asked about what is not entered yet.
 TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatARankWasLateFor) {
   std::atomic<int> here{0};
   runRanks(2, [&](Rank& self) {
     if (self.rank == 1) { // rank 0 asks after 50 ms; nothing else tells that it has
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
     }
-    for (int i = 0; i < 100; ++i) { // more than the lane is told of when it looks
+    for (int i = 0; i < 100; ++i) { // more than the lane finds when it looks
       const auto barrier = self.group.start(barrierCall());
       ASSERT_TRUE(self.group.wait(*barrier, Deadline::after(20000)));
     }

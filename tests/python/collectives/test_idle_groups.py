@@ -1,4 +1,4 @@
-"""An idle group holds nothing of the operations that have ended, whichever way they went."""
+"""An idle group holds nothing of the operations that have ended."""
 
 from __future__ import annotations
 

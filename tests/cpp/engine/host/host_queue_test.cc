@@ -25,8 +25,7 @@ class QueueOfRank {
     events_.stuck = [this](const std::shared_ptr<Operation>& operation, uint64_t lacking) {
       stuck.emplace_back(operation->request().id.sequence, lacking);
     };
-    queue_ = std::make_unique<HostQueue>(
-        HostQueue::Parts{identity_, memory_, bell_, inbox_, events_, ending_}, 50);
+    queue_ = std::make_unique<HostQueue>(HostQueue::Parts{identity_, memory_, bell_, inbox_, events_, ending_}, 50);
   }
 
   std::shared_ptr<Operation> post(std::vector<float>& values, Deadline deadline = Deadline::never()) {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -236,6 +237,65 @@ TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
                 mates.close();
                 loop.stop();
                 return own.size() == 16 && asked && waits && served && soon && later;
+              }).join(30000));
+}
+
+// The greeting of a process brings a descriptor, which the kernel drops if there is no room for it.
+TEST(HostMates, WatchesAProcessOnceThereIsADescriptorForIt) {
+  if (kSanitized) {
+    GTEST_SKIP() << "the sanitizers' own runtimes need descriptors";
+  }
+  // In a process of its own: the limit hits all of it.
+  EXPECT_TRUE(Process([] {
+                SharedFlag named;
+                std::array<char, 17>* const name =
+                    new (::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+                        std::array<char, 17>();
+                Process other([&] {
+                  EventLoop loop("other");
+                  HostMates mates(loop);
+                  const std::string own = mates.name();
+                  std::copy(own.begin(), own.end(), name->begin());
+                  named.raise();
+                  for (;;) {
+                    ::pause();
+                  }
+                  return false;
+                });
+                if (!named.wait()) {
+                  return false;
+                }
+                EventLoop loop("test");
+                HostMates mates(loop);
+                std::atomic<int> deaths{0};
+                const auto watch = [&] {
+                  loop.run([&] { static_cast<void>(mates.watch(name->data(), [&] { ++deaths; })); });
+                };
+                const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
+                const auto another = [&] { return UniqueFd(::fcntl(memory.get(), F_DUPFD_CLOEXEC, 0)); };
+                std::vector<UniqueFd> hoard;
+                const rlimit limit{64, 64};
+                ::setrlimit(RLIMIT_NOFILE, &limit);
+                while (hoard.empty() || hoard.back()) {
+                  hoard.push_back(another());
+                }
+                hoard.pop_back();
+                hoard.pop_back(); // for the connection
+                watch();
+                const Deadline most = Deadline::after(10000);
+                while (!another() && !most.expired()) { // until the connection is given up
+                  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                }
+                hoard.clear();
+                watch();
+                const bool lived = other.runsOn(300); // it is greeted meanwhile
+                other.kill();
+                while (deaths < 2 && !most.expired()) {
+                  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                }
+                mates.close();
+                loop.stop();
+                return lived && deaths == 2;
               }).join(30000));
 }
 
