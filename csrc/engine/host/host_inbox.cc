@@ -20,11 +20,12 @@ bool HostInbox::post(const std::function<std::shared_ptr<Operation>()>& make, st
   if (closed_) {
     return false;
   }
-  made->makeShared().ticket = ++last_ticket_;
-  made->shared().bytes_total = bytesOf(made->request().descriptor);
+  Operation::Shared& shared = made->makeShared();
+  posted_.push_back(made); // the last that takes memory: a ticket that nobody enters would hold up all that come after
+  shared.ticket = ++last_ticket_;
+  shared.bytes_total = bytesOf(made->request().descriptor);
   recent_[recent_count_++ % recent_.size()] = made;
   pending_.fetch_add(1, std::memory_order_seq_cst);
-  posted_.push_back(made);
   arrived_.store(true, std::memory_order_seq_cst);
   return true;
 }

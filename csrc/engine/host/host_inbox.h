@@ -18,7 +18,7 @@ namespace pycomm {
 class HostInbox {
  public:
   /// Takes what `make` returns, and puts it into `made`. `make` runs with the lock held, so that the ids that it takes and the tickets have
-  /// one order. False after close(): then `made` was not taken.
+  /// one order. False after close(): then `made` was not taken. If it throws, nothing was posted, and no ticket is taken.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, std::shared_ptr<Operation>& made);
   /// Whether take() would find something. Sequentially consistent: see HostBell.
   [[nodiscard]] bool arrived() const noexcept {

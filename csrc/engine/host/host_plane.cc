@@ -74,8 +74,13 @@ bool HostPlane::post(
     const std::function<std::shared_ptr<Operation>()>& make,
     bool waits,
     std::shared_ptr<Operation>& made) {
-  if (!inbox_.post(make, made)) {
-    return false;
+  try {
+    if (!inbox_.post(make, made)) {
+      return false;
+    }
+  } catch (...) { // the id may be taken: the others would wait for this rank, and its next operation would not be theirs
+    events_.noticeException(identity_);
+    throw;
   }
   if (made->request().id.sequence <= tell_up_to_.load(std::memory_order_relaxed)) {
     try {

@@ -66,7 +66,7 @@ class HostPlane {
   }
 
   /// Puts what `make` returns behind all others. `make` takes the operation's id: here, so that ids and tickets have one order.
-  /// False if the plane is over: then the operation is not taken.
+  /// False if the plane is over: then the operation is not taken. If it throws, the group fails.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);
 
   /// Lets an operation that was posted held be entered.

@@ -18,8 +18,8 @@ namespace pycomm {
 ///   collect  once all have reduced: copies the other slices from their owners' stages to the output      collected = g + 1
 /// One rank makes each sum, so all have the same bits. all_gather and broadcast stage and collect; reduce_scatter stages and reduces.
 ///
-/// A stage is written again for round g + 2 once all ranks, its own among them, have collected round g. Who reads what lies in rank r's stage
-/// of round g, and the counter that says that it has been read:
+/// A stage is written again for round g + 2 once all ranks, its own among them, have collected round g. What lies in rank r's stage
+/// of round g, the ranks that read it, and the counter that says that they have:
 ///
 ///                        its parts for others                 its own part                        the sum of its own part
 ///   all_reduce           each other one folds its: reduced    nobody; if scaled r: reduced        the others copy it: collected

@@ -148,6 +148,35 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
   }
 }
 
+// Its id may be taken by then: either nothing has happened, or the group fails on all ranks, and none waits for its deadline.
+TEST(NoMemory, WhileAnOperationInSharedMemoryIsIssued) {
+  int strikes = 0;
+  for (int64_t nth = 1; nth <= 12; ++nth) {
+    runRanks(2, [&](Rank& self) {
+      std::vector<float> values(100, 1.0F);
+      const Group::Call call = allReduceCall(values);
+      if (self.rank == 0) {
+        failAllocation(nth);
+        try {
+          (void)self.group.start(call);
+        } catch (const std::exception&) {
+          ++strikes;
+        }
+        failAllocation(0);
+      } else {
+        (void)self.group.start(call);
+      }
+      try {
+        const auto next = self.group.start(call);
+        EXPECT_TRUE(self.group.wait(*next, Deadline::after(10000))) << "allocation " << nth;
+      } catch (const Error& error) { // the group has failed
+        EXPECT_EQ(error.record().code, ErrorCode::OutOfMemory) << error.record().text();
+      }
+    });
+  }
+  EXPECT_GE(strikes, 3);
+}
+
 TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";

@@ -16,41 +16,101 @@ Act actOf(Collective kind, uint64_t rounds, ReduceOp op = ReduceOp::None, bool i
   return act;
 }
 
-size_t walk(const Plot& plot) {
-  HostScene scene(plot);
-  const Walk::Found found = Walk(scene, plot.size).all(5000000);
-  std::string name;
+void walk(const Plot& plot) {
+  std::string name = std::to_string(plot.size) + " ranks, leaver " + std::to_string(plot.leaver) + ":";
   for (const Act& act : plot.acts) {
-    name += std::to_string(static_cast<int>(act.kind)) + "/" + std::to_string(act.rounds) + "/" +
-        std::to_string(static_cast<int>(act.op)) + (act.in_place ? " in place " : " ");
+    name += std::string(" ") + collectiveName(act.kind) + " " + std::to_string(act.rounds) + " rounds" +
+        (act.in_place ? " in place" : "") + " op " + std::to_string(static_cast<int>(act.op));
   }
+  HostScene scene(plot);
+  const Walk::Found found = Walk(scene, plot.size).all(1000000);
   EXPECT_EQ(found.wrong, "") << name;
-  EXPECT_GT(found.runs, 0U);
-  return found.states;
+  EXPECT_GT(found.states, 100U) << name;
+  EXPECT_GT(found.runs, 0U) << name;
 }
 
 struct Case {
   Collective kind;
   ReduceOp op;
 };
-const Case kCases[] = {
+const Case kLarge[] = {
     {Collective::AllReduce, ReduceOp::Sum},
-    {Collective::AllReduce, ReduceOp::Avg},
     {Collective::AllReduce, ReduceOp::PremulSum},
-    {Collective::ReduceScatter, ReduceOp::Sum},
     {Collective::ReduceScatter, ReduceOp::Avg},
     {Collective::ReduceScatter, ReduceOp::PremulSum},
     {Collective::AllGather, ReduceOp::None},
     {Collective::Broadcast, ReduceOp::None},
 };
+const Case kFew[] = {
+    {Collective::AllReduce, ReduceOp::Sum},
+    {Collective::ReduceScatter, ReduceOp::PremulSum},
+    {Collective::AllGather, ReduceOp::None},
+    {Collective::Broadcast, ReduceOp::None},
+};
 
-TEST(HostWalk, StagedRounds) {
-  for (const Case& each : kCases) {
-    for (uint64_t rounds = 1; rounds <= 3; ++rounds) {
-      Plot plot;
-      plot.acts = {actOf(each.kind, rounds, each.op)};
-      EXPECT_GT(walk(plot), 100U);
+TEST(HostWalk, Rounds) {
+  for (const Case& each : kLarge) {
+    for (const uint64_t rounds : {1, 3, 5}) {
+      walk({2, {actOf(each.kind, rounds, each.op)}});
     }
+  }
+}
+
+TEST(HostWalk, RoundsOfThreeRanks) {
+  for (const Case& each : kFew) {
+    walk({3, {actOf(each.kind, 1, each.op)}, -1, false, false});
+  }
+}
+
+TEST(HostWalk, InPlace) {
+  for (const Case& each : kLarge) {
+    walk({2, {actOf(each.kind, 2, each.op, true)}});
+  }
+  walk({3, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, -1, false, false});
+}
+
+// More operations than slots.
+TEST(HostWalk, Small) {
+  for (const Case& each : kFew) {
+    const Act act = actOf(each.kind, 0, each.op);
+    walk({2, {act, act, act}});
+  }
+  const Act barrier = actOf(Collective::Barrier, 0);
+  walk({2, {barrier, actOf(Collective::Broadcast, 0), barrier}});
+  walk({3, {barrier}});
+}
+
+// Each begins with the rounds of the one before.
+TEST(HostWalk, OneAfterAnother) {
+  const Act scattered = actOf(Collective::ReduceScatter, 3, ReduceOp::PremulSum);
+  const Act gathered = actOf(Collective::AllGather, 1);
+  const Act sent = actOf(Collective::Broadcast, 1);
+  const Act in_place = actOf(Collective::AllReduce, 1, ReduceOp::Sum, true);
+  walk({2, {sent, scattered}});
+  walk({2, {in_place, gathered, sent}});
+}
+
+TEST(HostWalk, OneThatLeavesOrFails) {
+  for (int leaver = 0; leaver < 2; ++leaver) {
+    for (const Case& each : kFew) {
+      walk({2, {actOf(each.kind, 0, each.op)}, leaver});
+      walk({2, {actOf(each.kind, 1, each.op)}, leaver});
+    }
+    walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, leaver});
+    walk({2, {actOf(Collective::ReduceScatter, 1, ReduceOp::Sum, true)}, leaver});
+  }
+}
+
+TEST(HostWalk, OneThatWaitsIsWoken) {
+  walk({2, {actOf(Collective::AllReduce, 0, ReduceOp::Sum)}, 0, true});
+  walk({2, {actOf(Collective::Broadcast, 0), actOf(Collective::Barrier, 0)}, -1, true});
+  walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, -1, true});
+}
+
+TEST(HostWalk, RanksThatDifferWriteNothing) {
+  for (const Case& each : kFew) {
+    walk({2, {actOf(each.kind, 0, each.op)}, -1, false, true, 1});
+    walk({2, {actOf(each.kind, 1, each.op)}, -1, false, true, 1});
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 
 namespace pycomm {
 namespace testing {
@@ -19,15 +20,17 @@ uint64_t bit(size_t act) {
   return uint64_t{1} << act;
 }
 
-bool holdsBack(const HostScene::Word& word) {
-  return word.owner != Walk::current().rank() && (!word.wakes || HostScene::current().sleeps());
+/// Whether the order of accesses to this word is walked through.
+bool counts(const HostScene::Word& word) {
+  const Plot& plot = HostScene::current().plot();
+  return (!word.wakes || plot.sleeps) && (!word.slot || plot.enters);
 }
 
 } // namespace
 
 void beforeLoad(const void* word) {
   const HostScene::Word which = HostScene::current().wordAt(word);
-  if (holdsBack(which)) {
+  if (counts(which) && which.owner != Walk::current().rank()) {
     Walk::current().pause(which.name);
   }
 }
@@ -37,14 +40,14 @@ void afterLoad(const void* word, uint64_t value) {
   if (which.owner != Walk::current().rank() || which.wakes) {
     Walk::current().saw(value);
   }
-  if (which.slot && which.owner != Walk::current().rank()) {
+  if (which.slot && which.owner != Walk::current().rank() && HostScene::current().plot().size == 2) {
     Walk::current().pause("reads a slot"); // what it finds there has no fault point of its own
   }
 }
 
 void beforeStore(const void* word) {
   const HostScene::Word which = HostScene::current().wordAt(word);
-  if (!which.wakes || HostScene::current().sleeps()) {
+  if (counts(which)) {
     Walk::current().pause(which.name);
   }
 }
@@ -54,7 +57,8 @@ void afterStore() {
 }
 
 void beforeBytes(const char* site) {
-  if (std::strcmp(site, "operation.post") != 0) { // this rank's own
+  if (std::strcmp(site, "operation.post") != 0 && // this rank's own
+      (std::strcmp(site, "host.enter") != 0 || HostScene::current().plot().enters)) {
     Walk::current().pause(site);
   }
 }
@@ -181,6 +185,9 @@ uint64_t HostScene::stateOf(int rank) const {
   const HostQueue& queue = plane.queue_;
   uint64_t state = mixed(queue.rounds_, queue.head_ << 32 | queue.entered_ << 16 | queue.queue_.size());
   state = mixed(state, static_cast<uint64_t>(queue.stopped_) | static_cast<uint64_t>(plane.ending_.load()) << 1);
+  const auto& operations = selves_[static_cast<size_t>(rank)].operations;
+  const auto done = std::count_if(operations.begin(), operations.end(), [](const auto& each) { return each->done(); });
+  state = mixed(state, static_cast<uint64_t>(done) << 1 | static_cast<uint64_t>(plane.inbox_.arrived()));
   for (size_t i = queue.head_; i < queue.queue_.size(); ++i) {
     const HostTransfer& transfer = queue.queue_[i].transfer;
     state = mixed(state, static_cast<uint64_t>(transfer.phase_) << 8 | static_cast<uint64_t>(transfer.matched_));
@@ -208,21 +215,23 @@ uint64_t HostScene::hash() const {
       hash = mixed(hash, tensors.output, outputNumel(plot_.acts[act]) * sizeof(float));
     }
     const Self& self = selves_[rank];
-    hash = mixed(hash, self.ended << 1 | static_cast<uint64_t>(self.left));
+    hash = mixed(hash, self.ended << 2 | static_cast<uint64_t>(self.left) << 1 | static_cast<uint64_t>(self.noticed));
     hash = mixed(hash, self.ended_well << 32 | self.must_end_well << 16 | self.must_fail);
   }
   return hash;
 }
 
+bool HostScene::groupFails(int rank) const noexcept {
+  return selves_[static_cast<size_t>(rank)].noticed ||
+      std::any_of(selves_.begin(), selves_.end(), [](const Self& self) { return self.left; });
+}
+
 int HostScene::waysOf(int rank) const noexcept {
-  bool another = false;
-  for (const Self& self : selves_) {
-    another = another || self.left;
-  }
-  if (another) {
+  if (groupFails(rank)) {
     return 2; // on, or fail
   }
-  return rank == plot_.leaver ? 3 : 1;
+  const int leaves = plot_.sleeps ? 2 : 3; // in good order, or fails: that wakes nobody
+  return rank == plot_.leaver ? leaves : 1;
 }
 
 // At those that have ended since. The tensors are the rank's own again.
@@ -303,18 +312,17 @@ void HostScene::body(int rank) {
   identity.size = plot_.size;
   identity.hosts.resize(static_cast<size_t>(plot_.size));
   HostHeaps heaps{heaps_[static_cast<size_t>(rank)], {}, ranges_};
-  bool noticed = false;
   HostPlane::Events events;
   events.notice = [&](const ErrorRecord& record) {
-    noticed = true;
+    self.noticed = true;
     if (plot_.differs < 0 && plot_.leaver < 0) {
       walk.wrong("noticed: " + record.text());
     }
   };
   events.stuck = [](const std::shared_ptr<Operation>&) {};
-  events.unstuck = [](uint64_t) {};
+  events.unstuck = [](uint64_t) { throw std::bad_alloc(); }; // which must not fail what has ended well
   HostPlane::Config config;
-  config.tell_after_ms = 1 << 30;
+  config.tell_after_ms = 0;
   HostPlane plane(identity, arena_, std::move(heaps), config, std::move(events));
   self.plane = &plane;
   for (size_t act = 0; act < plot_.acts.size(); ++act) {
@@ -329,12 +337,12 @@ void HostScene::body(int rank) {
     if (!first && state == before) {
       walk.didNothing();
     }
-    const int way = walk.choose(noticed ? 2 : waysOf(rank), state);
+    const int way = walk.choose(waysOf(rank), state);
     if (walk.draining()) {
       break;
     }
     if (way > 0) {
-      leave(rank, way == 2 || waysOf(rank) == 2 || noticed);
+      leave(rank, way == 2 || groupFails(rank));
       break;
     }
     first = false;
@@ -345,9 +353,11 @@ void HostScene::body(int rank) {
     }
     look(rank);
   }
-  ErrorRecord reason;
-  reason.code = ErrorCode::ShutDown;
-  plane.close(reason);
+  if (!walk.draining()) {
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    plane.close(reason);
+  }
   self.plane = nullptr;
 }
 
@@ -369,7 +379,9 @@ void HostScene::ended() {
 } // namespace testing
 
 void futexWait(const WalkedWord<uint32_t>& word, uint32_t seen, int64_t /*timeout_us*/) noexcept {
-  if (word.load(std::memory_order_seq_cst) == seen) {
+  // A rank that has noticed something is told that its group has failed, by another thread, which rings.
+  if (!testing::HostScene::current().noticed(testing::Walk::current().rank()) &&
+      word.load(std::memory_order_seq_cst) == seen) {
     testing::Walk::current().sleep(&word);
   }
 }

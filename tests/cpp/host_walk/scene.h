@@ -28,6 +28,7 @@ struct Plot {
   int leaver =
       -1; ///< this rank may leave, or fail, between any two of its steps, and then the others may at any time fail
   bool sleeps = false; ///< ranks that wait sleep until another rings
+  bool enters = true; ///< also the orders in which they enter operations and look who has
   int differs = -1; ///< this rank asks for other operations than all others do
 };
 
@@ -50,8 +51,11 @@ class HostScene : public Scene {
     bool slot;
   };
   [[nodiscard]] Word wordAt(const void* word) const;
-  [[nodiscard]] bool sleeps() const noexcept {
-    return plot_.sleeps;
+  [[nodiscard]] const Plot& plot() const noexcept {
+    return plot_;
+  }
+  [[nodiscard]] bool noticed(int rank) const noexcept {
+    return selves_[static_cast<size_t>(rank)].noticed;
   }
   [[nodiscard]] static HostScene& current() noexcept {
     return *current_;
@@ -70,6 +74,7 @@ class HostScene : public Scene {
     uint64_t must_end_well = 0;
     uint64_t must_fail = 0;
     bool left = false;
+    bool noticed = false;
   };
 
   [[nodiscard]] int64_t numelOf(const Act& act) const noexcept;
@@ -81,6 +86,7 @@ class HostScene : public Scene {
   [[nodiscard]] float expected(size_t act, int rank, size_t i) const;
   [[nodiscard]] Operation::Request requestOf(size_t act, int rank);
   [[nodiscard]] uint64_t stateOf(int rank) const;
+  [[nodiscard]] bool groupFails(int rank) const noexcept;
   [[nodiscard]] int waysOf(int rank) const noexcept;
   void look(int rank);
   void leave(int rank, bool fails);

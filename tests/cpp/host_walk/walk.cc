@@ -43,6 +43,7 @@ void Walk::enter() {
 void Walk::begin() {
   scene_.reset();
   draining_ = false;
+  at_ = path_.size();
   for (size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = ranks_[i];
     rank.ended = rank.between = rank.did_nothing = rank.news = false;
@@ -60,6 +61,10 @@ void Walk::begin() {
 }
 
 void Walk::swap() {
+  if (!draining_ && at_ < path_.size() && path_[at_].rank == running_) { // the fiber would be the next one anyway
+    now().chosen = path_[at_++].way;
+    return;
+  }
   ::swapcontext(&now().context, &main_);
 }
 
@@ -157,10 +162,10 @@ uint64_t Walk::hash() const {
   return hash;
 }
 
-std::string Walk::told(const std::vector<Step>& path) {
+std::string Walk::told() {
   std::string text;
   begin();
-  for (const Step& step : path) {
+  for (const Step& step : path_) {
     const Rank& rank = ranks_[static_cast<size_t>(step.rank)];
     text += "\n  rank " + std::to_string(step.rank) + " " + rank.what;
     text += step.way > 0 ? " (way " + std::to_string(step.way) + ")" : "";
@@ -172,12 +177,14 @@ std::string Walk::told(const std::vector<Step>& path) {
 
 Walk::Found Walk::all(size_t most) {
   current_ = this;
+  path_.clear();
   Found found;
-  std::vector<Step> path;
   std::vector<std::vector<Step>> untried;
   do {
     begin();
-    for (const Step& step : path) {
+    at_ = 0;
+    while (at_ < path_.size()) {
+      const Step step = path_[at_++];
       go(step);
     }
     for (;;) {
@@ -202,22 +209,23 @@ Walk::Found Walk::all(size_t most) {
         break;
       }
       untried.push_back(steps);
-      path.push_back(steps.front());
+      path_.push_back(steps.front());
+      at_ = path_.size();
       go(steps.front());
     }
     drain();
     if (!wrong_.empty()) {
       found.wrong = std::exchange(wrong_, {});
-      found.wrong += told(path);
+      found.wrong += told();
       break;
     }
     while (!untried.empty() && untried.back().size() == 1) {
       untried.pop_back();
-      path.pop_back();
+      path_.pop_back();
     }
     if (!untried.empty()) {
       untried.back().erase(untried.back().begin());
-      path.back() = untried.back().front();
+      path_.back() = untried.back().front();
     }
   } while (!untried.empty());
   found.states = seen_.size();

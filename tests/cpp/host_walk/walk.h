@@ -105,7 +105,7 @@ class Walk {
   void drain();
   [[nodiscard]] std::vector<Step> possible() const;
   [[nodiscard]] uint64_t hash() const;
-  [[nodiscard]] std::string told(const std::vector<Step>& path);
+  [[nodiscard]] std::string told();
 
   static Walk* current_;
   Scene& scene_;
@@ -115,6 +115,8 @@ class Walk {
   bool draining_ = false;
   std::string wrong_;
   std::unordered_set<uint64_t> seen_;
+  std::vector<Step> path_; ///< to the state that is looked at
+  size_t at_ = 0; ///< the next step of path_
 };
 
 } // namespace pycomm::testing

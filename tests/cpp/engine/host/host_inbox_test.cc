@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <new>
+
+#include "allocations.h"
+
 namespace pycomm {
 namespace {
 
@@ -58,6 +62,30 @@ TEST(HostInbox, TheLast64AreRemembered) {
   ASSERT_EQ(recent.size(), 64U);
   EXPECT_EQ(recent.front()->request().id.id, 7U);
   EXPECT_EQ(recent.back()->request().id.id, 70U);
+}
+
+TEST(HostInbox, WithoutMemoryNoTicketIsTaken) {
+  int strikes = 0;
+  for (int64_t nth = 1; nth <= 8; ++nth) {
+    HostInbox inbox;
+    std::shared_ptr<Operation> made;
+    bool posted = true;
+    const auto operation = postedWith(1);
+    testing::failAllocation(nth);
+    try {
+      (void)inbox.post([&] { return operation; }, made);
+    } catch (const std::bad_alloc&) {
+      posted = false;
+      ++strikes;
+    }
+    testing::failAllocation(0);
+    EXPECT_EQ(inbox.recent().size(), posted ? 1U : 0U);
+    EXPECT_EQ(inbox.allEnded(), !posted);
+    EXPECT_EQ(operation->shared().ticket, posted ? 1U : 0U);
+    ASSERT_TRUE(inbox.post([] { return postedWith(2); }, made));
+    EXPECT_EQ(made->shared().ticket, posted ? 2U : 1U);
+  }
+  EXPECT_GE(strikes, 2);
 }
 
 } // namespace
