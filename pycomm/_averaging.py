@@ -57,11 +57,11 @@ def _travelling(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Lists of one dtype, about 32 MiB each, in an order that follows from the tensors alone."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Lists of one dtype and device, about 32 MiB each; their order follows from the tensors."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in by_kind.values():
         chunk: list[torch.Tensor] = []
         nbytes = 0
         for tensor in alike:

@@ -97,7 +97,7 @@ def create_group(
     if faults := fault_points():
         extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
-    timeout_ms = _timeout_ms(resolved, group.timeout)
+    timeout_ms = effective_timeout_ms(resolved, group.timeout)
     _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, resolved.wire_dtype)
     store = group.store
     if size == 1 and dist.is_initialized():
@@ -150,7 +150,7 @@ def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float)
     extension = _extension.load()
     if faults := fault_points():
         extension.arm_fault_points(faults)
-    _set_up_logging(extension, resolved, rank)
+    _set_up_logging(extension, resolved, dist.get_rank() if dist.is_initialized() else None)
     native = native_options(resolved, host, [])  # no ranks of a job: their numbers are the pair's
     return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native)
 
@@ -251,6 +251,8 @@ def native_backend(group: dist.ProcessGroup | None = None) -> Any:
         ValueError: The group has none.
     """
     group = dist.distributed_c10d._get_default_group() if group is None else group
+    if dist.distributed_c10d._rank_not_in_group(group):
+        raise ValueError(f"rank {dist.get_rank()} is not in this group")
     for device in group._device_types:
         backend = group._get_backend(device)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
@@ -318,7 +320,8 @@ def _reason_of(error: BaseException) -> str:
     return text.encode(errors="replace").decode()  # the store takes nothing but UTF-8
 
 
-def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
+def effective_timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
+    """The timeout of a group with these settings, for which torch has passed ``from_torch``."""
     # torch always passes a timeout; only one that differs from its default was set by
     # the program, and the program's goes before a variable.
     wished = from_torch != default_pg_timeout
@@ -330,12 +333,14 @@ def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _set_up_logging(extension: ModuleType, resolved: ResolvedOptions, rank: int) -> None:
+def _set_up_logging(extension: ModuleType, resolved: ResolvedOptions, rank: int | None) -> None:
+    """``rank``: None in a process that is no rank of a job."""
     configured = logger.handlers or logging.getLogger().handlers
     chosen = logger.level != logging.NOTSET and logger.level != _level_set_here
     if not configured:
         handler = logging.StreamHandler()
-        prefix = f"[rank{_world_rank(rank)}@{socket.gethostname()}]"
+        mark = "" if rank is None else f"rank{_world_rank(rank)}@"
+        prefix = f"[{mark}{socket.gethostname()}]"
         handler.setFormatter(logging.Formatter(f"{prefix} pycomm %(levelname)s: %(message)s"))
         # Once the program sets logging up, its own handlers write these lines.
         handler.addFilter(lambda _: logger.handlers == [handler] and not logging.root.handlers)

@@ -11,6 +11,7 @@ _PREFIX = "PYCOMM_"
 # setup.py and tools/ read them; left in a shell they do no harm.
 _BUILD_VARIABLES = {
     "PYCOMM_BUILD_CUDA",
+    "PYCOMM_TORCH",
     "PYCOMM_TORCHES",
     "PYCOMM_UNITY",
     "PYCOMM_UNTESTED_TORCH",

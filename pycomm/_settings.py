@@ -174,6 +174,15 @@ def _count(first: int, last: int, allowed: str) -> Callable[[str, object], int]:
     return parse
 
 
+def _nearest_count(first: int, last: int) -> Callable[[str], int | None]:
+    def nearest(text: str) -> int | None:
+        with contextlib.suppress(ValueError):
+            return min(max(int(text), first), last)
+        return None
+
+    return nearest
+
+
 def _path_or_off(allowed: str) -> Callable[[str, object], str]:
     def parse(where: str, value: object) -> str:
         if not isinstance(value, str | os.PathLike) or not str(value).strip():
@@ -198,6 +207,8 @@ class Setting:
     docstring of ``Options``."""
     fallbacks: tuple[str, ...] = ()
     """Variables of other libraries with the same meaning, the first one found wins."""
+    nearest: Callable[[str], Any] = lambda _: None
+    """Of a value that a fallback has and that is not allowed here: the nearest, or None."""
     same_on_all_ranks: bool = False
     """The ranks compare it when they join (``config_text`` in csrc/bindings/backend.cc)."""
 
@@ -354,12 +365,13 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "flight_recorder_size",
-        _count(0, _MAX_RECORDED, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off"),
+        _count(0, _MAX_RECORDED, f"a number of operations from 0 to {_MAX_RECORDED}; 0 is off"),
         2000,
         "PYCOMM_FLIGHT_RECORDER_SIZE",
         "The number of last operations that a group remembers, 0 to 1000000; 128 bytes each, 0 is "
         "off.",
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        nearest=_nearest_count(0, _MAX_RECORDED),
     ),
     Setting(
         "flight_recorder_dir",

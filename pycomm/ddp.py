@@ -159,7 +159,6 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._sync_seconds = 0.0
         super().__init__(module, **passed_on)
         self._with_all_ranks = False
-        self._overflows_before = self._overflows()
         if sync_every > 1:
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
             self.global_group = self.process_group
@@ -167,6 +166,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             from pycomm._ddp_sync import sync_when_due
 
             self.register_forward_pre_hook(sync_when_due)
+        self._overflows_before = self._overflows()  # of the group that reduces
         add_wrapper(self)
 
     def stats(self) -> DDPStats:

@@ -39,6 +39,9 @@ from pycomm._model_check import (
 from pycomm._outer_step import MakeOptimizer, anchors_differ, have_moved
 from pycomm._saved_state import check_outer, check_tensors, part_of
 
+_BUFFERS_NBYTES = 32 << 20
+"""Sent in one broadcast, at most."""
+
 __all__ = ["DiLoCo", "LocalSGD", "SyncStats"]
 
 
@@ -85,6 +88,7 @@ class LocalSGD:
     ) -> None:
         if not isinstance(sync_every, int) or sync_every < 1:
             raise ValueError(f"sync_every={sync_every!r} is not a whole number from 1")
+        self._model = model
         self._group: Any = dist.group.WORLD if process_group is None else process_group
         self._parameters = {
             name: parameter
@@ -130,6 +134,7 @@ class LocalSGD:
     def sync(self) -> None:
         """Averages now, at any count: before you save or evaluate the model. Collective.
 
+        Buffers become those of rank 0 in each sync, as in ``DistributedDataParallel.sync``.
         ``DiLoCo`` and ``SparseLoCo`` do nothing if no rank has trained since the last sync.
         """
         self._sync(due=False)
@@ -139,8 +144,16 @@ class LocalSGD:
         with torch.no_grad():
             if self._average(due):
                 self._syncs += 1
+            self._send_buffers()
         self._since_sync = 0
         self._seconds += time.perf_counter() - begin
+
+    def _send_buffers(self) -> None:
+        buffers = list(self._model.buffers())
+        if buffers:
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                self._group, buffers, _BUFFERS_NBYTES, 0
+            )
 
     def _average(self, due: bool) -> bool:
         """Syncs, always if it is ``due``. Returns whether it did. The same on all ranks."""

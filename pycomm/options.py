@@ -3,6 +3,8 @@
 The first of these that sets a setting wins: ``pycomm.Options`` (passed as ``pg_options``), its own
 variable, the variables that gloo and NCCL users have set already, the default. A misspelled name or
 a value out of range is an error that names the field or variable, the value, and what is allowed.
+Only another library's variable may have any value: the nearest that is allowed here counts, or it
+is passed over.
 A ``PYCOMM_*`` variable that resembles none of pycomm's is reported once and ignored: it may belong
 to the cluster, or to another version of pycomm.
 """
@@ -10,6 +12,7 @@ to the cluster, or to another version of pycomm.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -35,6 +38,8 @@ FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
 _SECRET_FILE = "~/.config/pycomm/secret"
 _NO_SECRET = "none"
+logger = logging.getLogger("pycomm")
+_reported: set[str] = set()  # variables of other libraries whose values are not allowed here
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -180,11 +185,28 @@ class Options:
         explicit = getattr(self, setting.field)
         if explicit is not None:
             return explicit, f"Options.{setting.field}"
-        for variable in (setting.variable, *setting.fallbacks):
-            # An empty variable counts as unset: `PYCOMM_DEBUG= torchrun …` is how to do that.
+        # An empty variable counts as unset: `PYCOMM_DEBUG= torchrun …` is how to do that.
+        if text := environ.get(setting.variable, "").strip():
+            return setting.parse(setting.variable, text), setting.variable
+        for variable in setting.fallbacks:
             if text := environ.get(variable, "").strip():
-                return setting.parse(variable, text), variable
+                value = _of_other_library(setting, variable, text)
+                if value is not None:
+                    return value, variable
         return setting.default, _DEFAULT_ORIGIN
+
+
+def _of_other_library(setting: Setting, variable: str, text: str) -> Any:
+    """What its variable means here, or None: it was not set for pycomm, so it ends no job."""
+    try:
+        return setting.parse(variable, text)
+    except ValueError as error:
+        nearest = setting.nearest(text)
+        if variable not in _reported:
+            _reported.add(variable)
+            taken = "passes it over" if nearest is None else f"takes {nearest}"
+            logger.warning("%s. It is another library's, so pycomm %s.", error, taken)
+        return nearest
 
 
 def nccl_serves(algorithm: str, wire_dtype: str) -> bool:

@@ -180,7 +180,9 @@ class StreamingDiLoCo(LocalSGD):
         return self._syncs > syncs
 
     def sync(self) -> None:
-        """Lands the fragment in flight, then syncs every fragment: all ranks have equal parameters.
+        """Lands the fragment in flight, then syncs every fragment.
+
+        All ranks have equal parameters then, and the buffers of rank 0.
 
         A fragment that no rank has trained since it was last sent is not sent again: its outer step
         would follow momentum alone. So a second ``sync()`` changes nothing. Ranks may have called
@@ -200,6 +202,7 @@ class StreamingDiLoCo(LocalSGD):
             for fragment in trained:
                 self._launch(fragment, 0, 0)
                 self._land(0.0)
+            self._send_buffers()
         self._since_sync = 0
         self._seconds += time.perf_counter() - begin
 

@@ -22,7 +22,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from pycomm._backend import effective_timeout_ms
 from pycomm.integrations import node_list
+from pycomm.options import Options
 
 # Below the kernel's ephemeral ports, which start at 32768, and without 29500, torchrun's own.
 FIRST_PORT = 10000
@@ -200,12 +202,20 @@ def init_process_group(backend: str = "pycomm", **options: Any) -> Launch | None
     if launch.launcher == "torchrun":  # its agent holds the store, and gave it the address
         dist.init_process_group(backend, **options)
         return launch
-    timeout: timedelta = options.get("timeout") or default_pg_timeout
-    store = _open_store(launch, timeout)
+    store = _open_store(launch, _timeout(backend, options))
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, **options
     )
     return launch
+
+
+def _timeout(backend: str, options: Mapping[str, Any]) -> timedelta:
+    """That of the group, also if it is set by PYCOMM_TIMEOUT or ``pg_options``."""
+    from_torch: timedelta = options.get("timeout") or default_pg_timeout
+    pg_options = options.get("pg_options") or Options()
+    if backend != "pycomm" or not isinstance(pg_options, Options):
+        return from_torch
+    return timedelta(milliseconds=effective_timeout_ms(pg_options.resolve(), from_torch))
 
 
 def _set_missing(environ: MutableMapping[str, str]) -> Launch | None:

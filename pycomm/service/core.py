@@ -62,7 +62,7 @@ class ServerCore:
         workers: How many there are.
 
     Raises:
-        ValueError: The model or the optimizer is not fit for a server.
+        ValueError: The model, the optimizer or the schedule is not fit for a server.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class ServerCore:
     ) -> None:
         # Refuses an unfit model or optimizer here, not when the first worker comes.
         Shard(Layout(model, 1, sliced=False), 0, optimizer)
+        if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("a server has no metric for ReduceLROnPlateau: use another schedule")
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._workers = workers
         self._changed = threading.Condition()

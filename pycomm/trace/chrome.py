@@ -9,8 +9,6 @@ from typing import Any
 from pycomm._flight_record import OperationRecord
 from pycomm.trace.align import Aligned, Member
 
-_ROWS_A_GROUP = 100
-
 
 def chrome_trace(groups: Sequence[Aligned]) -> dict[str, Any]:
     """One process per rank, in it one row per group; operations that overlap get own rows."""
@@ -23,7 +21,8 @@ def chrome_trace(groups: Sequence[Aligned]) -> dict[str, Any]:
     origin_ns = min(starts, default=0)
     events: list[dict[str, Any]] = []
     named: set[int] = set()
-    for number, group in enumerate(groups):
+    rows: dict[int, int] = {}  # by rank: how many there are, all groups together
+    for group in groups:
         for member in group.members.values():
             pid = member.process.rank
             if pid not in named:
@@ -37,11 +36,17 @@ def chrome_trace(groups: Sequence[Aligned]) -> dict[str, Any]:
                         "args": {"sort_index": pid},
                     }
                 )
-            events += _rows(member, number, group.name, origin_ns)
+            first = rows.get(pid, 0)
+            found, used = _rows(member, first, group.name, origin_ns)
+            events += found
+            rows[pid] = first + used
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _rows(member: Member, number: int, group: str, origin_ns: int) -> list[dict[str, Any]]:
+def _rows(
+    member: Member, first: int, group: str, origin_ns: int
+) -> tuple[list[dict[str, Any]], int]:
+    """The events of a group on one rank, and the number of its rows, which are at least one."""
     pid = member.process.rank
     events: list[dict[str, Any]] = []
     free_ns: list[int] = []  # by row: when its last operation has ended
@@ -49,7 +54,7 @@ def _rows(member: Member, number: int, group: str, origin_ns: int) -> list[dict[
         begin = member.issued_ns(operation)
         end = max(begin, (operation.ended_ns or member.process.written_ns) - member.shift_ns)
         row = next((row for row, free in enumerate(free_ns) if free <= begin), len(free_ns))
-        tid = number * _ROWS_A_GROUP + row
+        tid = first + row
         if row == len(free_ns):
             free_ns.append(end)
             events.append(_name("thread_name", pid, tid, f"group {group}"))
@@ -68,11 +73,11 @@ def _rows(member: Member, number: int, group: str, origin_ns: int) -> list[dict[
                 "s": "p",
                 "name": f"group {group}: {phase}",
                 "pid": pid,
-                "tid": number * _ROWS_A_GROUP,
+                "tid": first,
                 "ts": (at_ns - member.shift_ns - origin_ns) / 1000,
             }
         )
-    return events
+    return events, max(1, len(free_ns))
 
 
 def _parts(

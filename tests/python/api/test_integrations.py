@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -296,3 +297,15 @@ def test_a_wire_dtype_on_gpus_is_refused() -> None:
         transformers.make_training_arguments(output_dir="out", use_cpu=False, wire_dtype="fp16")
     if isinstance(caught.value, ValueError):  # transformers is installed
         assert "Try: PYCOMM_WIRE_DTYPE" in str(caught.value)
+
+
+def test_the_wait_for_the_store_has_the_groups_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(**options: object) -> float:
+        return launch._timeout("pycomm", options).total_seconds()
+
+    assert seconds() == 1800
+    monkeypatch.setenv("PYCOMM_TIMEOUT", "30")
+    assert seconds() == 30
+    assert seconds(timeout=timedelta(seconds=7)) == 7
+    assert seconds(pg_options=pycomm.Options(timeout=5)) == 5
+    assert launch._timeout("gloo", {}).total_seconds() == 1800

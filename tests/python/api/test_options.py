@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm import Options, codecs
+from pycomm import Options, codecs, options
 from pycomm._option_names import unknown_variables, variables
 from pycomm._settings import SETTINGS
 from pycomm._wire_patterns import named_wire_dtype
@@ -196,11 +196,6 @@ def test_a_bad_value_names_place_value_and_what_is_allowed(
         assert part in str(caught.value)
 
 
-def test_a_fallback_with_a_bad_value_is_named_as_itself() -> None:
-    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME='a,,b'"):
-        Options().resolve({"GLOO_SOCKET_IFNAME": "a,,b"})
-
-
 @pytest.mark.parametrize(
     ("misspelled", "nearest"),
     [
@@ -348,3 +343,41 @@ def test_no_wire_dtype_anywhere(wrong: object) -> None:
 def test_dtypes_without_the_scales_of_a_wire_dtype_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"Options.wire_dtype=torch.* is not allowed: use 'fp32'"):
         Options(wire_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value", "origin"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "2000000", 1_000_000, "TORCH_FR_BUFFER_SIZE"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "-1", 0, "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("TORCH_FR_BUFFER_SIZE", "many", 2000, "default"),
+    ],
+)
+def test_another_librarys_variable_ends_no_job(
+    name: str,
+    text: str,
+    value: int,
+    origin: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "_reported", set())
+    for _ in range(2):
+        resolved = Options().resolve({name: text})
+        assert resolved.flight_recorder_size == value
+        assert resolved.origins["flight_recorder_size"] == origin
+    (line,) = caplog.messages  # once
+    assert f"{name}={text!r} is not allowed: use a number of operations from 0" in line
+
+
+def test_other_libraries_interfaces_end_no_job() -> None:
+    assert Options().resolve({"NCCL_SOCKET_IFNAME": "eth0/1"}).interface == ""
+    both = {"GLOO_SOCKET_IFNAME": "a b", "NCCL_SOCKET_IFNAME": "eth0"}
+    assert Options().resolve(both).interface == "eth0"
+    with pytest.raises(ValueError, match="PYCOMM_SOCKET_IFNAME='eth0/1' is not allowed"):
+        Options().resolve({"PYCOMM_SOCKET_IFNAME": "eth0/1"})
+
+
+def test_makes_own_variables_are_known(recwarn: pytest.WarningsRecorder) -> None:
+    Options().resolve({"PYCOMM_TORCH": "2.14.1"})
+    assert not recwarn.list

@@ -258,7 +258,18 @@ def test_groups_of_a_part_of_the_ranks(tmp_path: Path) -> None:
     assert torchs["pg_config"]["1"]["ranks"] == "[1, 2]"
     events = chrome_trace([world, part])["traceEvents"]
     rows = {(one["pid"], one["tid"]) for one in events if "ts" in one}
-    assert {(1, 0), (1, 100), (0, 0)} <= rows and (0, 100) not in rows
+    assert rows >= {(1, 0), (1, 1), (0, 0)} and (0, 1) not in rows
+
+
+def test_rows_of_groups_do_not_mix(tmp_path: Path) -> None:
+    endless = START + 10**6 * MS
+    both = process(0, [operation(number, ended_ns=endless) for number in range(1, 151)])
+    part = {"name": "1", "rank": 0, "size": 1, "global_ranks": [0], "run": "5"}
+    both["groups"].append(both["groups"][0] | part | {"hosts": ["a"]})
+    written(tmp_path, both)
+    events = chrome_trace(read_records(dump_files([tmp_path])).groups)["traceEvents"]
+    named = [one["tid"] for one in events if one["name"] == "thread_name"]
+    assert sorted(named) == list(range(300))
 
 
 def test_operations_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ def core_of_two(optimizer: type[optim.SGD] = optim.SGD) -> tuple[ServerCore, nn.
     return ServerCore(model, optimizer(model.parameters(), lr=1.0), None, 2), model
 
 
+def test_a_schedule_that_needs_a_metric_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    schedule = optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="no metric for ReduceLROnPlateau"):
+        ServerCore(model, optimizer, schedule, 2)
+
+
 def join(core: ServerCore, model: nn.Module, worker: int, session: int | None = None) -> None:
     hello = Hello(
         worker=worker,
