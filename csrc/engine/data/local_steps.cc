@@ -87,11 +87,8 @@ size_t LocalSteps::valuesOf(const Step& step, const std::byte* arriving) const {
   return 0;
 }
 
-std::pair<LocalSteps::Slice, size_t> LocalSteps::sliceOf(
-    const Step& step,
-    size_t values,
-    size_t begin,
-    size_t nbytes) const {
+std::pair<LocalSteps::Slice, size_t> LocalSteps::sliceOf(const Step& step, size_t values, size_t begin, size_t nbytes)
+    const {
   size_t whole = prepared_.nbytesOf(step.dst) + (receives(step.kind) ? prepared_.frameNbytes(step) : 0);
   whole += step.kind == StepKind::ReduceEncoded ? 0 : prepared_.nbytesOf(step.src);
   for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {

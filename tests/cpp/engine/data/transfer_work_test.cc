@@ -206,7 +206,8 @@ TEST(TransferWork, SlicesOfEveryKindOfScheduleAreBoundedAndChangeNoBit) {
   const TopologyView topology({0, 0, 1, 1});
   size_t whole = 0;
   for (const Collective kind : kKinds) {
-    const bool reduces = kind == Collective::AllReduce || kind == Collective::Reduce || kind == Collective::ReduceScatter;
+    const bool reduces =
+        kind == Collective::AllReduce || kind == Collective::Reduce || kind == Collective::ReduceScatter;
     for (const Algorithm algorithm : kAlgorithms) {
       for (const ReduceOp op : {ReduceOp::Avg, ReduceOp::PremulSum}) {
         for (const Codec codec : {Codec::None, Codec::Int8, Codec::BFloat16}) {
