@@ -14,6 +14,35 @@ namespace {
 constexpr std::chrono::microseconds kAwakeFor{200};
 constexpr std::chrono::microseconds kLookEvery{50};
 
+/// The error that is being handled, of a call that `about` names.
+ErrorRecord thrownIn(const ErrorRecord& about) noexcept {
+  ErrorRecord record;
+  record.code = ErrorCode::OutOfMemory;
+  record.rank = about.rank;
+  try {
+    try {
+      throw;
+    } catch (const Error& error) {
+      return error.record();
+    } catch (const std::bad_alloc&) {
+      ErrorRecord full = about;
+      full.code = ErrorCode::OutOfMemory;
+      full.summary = about.op + ": this rank had no memory left to start it.";
+      full.hint = "see what takes the memory of this host";
+      return full;
+    } catch (const std::exception& error) {
+      ErrorRecord full = about;
+      full.code = ErrorCode::Internal;
+      full.summary = about.op + " could not be started.";
+      full.cause = error.what();
+      full.hint = "report this as a bug";
+      return full;
+    }
+  } catch (...) { // no memory for the words
+  }
+  return record;
+}
+
 } // namespace
 
 NcclComm::NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config)
@@ -126,15 +155,17 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
   operation->deadline = deadline;
   operation->issued_at = Clock::now();
   operation->about = rank_.about(calls.front());
+  // Now: once the call is on the stream, its end must be noticed.
+  auto notice = std::make_unique<Notice>(Notice{state_, operation, {operation}});
   try {
     runtime_.record(entry_, caller);
     runtime_.streamWait(config_.stream, entry_);
     collectives_.enqueue(
         calls, [&](const std::function<void(NcclHandle)>& body) { inGroup(body, deadline, operation->about); });
-    notifyOfEnd(operation);
-  } catch (const Error& error) {
+    notifyOfEnd(std::move(notice));
+  } catch (...) {
     // Part of it may be on the stream, and other ranks wait for the rest.
-    throw Error(fail(error.record()));
+    throw Error(fail(thrownIn(operation->about)));
   }
   return operation;
 }
@@ -157,29 +188,34 @@ void NcclComm::inGroup(const std::function<void(NcclHandle)>& body, Deadline dea
   waitUntilReady(deadline, about);
 }
 
-void NcclComm::notifyOfEnd(const std::shared_ptr<NcclOperation>& operation) {
+void NcclComm::notifyOfEnd(std::unique_ptr<Notice> notice) {
   runtime_.record(exit_, config_.stream);
   runtime_.streamWait(watched_, exit_);
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->pending.push_back(operation);
+    state_->pending.splice(state_->pending.end(), notice->pending);
   }
-  auto notice = std::make_unique<Notice>(Notice{state_, operation});
   runtime_.whenReached(watched_, &onReached, notice.get());
   static_cast<void>(notice.release()); // onReached's now
 }
 
+// On CUDA's thread, which an exception would end together with the process. Only a record of a failure takes memory.
 void NcclComm::onReached(void* context, const char* failure) {
   const std::unique_ptr<Notice> notice(static_cast<Notice*>(context));
   State& state = *notice->state;
   const std::lock_guard<std::mutex> lock(state.mutex);
   if (failure != nullptr) {
-    state.broken = notice->operation->about;
+    state.broken.emplace();
     state.broken->code = ErrorCode::SystemError;
-    state.broken->summary = "CUDA: the device broke under " + state.broken->op + ".";
-    state.broken->cause = failure;
-    state.broken->hint =
-        "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+    try {
+      ErrorRecord record = notice->operation->about;
+      record.code = ErrorCode::SystemError;
+      record.summary = "CUDA: the device broke under " + record.op + ".";
+      record.cause = failure;
+      record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+      state.broken = std::move(record);
+    } catch (...) { // no memory for the words: the code is there
+    }
     return;
   }
   notice->operation->done = true;

@@ -2,8 +2,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -68,9 +68,10 @@ class NcclComm {
   [[nodiscard]] std::optional<ErrorRecord> failure() const;
 
  private:
+  struct Notice;
   NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config);
   void connect();
-  void notifyOfEnd(const std::shared_ptr<NcclOperation>& operation);
+  void notifyOfEnd(std::unique_ptr<Notice> notice);
   static void onReached(void* notice, const char* failure);
   void inGroup(const std::function<void(NcclHandle)>& body, Deadline deadline, const ErrorRecord& about);
   void waitUntilReady(Deadline deadline, const ErrorRecord& about);
@@ -99,11 +100,12 @@ class NcclComm {
     std::mutex mutex; ///< guards the rest
     std::optional<ErrorRecord> failure;
     std::optional<ErrorRecord> broken; ///< the device's error, for the next poll()
-    std::deque<std::shared_ptr<NcclOperation>> pending; ///< in stream order
+    std::list<std::shared_ptr<NcclOperation>> pending; ///< in stream order
   };
   struct Notice {
     std::shared_ptr<State> state;
     std::shared_ptr<NcclOperation> operation;
+    std::list<std::shared_ptr<NcclOperation>> pending; ///< its place in the state's
   };
   const std::shared_ptr<State> state_ = std::make_shared<State>();
 };

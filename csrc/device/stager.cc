@@ -25,12 +25,15 @@ ErrorRecord shutDown() {
   return record;
 }
 
-ErrorRecord brokenDevice(const char* error) {
+ErrorRecord brokenDevice(const char* error) noexcept {
   ErrorRecord record;
   record.code = ErrorCode::SystemError;
-  record.summary = "CUDA: a tensor could not leave its device.";
-  record.cause = error;
-  record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+  try {
+    record.summary = "CUDA: a tensor could not leave its device.";
+    record.cause = error;
+    record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+  } catch (...) { // no memory for the words
+  }
   return record;
 }
 
@@ -90,7 +93,12 @@ void Stager::give(void* block) {
 }
 
 void Stager::giveAfterCopies(void* block) {
-  notify(in_, {core_.get(), {}, block});
+  Notice notice{core_.get(), {}, block, {}};
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    notice.place = core_->free.extract(core_->free.emplace(core_->capacity.at(block), block));
+  }
+  notify(in_, std::move(notice));
 }
 
 Event Stager::Core::takeEvent() {
@@ -135,17 +143,18 @@ void Stager::notify(Stream stream, Notice notice) {
   }
 }
 
+// On CUDA's thread, which an exception would end together with the process. Only a record of a failure takes memory.
 void Stager::onReached(void* context, const char* failure) {
   const std::unique_ptr<Notice> notice(static_cast<Notice*>(context));
   Core& core = *notice->core;
   const std::lock_guard<std::mutex> lock(core.mutex);
   if (notice->block != nullptr) {
-    core.free.emplace(core.capacity.at(notice->block), notice->block); // a broken device reads nothing, either
+    core.free.insert(std::move(notice->place)); // a broken device reads nothing, either
   } else {
-    core.reached.push_back(std::move(notice->reach));
     if (failure != nullptr) {
-      core.reached.back().failure = brokenDevice(failure);
+      notice->reach.front().failure = brokenDevice(failure);
     }
+    core.reached.splice(core.reached.end(), notice->reach);
   }
   --core.awaited;
   core.changed.notify_all();
@@ -160,6 +169,11 @@ void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready,
     batch->over = over;
     core_->changed.notify_all();
   };
+  const auto notifyOf = [&](size_t ended) {
+    Notice notice{core_.get(), {}, nullptr, {}};
+    notice.reach.push_back({batch, ended, std::nullopt});
+    notify(out_, std::move(notice));
+  };
   const Event start = core_->takeEvent();
   try {
     runtime_.record(start, caller);
@@ -170,11 +184,11 @@ void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready,
     for (size_t i = 0; i < copies.size(); ++i) {
       runtime_.copy(copies[i].host, copies[i].device, copies[i].nbytes, out_);
       if (apart || i + 1 == copies.size()) {
-        notify(out_, {core_.get(), {batch, i + 1, std::nullopt}});
+        notifyOf(i + 1);
       }
     }
     if (copies.empty()) {
-      notify(out_, {core_.get(), {batch, 0, std::nullopt}});
+      notifyOf(0);
     }
   } catch (...) {
     close(true);

@@ -3,8 +3,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -101,7 +101,7 @@ class Stager {
     // Guards all below. Not held while CUDA is called: a call may wait for room on a stream, and the stream for onReached().
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<Reach> reached; ///< in the order of the out stream
+    std::list<Reach> reached; ///< in the order of the out stream
     size_t awaited = 0; ///< notices that CUDA has not given yet
     bool stopping = false;
     bool ended = false; ///< the thread has ended
@@ -112,8 +112,9 @@ class Stager {
   /// CUDA's argument for onReached(): for copies to the host, or for a block that the device has read.
   struct Notice {
     Core* core; ///< its thread, or ~Stager, waits until `awaited` is 0
-    Reach reach;
+    std::list<Reach> reach; ///< one, or none if there is a block
     void* block = nullptr;
+    std::multimap<size_t, void*>::node_type place; ///< the block's in Core::free
   };
   void notify(Stream stream, Notice notice);
   static void onReached(void* notice, const char* failure);

@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "base/error.h"
 #include "device/nccl_comm.h"
 #include "host_device.h"
@@ -144,11 +146,15 @@ class ScriptedNccl final : public NcclApi {
 
   NcclResult state = NcclResult::Success; ///< what asyncError tells
   int asked = 0; ///< how often
+  std::string no_memory_in; ///< the call that begins so finds none
   std::string refuses; ///< the call that begins so answers ncclSystemError
 
  private:
   NcclResult note(const std::string& call) {
     journal_.push_back(call);
+    if (!no_memory_in.empty() && call.rfind(no_memory_in, 0) == 0) {
+      throw std::bad_alloc();
+    }
     return !refuses.empty() && call.rfind(refuses, 0) == 0 ? NcclResult::SystemError : NcclResult::Success;
   }
   Journal& journal_;
@@ -234,6 +240,33 @@ TEST_F(NcclOrder, AnOperationWaitsForTheCallerAndItsEndIsWatchedOnAStreamOfItsOw
   EXPECT_TRUE(journal.empty()) << "the device is not asked";
   device.reachAll();
   EXPECT_TRUE(comm->done(*operation));
+}
+
+// Part of it may be on the stream, and other ranks wait for the rest.
+TEST_F(NcclOrder, WithoutMemoryInTheMiddleOfAStartTheCommunicatorFails) {
+  const auto comm = made();
+  nccl.no_memory_in = "allReduce";
+  const ErrorRecord record =
+      failureOf([&] { static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never())); });
+  EXPECT_EQ(record.code, ErrorCode::OutOfMemory);
+  EXPECT_EQ(record.rank, 0);
+  ASSERT_TRUE(comm->failure());
+  EXPECT_EQ(comm->failure()->code, ErrorCode::OutOfMemory);
+  EXPECT_EQ(journal.back(), "abort");
+}
+
+// An exception there would end the process: CUDA's thread is not pycomm's.
+TEST_F(NcclOrder, ANoticeNeedsNoMemory) {
+  for (const char* const failure : {static_cast<const char*>(nullptr), "cudaErrorLaunchFailure"}) {
+    const auto comm = made();
+    const auto operation = comm->start({allReduce()}, kCaller, Deadline::never());
+    pycomm::testing::failAllocation(1);
+    EXPECT_NO_THROW(device.reachAll(failure));
+    pycomm::testing::failAllocation(0);
+    EXPECT_EQ(comm->done(*operation), failure == nullptr);
+    comm->poll();
+    EXPECT_EQ(comm->failure().has_value(), failure != nullptr);
+  }
 }
 
 TEST_F(NcclOrder, ANoticeMayComeWhenTheCommunicatorHasGone) {

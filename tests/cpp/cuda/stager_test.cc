@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "host_device.h"
 
 namespace pycomm::cuda {
@@ -154,6 +155,24 @@ TEST(Stager, ABlockIsUsedAgainOnlyWhenTheDeviceHasReadIt) {
   }
   EXPECT_EQ(device.pinned, 0);
   EXPECT_EQ(device.events, 0);
+}
+
+// An exception there would end the process: CUDA's thread is not pycomm's.
+TEST(Stager, ANoticeNeedsNoMemory) {
+  ManualDevice device;
+  Stager stager(device, 0, kOut, kIn);
+  int value = 0;
+  void* const block = stager.take(4);
+  for (const char* const failure : {static_cast<const char*>(nullptr), "cudaErrorLaunchFailure"}) {
+    const auto promise = std::make_shared<std::promise<Verdict>>();
+    stager.toHost({{&value, block, 4}}, kCaller, promising(promise));
+    stager.giveAfterCopies(stager.take(4));
+    pycomm::testing::failAllocation(1);
+    EXPECT_NO_THROW(device.reach(2, failure));
+    pycomm::testing::failAllocation(0);
+    const Verdict verdict = promise->get_future().get();
+    EXPECT_EQ(verdict.has_value(), failure != nullptr);
+  }
 }
 
 TEST(Stager, PiecesAreReadyInTheirOrder) {
