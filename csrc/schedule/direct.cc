@@ -12,7 +12,7 @@
 //
 // Slices are cut into segments. Contributions are listed `pipeline_frames` segments ahead of results, since a result
 // has to wait for the slowest rank's contribution. Scratch has one slot for each of those segments and is reused after
-// that: up to (pipeline_frames + 1) * size segments.
+// that: (pipeline_frames + 1) * size segments, which many ranks make shorter so that they fit into 16 MiB.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -35,6 +35,7 @@ class DirectAllReduce {
         slots_(static_cast<size_t>(ahead_) + 1, Slot(static_cast<size_t>(request.size))) {
     const int64_t scratch_numel = static_cast<int64_t>(slots_.size()) * request.size * segment_numel_;
     arrivals_ = builder_.addScratch(request.dtype, scratch_numel);
+    builder_.keepOperands(2 * int64_t{request.size});
   }
 
   Schedule build() && {
@@ -121,7 +122,7 @@ class DirectAllReduce {
 } // namespace
 
 Schedule directAllReduce(const ScheduleRequest& request) {
-  return DirectAllReduce(request).build();
+  return DirectAllReduce(withScratchOf(request, 16 << 20)).build();
 }
 
 } // namespace pycomm

@@ -9,7 +9,8 @@
 //   reduce      ReduceMany, in rank order: Output = a1 + b1 + c1, divided before rounding for Avg
 //
 // Parts are cut into segments, `pipeline_frames` of which are listed ahead of their sums. Scratch has a slot for each
-// of those and is reused after that, so it does not grow with the tensor.
+// of those and is reused after that, so it does not grow with the tensor; many ranks make segments shorter, so that it
+// does not grow with them either.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -38,6 +39,7 @@ class DirectReduceScatter {
     slots_.assign(
         static_cast<size_t>(ahead_) + 1, Slot{std::vector<StepId>(static_cast<size_t>(request.size), kNoStep)});
     arrivals_ = builder_.addScratch(request.dtype, static_cast<int64_t>(slots_.size()) * request.size * segment_numel_);
+    builder_.keepOperands(2 * int64_t{request.size});
   }
 
   Schedule build() && {
@@ -120,7 +122,7 @@ class DirectReduceScatter {
 } // namespace
 
 Schedule directReduceScatter(const ScheduleRequest& request) {
-  return DirectReduceScatter(request).build();
+  return DirectReduceScatter(withScratchOf(request, 16 << 20)).build();
 }
 
 } // namespace pycomm

@@ -192,7 +192,8 @@ class EncodedDirect {
 } // namespace
 
 Schedule encodedDirect(const ScheduleRequest& request) {
-  return EncodedDirect(request).build();
+  // There are three of these buffers.
+  return EncodedDirect(withScratchOf(request, 8 << 20)).build();
 }
 
 } // namespace pycomm

@@ -71,7 +71,7 @@ class RecursiveHalving {
 
   void takeOperands() {
     forEachSegment({0, parts_.numel()}, [&](Run segment) {
-      const auto mine = builder_.operand(segment);
+      const auto mine = builder_.operandInPlace(segment);
       partial_ = mine.region.buffer;
       written_.add(segment, mine.ready);
     });

@@ -1,7 +1,9 @@
 #include "schedule/schedule_builder.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "schedule/make_schedule.h"
@@ -12,10 +14,21 @@ namespace {
 // 4 Mi steps are 320 MiB of schedule. A larger schedule means a mistake in segment_nbytes, and would run out of memory
 // first.
 constexpr size_t kMaxSteps = size_t{4} << 20;
+constexpr int64_t kShortestNbytes = 512; // of withScratchOf()
 
 } // namespace
 
-ScheduleBuilder::ScheduleBuilder(const ScheduleRequest& request, Algorithm algorithm) : request_(request) {
+ScheduleRequest withScratchOf(const ScheduleRequest& request, int64_t nbytes) {
+  ScheduleRequest bounded = request;
+  const int64_t held = (int64_t{request.pipeline_frames} + 1) * request.size;
+  const int64_t most =
+      std::max(kShortestNbytes, nbytes / held - kShortestNbytes); // segments end with whole blocks of a codec
+  bounded.segment_nbytes = std::min(request.segment_nbytes, most);
+  return bounded;
+}
+
+ScheduleBuilder::ScheduleBuilder(const ScheduleRequest& request, Algorithm algorithm)
+    : request_(request), kept_operands_(2 * pipelineFrames() + 2) {
   schedule_.kind = request.kind;
   schedule_.algorithm = algorithm;
   schedule_.rank = request.rank;
@@ -53,11 +66,52 @@ ScheduleBuilder::Operand ScheduleBuilder::operand(Run input) {
   if (request_.reduce_op != ReduceOp::PremulSum) {
     return {inputRegion(input), kNoStep};
   }
+  Place& place = places_[placeFor(input.numel)];
+  const Region scaled = bufferRegion(scaled_, {place.run.offset, input.numel});
+  const Deps readers = std::exchange(place.readers, {});
+  return {scaled, scale(inputRegion(input), scaled, /*final=*/false, readers)};
+}
+
+ScheduleBuilder::Operand ScheduleBuilder::operandInPlace(Run input) {
+  if (request_.reduce_op != ReduceOp::PremulSum) {
+    return {inputRegion(input), kNoStep};
+  }
   if (scaled_ == Buffer::None) {
     scaled_ = addScratch(request_.dtype, inputNumel(request_));
   }
   const Region scaled = bufferRegion(scaled_, input);
   return {scaled, scale(inputRegion(input), scaled)};
+}
+
+size_t ScheduleBuilder::placeFor(int64_t numel) {
+  if (static_cast<int64_t>(places_.size()) >= kept_operands_) {
+    const size_t first = next_place_ % places_.size();
+    if (!places_[first].readers.empty() && places_[first].run.numel >= numel) {
+      next_place_ = first + 1;
+      return first;
+    }
+  }
+  if (scaled_ == Buffer::None) {
+    scaled_ = addScratch(request_.dtype, 0);
+  }
+  const size_t k = static_cast<size_t>(scaled_) - static_cast<size_t>(Buffer::Scratch0);
+  int64_t& end = schedule_.scratch_numel[k];
+  // As long as the longest of its kind: others come to the same place.
+  const int64_t held = std::max(numel, std::min(segmentNumel(request_.dtype), inputNumel(request_)));
+  places_.push_back({{end, held}, {}});
+  end += held;
+  return places_.size() - 1;
+}
+
+void ScheduleBuilder::addReader(const Region& region, StepId reader) {
+  if (region.buffer != scaled_ || places_.empty()) {
+    return;
+  }
+  const auto behind =
+      std::upper_bound(places_.begin(), places_.end(), region.offset, [](int64_t offset, const Place& at) {
+        return offset < at.run.offset;
+      });
+  std::prev(behind)->readers.push_back(reader);
 }
 
 StepId ScheduleBuilder::send(Region src, int32_t to, const Deps& deps) {
@@ -143,13 +197,13 @@ StepId ScheduleBuilder::copy(Region src, Region dst, bool final) {
   return add(step, {});
 }
 
-StepId ScheduleBuilder::scale(Region src, Region dst, bool final) {
+StepId ScheduleBuilder::scale(Region src, Region dst, bool final, const Deps& deps) {
   Step step;
   step.kind = StepKind::Scale;
   step.final = final;
   step.src = src;
   step.dst = dst;
-  return add(step, {});
+  return add(step, deps);
 }
 
 StepId ScheduleBuilder::encode(Region src, Region dst, const Deps& deps) {
@@ -192,7 +246,12 @@ StepId ScheduleBuilder::add(Step step, const Deps& deps) {
   }
   step.deps_end = static_cast<uint32_t>(schedule_.deps.size());
   schedule_.steps.push_back(step);
-  return static_cast<StepId>(schedule_.steps.size() - 1);
+  const auto id = static_cast<StepId>(schedule_.steps.size() - 1);
+  addReader(step.src, id);
+  for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
+    addReader(schedule_.sources[i], id);
+  }
+  return id;
 }
 
 } // namespace pycomm

@@ -30,6 +30,11 @@ inline constexpr int64_t kMaxSegmentNbytes = kEdgeRoomNbytes / 2;
   return {buffer, run.offset, run.numel};
 }
 
+/// The request with segments so short that (pipeline_frames + 1) * size of them fit into `nbytes` of scratch: a group of
+/// 64 ranks would take 80 MiB, which is mapped and unmapped anew for each operation. Depends on what all ranks have in
+/// common.
+[[nodiscard]] ScheduleRequest withScratchOf(const ScheduleRequest& request, int64_t nbytes);
+
 /// Lists the steps of one rank. There is one function per step kind, so that no algorithm fills in a Step by hand.
 ///
 /// The order of operands is the same everywhere: of an arriving and a local operand, the one of the lower rank comes
@@ -60,12 +65,20 @@ class ScheduleBuilder {
   [[nodiscard]] Buffer addScratch(DType dtype, int64_t numel);
 
   /// This rank's contribution to a sum: the input, or its scaled copy for PremulSum. Call operand() once for each
-  /// element.
+  /// element. It reuses the place of a copy that a step listed before has read; of one that several steps read, all have
+  /// to be listed before the next call.
   struct Operand {
     Region region;
     StepId ready = kNoStep; ///< the step that made it
   };
   [[nodiscard]] Operand operand(Run input);
+  /// The same, but scaled copies have the input's offsets, and scratch is as large as the input.
+  [[nodiscard]] Operand operandInPlace(Run input);
+  /// How many scaled copies operand() keeps at the least before it reuses a place. A copy can be made only when the one
+  /// before it in its place has left.
+  void keepOperands(int64_t count) noexcept {
+    kept_operands_ = count;
+  }
 
   StepId send(Region src, int32_t to, const Deps& deps = {});
   StepId recv(int32_t from, Region dst, const Deps& deps = {});
@@ -79,7 +92,7 @@ class ScheduleBuilder {
   /// The same over encoded regions; `dst` may be encoded, too. `output` is the place of the sums in Output.
   StepId reduceEncoded(const std::vector<Region>& sources, Region dst, Region output, const Deps& deps);
   StepId copy(Region src, Region dst, bool final = false);
-  StepId scale(Region src, Region dst, bool final = false);
+  StepId scale(Region src, Region dst, bool final = false, const Deps& deps = {});
   StepId encode(Region src, Region dst, const Deps& deps);
   StepId decode(Region src, Region dst, const Deps& deps);
 
@@ -88,12 +101,22 @@ class ScheduleBuilder {
   }
 
  private:
+  /// The place of a scaled copy.
+  struct Place {
+    Run run; ///< in scaled_
+    Deps readers; ///< of the copy that is there
+  };
   StepId add(Step step, const Deps& deps);
+  void addReader(const Region& region, StepId reader);
+  [[nodiscard]] size_t placeFor(int64_t numel);
   Step receiving(StepKind kind, int32_t from) const;
 
   const ScheduleRequest& request_; ///< outlives the builder: both live within one makeSchedule()
   Schedule schedule_;
-  Buffer scaled_ = Buffer::None; ///< PremulSum's inputs after scaling, with the input's offsets
+  Buffer scaled_ = Buffer::None; ///< PremulSum's inputs after scaling
+  std::vector<Place> places_; ///< of operand(), by offset
+  size_t next_place_ = 0; ///< the one that was filled first
+  int64_t kept_operands_;
 };
 
 } // namespace pycomm
