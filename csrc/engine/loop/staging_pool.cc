@@ -5,6 +5,11 @@
 #include "base/fault_point.h"
 
 namespace pycomm {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+} // namespace
 
 StagingBuffer::StagingBuffer(StagingBuffer&& other) noexcept
     : pool_(std::exchange(other.pool_, nullptr)),
@@ -40,21 +45,23 @@ StagingBuffer StagingPool::take(size_t nbytes) {
   }
   StagingBuffer buffer;
   buffer.size_class_ = size_class;
-  buffer.memory_ = memory_.take(size_class);
+  buffer.memory_ = memory_.take(size_class, nbytes);
   buffer.pool_ = this; // only now: what throws above has taken nothing
   buffer.nbytes_ = nbytes;
   taken_nbytes_ += nbytes;
   return buffer;
 }
 
-std::unique_ptr<std::byte[]> StagingMemory::take(size_t size_class) {
+std::unique_ptr<std::byte[]> StagingMemory::take(size_t size_class, size_t nbytes) {
   if (free_.size() <= size_class) {
     free_.resize(size_class + 1);
   }
   if (free_[size_class].empty()) {
     PYCOMM_FAULT_POINT("staging.allocate");
+    const size_t of_class = size_t{1} << size_class;
+    const size_t taken = of_class > keep_nbytes_ ? (nbytes + kPage - 1) / kPage * kPage : of_class;
     // Not zeroed: every byte is written before it is read.
-    return std::unique_ptr<std::byte[]>(new std::byte[size_t{1} << size_class]);
+    return std::unique_ptr<std::byte[]>(new std::byte[taken]);
   }
   std::unique_ptr<std::byte[]> memory = std::move(free_[size_class].back());
   free_[size_class].pop_back();

@@ -45,8 +45,8 @@ class StagingMemory {
   /// Keeps at most `keep_nbytes` for reuse.
   explicit StagingMemory(size_t keep_nbytes) : keep_nbytes_(keep_nbytes) {}
 
-  /// Of 2^size_class bytes. Throws std::bad_alloc.
-  [[nodiscard]] std::unique_ptr<std::byte[]> take(size_t size_class);
+  /// Of 2^size_class bytes; if that is more than is ever kept, of `nbytes` in whole pages. Throws std::bad_alloc.
+  [[nodiscard]] std::unique_ptr<std::byte[]> take(size_t size_class, size_t nbytes);
   void giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept;
 
   [[nodiscard]] size_t keptNbytes() const noexcept {

@@ -1,6 +1,7 @@
 #include "engine/loop/staging_pool.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <cstring>
 #include <utility>
@@ -46,6 +47,21 @@ TEST(StagingPool, MemoryOfOneClassIsUsedAgainAndOfAnotherIsNot) {
   EXPECT_EQ(again.view().nbytes, 513U);
   EXPECT_EQ(memory.keptNbytes(), 0U);
   EXPECT_EQ(pool.takenNbytes(), 1025U + 513U);
+}
+
+// To round what is never kept up to a power of two would take address space, and memory, for nothing.
+TEST(StagingPool, WhatIsTooLargeToBeKeptIsNotRoundedUp) {
+  StagingMemory memory(1 << 20);
+  StagingPool pool(memory);
+  constexpr size_t kNbytes = (9 << 20) + 1;
+  StagingBuffer buffer = pool.take(kNbytes);
+  EXPECT_EQ(buffer.view().nbytes, kNbytes);
+  EXPECT_LT(::malloc_usable_size(buffer.view().ptr), kNbytes + (64 << 10));
+  std::memset(buffer.view().ptr, 1, kNbytes);
+  EXPECT_EQ(pool.takenNbytes(), kNbytes);
+  buffer.release();
+  EXPECT_EQ(pool.takenNbytes(), 0U);
+  EXPECT_EQ(memory.keptNbytes(), 0U);
 }
 
 TEST(StagingPool, SmallBuffersAreOf64BytesAndEmptyOnesToo) {
