@@ -78,9 +78,10 @@ void EventLoop::run(const std::function<void()>& task) {
 
 void EventLoop::leave(bool patient) noexcept {
   // A driver that polled a shared ring has left it marked "the reader is awake", so writers do not wake anybody. If the loop's thread
-  // sleeps in poll(), nobody would wake it: signal it. After its grace it marks the rings again, and reads the deadlines, of which one
-  // may be new.
-  const bool unrest = ownership_.threadRests() && (patient || tickers_.sharesMemory());
+  // sleeps in poll(), nobody would wake it: signal it. After its grace it marks the rings again, and reads the deadlines. So it is if one of
+  // them is new, and earlier than the end of its sleep.
+  const bool unrest = ownership_.threadRests() &&
+      (patient || tickers_.sharesMemory() || tickers_.nextTick() < rests_until_.load(std::memory_order_seq_cst));
   ownership_.release();
   if (unrest) {
     epoll_.signal();
@@ -165,6 +166,8 @@ void EventLoop::threadMain() noexcept {
     int timeout_ms = 0;
     ownership_.runRound([&] {
       dispatch(0);
+      const TimePoint longest = Clock::now() + std::chrono::milliseconds(kLongestPollMs);
+      rests_until_.store(std::min(longest, tickers_.nextTick()), std::memory_order_seq_cst);
       timeout_ms = sleepMs();
       if (timeout_ms > 0 && !tickers_.restShared()) {
         timeout_ms = 0;

@@ -127,6 +127,7 @@ class EventLoop final : public TaskLoop {
   std::atomic<int> busy_{0};
   std::atomic<int> spin_us_{0};
   std::atomic<int> crowded_{0};
+  std::atomic<TimePoint> rests_until_{TimePoint::max()}; ///< the timer, or the bound, that ends the thread's sleep
 
   // The owner's:
   Tickers tickers_;

@@ -239,20 +239,48 @@ TEST(EventLoop, RunsATaskWhereItIsPosted) {
   EXPECT_GT(here, 0);
 }
 
+struct Alarm final : Loop::Ticker {
+  void onThrown(const std::exception_ptr&) noexcept override {}
+  [[nodiscard]] TimePoint nextTick() const noexcept override {
+    return due;
+  }
+  void tick(TimePoint) noexcept override {
+    due = TimePoint::max();
+    rang = true;
+  }
+  TimePoint due = TimePoint::max();
+  std::atomic<bool> rang{false};
+};
+
+// A driver may leave behind a timer that is earlier than the end of the thread's sleep, with nothing under way.
+TEST(EventLoop, KeepsATimerThatADriverHasSet) {
+  EventLoop loop("test");
+  Alarm alarm;
+  loop.run([&] { loop.addTicker(alarm); });
+  int late = 0;
+  for (int i = 0; i < 4; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10)); // until the thread sleeps, for a second
+    alarm.rang = false;
+    const TimePoint began = Clock::now();
+    const auto set = [&] {
+      alarm.due = Clock::now() + std::chrono::milliseconds(40);
+      return true;
+    };
+    while (!loop.drive(set, Deadline::after(10000))) {
+      std::this_thread::yield();
+    }
+    while (!alarm.rang && Clock::now() - began < std::chrono::seconds(10)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ASSERT_TRUE(alarm.rang);
+    late += Clock::now() - began > std::chrono::milliseconds(500) ? 1 : 0;
+  }
+  EXPECT_LT(late, 2); // a busy machine may stop a thread for that long, but not again and again
+  loop.run([&] { loop.removeTicker(alarm); });
+}
+
 // A thread that sleeps until later than that would sit out the second that a loop sleeps at most.
 TEST(EventLoop, KeepsADeadlineThatIsNewAndThatNobodyDrives) {
-  struct Alarm final : Loop::Ticker {
-    void onThrown(const std::exception_ptr&) noexcept override {}
-    [[nodiscard]] TimePoint nextTick() const noexcept override {
-      return due;
-    }
-    void tick(TimePoint) noexcept override {
-      due = TimePoint::max();
-      rang = true;
-    }
-    TimePoint due = TimePoint::max();
-    std::atomic<bool> rang{false};
-  };
   for (const bool patient : {false, true}) {
     EventLoop loop("test");
     Alarm alarm;
