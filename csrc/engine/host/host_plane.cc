@@ -78,7 +78,8 @@ bool HostPlane::post(
     if (!inbox_.post(make, made)) {
       return false;
     }
-  } catch (...) { // the id may be taken: the others would wait for this rank, and its next operation would not be theirs
+  } catch (...) {
+    // The id may be taken: the others would wait for this rank, and its next operation would not be theirs.
     events_.noticeException(identity_);
     throw;
   }
