@@ -13,8 +13,9 @@ import torch
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sync_when_due(model: Any, args: object) -> None:
-    """Before a training forward pass, averages parameters if ``sync_every`` steps are over."""
-    if not torch.is_grad_enabled() or not model.module.training:
+    """Averages parameters before a forward with gradients if ``sync_every`` steps are over."""
+    if not torch.is_grad_enabled():
         return
     if model.reducer.stats().steps - model._steps_at_sync >= model._sync_every:
         model.sync()
+    model._note_trained()

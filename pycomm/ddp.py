@@ -17,7 +17,8 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
-from pycomm._averaging import average_, ring_nbytes
+from pycomm._averaging import ring_nbytes
+from pycomm._ddp_between_steps import BetweenSteps
 from pycomm._ddp_group import (
     by_nccl,
     check_group,
@@ -54,7 +55,7 @@ _MIB = 1024 * 1024
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
-class DistributedDataParallel(EndsByItself, _TorchDDP):
+class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     """Averages gradients over the ranks of a group while backward runs.
 
     Takes the options of ``torch.nn.parallel.DistributedDataParallel``, and some more. Gradients may
@@ -153,6 +154,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
         self._host_group: Any = None
         self._steps_at_sync = self._syncs = 0
+        self._unsynced: set[str] = set()  # parameters trained since the last sync
         self._wires: dict[torch.Tensor, str | None] = {}
         self._overflows_before = 0
         self._sync_wire_nbytes = 0
@@ -203,14 +205,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         if self._sync_every == 1:
             return
         begin = time.perf_counter()
-        with torch.no_grad():
-            trained = [each for each in self.module.parameters() if each.requires_grad]
-            self._sync_wire_nbytes += average_(trained, self.global_group)
-            buffers = list(self.module.buffers()) if self.broadcast_buffers else []
-            if buffers:
-                dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                    self.global_group, buffers, self.broadcast_bucket_size, 0
-                )
+        self._sync_wire_nbytes += self._average_models()
         self._sync_seconds += time.perf_counter() - begin
         self._syncs += 1
         self._steps_at_sync = self.reducer.stats().steps
@@ -225,7 +220,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         raw = self.reducer.stats()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
         residuals = self.reducer.residuals()
-        return {**state, "residuals": residuals} if residuals else state
+        more = {"residuals": residuals, "unsynced_parameters": sorted(self._unsynced)}
+        return {**state, **{name: value for name, value in more.items() if value}}
 
     def load_communication_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of ``communication_state_dict()``, on every rank.
@@ -237,6 +233,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
+        self._note_trained()
+        self._unsynced.update(state.get("unsynced_parameters", ()))
 
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]

@@ -118,7 +118,15 @@ PYTHON_FLOORS = [
     {"_metrics", "_secret"},
     {"_native_options"},
     {"_backend"},
-    {"_ddp_group", "_ddp_sync", "_shared", "_barrier", "codecs", "sync_batch_norm"},
+    {
+        "_ddp_group",
+        "_ddp_between_steps",
+        "_ddp_sync",
+        "_shared",
+        "_barrier",
+        "codecs",
+        "sync_batch_norm",
+    },
     {"_compression"},
     {"backend", "barrier", "compression"},  # the old names of these, until 0.3
     {"comm_hooks"},

@@ -1,0 +1,89 @@
+"""A sync leaves the same parameters on all hosts, and what is ignored alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ddp_rig import all_ranks, wrap
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+
+
+class Tower(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.head, self.base = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.base.weight.requires_grad_(False)
+        self.table = nn.Module()
+        self.table.shard = nn.Parameter(torch.full((3 + rank,), float(rank)))
+        self.table.register_buffer("own", torch.full((3,), float(rank)))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(self.base(batch))).square().mean()
+
+
+def on_two_hosts(rank: int, mode: bool = True) -> Any:
+    from pycomm import _averaging
+
+    _averaging.host_identity = lambda: f"host {rank}"
+    net = Tower(rank)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["table.shard", "table.own"])
+    return wrap(net, sync_every=4).train(mode)
+
+
+def train(model: Any, rank: int, steps: int) -> None:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    batches = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, generator=batches)).backward()
+        optimizer.step()
+
+
+def same(tensor: torch.Tensor) -> bool:
+    first, second = all_ranks(tensor.detach())
+    return torch.equal(first, second)
+
+
+def frozen(rank: int, world_size: int) -> dict[str, bool]:
+    """The trunk is trained, then frozen before the next sync, also over a checkpoint."""
+    model = on_two_hosts(rank)
+    net = model.module
+    train(model, rank, 2)
+    net.trunk.weight.requires_grad_(False)
+    state = model.communication_state_dict()
+    train(model, rank, 2)
+    model.sync()
+    found = {"synced": same(net.trunk.weight) and same(net.head.weight)}
+    found["own"] = bool((net.table.shard == rank).all() and (net.table.own == rank).all())
+    nbytes = model.stats().wire_nbytes
+    model.sync()  # only the head
+    found["nothing in vain"] = model.stats().wire_nbytes - nbytes == net.head.weight.nbytes
+    net.trunk.weight.data += rank  # as it was when `state` was saved: trained, and not averaged
+    model.load_communication_state_dict(state)
+    model.sync()
+    found["resumed"] = same(net.trunk.weight)
+    return found
+
+
+def evaluated(rank: int, world_size: int) -> dict[str, bool]:
+    """Trained in eval() mode, as fine-tuning with fixed statistics does."""
+    model = on_two_hosts(rank, mode=False)
+    train(model, rank, 5)
+    return {"syncs": model.stats().syncs == 1}
+
+
+def in_turn(rank: int, world_size: int) -> dict[str, bool]:
+    return {**frozen(rank, world_size), **evaluated(rank, world_size)}
+
+
+def test_a_sync_covers_what_was_trained_since_the_last_one() -> None:
+    for found in ranks.run_ranks(2, in_turn, timeout_s=100, preload=ranks.TORCH_DDP).values():
+        assert all(found.values()), found
