@@ -1,4 +1,4 @@
-"""What a wrapper does between steps: it averages parameters over all hosts."""
+"""What a wrapper does between steps: it averages over all hosts, and begins again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from pycomm._averaging import average_
 from pycomm._ddp_options import reducible
+from pycomm.errors import UnsupportedError
 
 
 class BetweenSteps(nn.parallel.DistributedDataParallel):
@@ -18,6 +19,19 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
     _sync_every: int
     _unsynced: set[str]
     global_group: Any
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The new reducer counts a static graph's gradients in its first pass. torch's wrapper calls
+        # the end of that pass only while this is False.
+        super().__setstate__({**state, "_static_graph_delay_allreduce_enqueued": False})
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        if self._sync_every > 1:
+            raise UnsupportedError(
+                "a wrapper with sync_every keeps its process group, since its host's group belongs "
+                "to it: wrap the module anew with the new group"
+            )
+        super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
 
     def _note_trained(self) -> None:
         """The next sync averages the parameters that are trained now, even if frozen then."""
