@@ -149,10 +149,7 @@ void HostQueue::finish(const Entry& entry) {
   parts_.bell.ringOthers();
   operation.mark().received(operation.shared().bytes_total);
   parts_.inbox.ended();
-  operation.finish(std::nullopt); // before what may fail: on the others it has ended well
-  if (entry.told) {
-    (void)said([&] { parts_.events.unstuck(operation.request().id.id); });
-  }
+  operation.finish(std::nullopt);
 }
 
 // When the oldest operation, which has moved since the last look, is to be reported.

@@ -319,8 +319,8 @@ void HostScene::body(int rank) {
       walk.wrong("noticed: " + record.text());
     }
   };
-  events.stuck = [](const std::shared_ptr<Operation>&) {};
-  events.unstuck = [](uint64_t) { throw std::bad_alloc(); }; // which must not fail what has ended well
+  events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
+  events.ended = [](const OperationId&, const Descriptor&) {};
   HostPlane::Config config;
   config.tell_after_ms = 0;
   HostPlane plane(identity, arena_, std::move(heaps), config, std::move(events));
