@@ -219,6 +219,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     rendezvous.config_digest = digestOf(rendezvous.config_text);
     rendezvous.remark = options.why_no_nccl;
     rendezvous.takeover = options.launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
+    rendezvous.serves_store = rendezvous.job.of(rank) == 0 && !options.store_host.empty() && !options.launcher_restarts;
     rendezvous.deadline = Deadline::after(timeout_ms);
 
     config.security.policy = policyNamed(options.security);

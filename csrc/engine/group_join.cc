@@ -36,12 +36,14 @@ ErrorRecord withOwnPlace(ErrorRecord record, const RendezvousConfig& meeting, Er
     self.name = meeting.group_name;
     record = withNeed(std::move(record), self);
     record.summary = cannotJoin(record);
-  } else if (
-      record.rank >= 0 && record.rank != meeting.job.of(meeting.rank) &&
-      record.peer < 0) { // told by the rank that has the trouble
-    record.peer = record.rank;
-    record.peer_host = record.host;
-    record.summary = cannotJoin(record);
+  } else if (record.rank >= 0 && record.rank != meeting.job.of(meeting.rank)) { // told by another rank
+    if (record.peer < 0) { // which has the trouble itself
+      record.summary = cannotJoin(record);
+    }
+    if (record.peer < 0 || record.peer == meeting.job.of(meeting.rank)) { // as seen there
+      record.peer = record.rank;
+      record.peer_host = record.host;
+    }
   }
   record.rank = meeting.job.of(meeting.rank);
   record.host = localHostName();
@@ -143,6 +145,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     record = asSeenHere(std::move(record), meeting, phase, began);
     if (group == nullptr && claim.generation > 0) {
       (void)tellFailure(store, claim, record); // this rank has met the others, and they wait for it
+      acknowledgeFailure(store, claim, meeting, record);
       leave(store, claim);
     }
     if (group != nullptr) {
@@ -157,6 +160,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
           record.peer_host.clear();
         }
         group->abort(record); // for those that have a link, and may have begun already
+        acknowledgeFailure(store, group->roster_.claim, meeting, record);
       }
     }
     engine.recorder().failed(log, record);

@@ -22,4 +22,8 @@ void HostMemory::commitStage() {
   }
 }
 
+bool HostMemory::takeAway(BufferView part) const noexcept {
+  return heaps_.own->detach(part.ptr, part.nbytes);
+}
+
 } // namespace pycomm

@@ -5,6 +5,7 @@
 
 #include "base/buffer_view.h"
 #include "engine/host/host_layout.h"
+#include "engine/operation/group_identity.h"
 #include "transport/memory/shared_arena.h"
 #include "transport/memory/shared_heap.h"
 
@@ -37,9 +38,7 @@ class HostMemory {
   void commitStage();
   /// Moves a part of a tensor of this rank's heap to pages that no peer reaches. Returns false if memory is short. With the plane's
   /// run_mutex_ held.
-  [[nodiscard]] bool takeAway(BufferView part) const noexcept {
-    return heaps_.own->detach(part.ptr, part.nbytes);
-  }
+  [[nodiscard]] bool takeAway(BufferView part) const noexcept;
 
  private:
   const std::shared_ptr<const SharedArena> arena_;

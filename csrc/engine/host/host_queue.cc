@@ -17,9 +17,6 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kCompactAt = 256;
-// Several times what a step takes, also on cores that ranks share. Less than anybody notices when a group fails.
-constexpr int kStepMs = 20;
-constexpr std::chrono::microseconds kStepPause{50};
 
 /// False if there is no memory to say it: then the next sleep, a second later at the most, is for saying it again.
 template <typename Say>
@@ -227,14 +224,14 @@ BufferView HostQueue::writtenBy(int peer) const noexcept {
 }
 
 void HostQueue::takeAwayAll(uint64_t dead) const noexcept {
-  const Deadline patience = Deadline::after(kStepMs);
+  int pauses = 0; // of all peers together: one that is stopped never ends its step
   for (int peer = 0; peer < parts_.identity.size; ++peer) {
     if (peer == parts_.identity.rank || (dead & hostBit(peer)) != 0) {
       continue;
     }
     BufferView part = writtenBy(peer);
-    while (part.nbytes > 0 && !patience.expired()) {
-      std::this_thread::sleep_for(kStepPause);
+    for (; part.nbytes > 0 && pauses < kHostPauses; ++pauses) {
+      hostPause();
       part = writtenBy(peer);
     }
     if (part.nbytes > 0) {

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 
 namespace pycomm {
 
@@ -16,5 +18,12 @@ inline constexpr uint64_t kHostSlots = 16; ///< operations that a rank may be ah
 inline constexpr size_t kHostInlineNbytes = 8 << 10; ///< what goes in a slot
 inline constexpr size_t kHostStageNbytes = 1 << 20; ///< of one round
 inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead of another
+
+/// Waits a little for another rank to end a step. kHostPauses of them are some 20 ms: several times what a step takes, also on cores
+/// that ranks share, and less than anybody notices when a group fails.
+inline void hostPause() noexcept {
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+inline constexpr int kHostPauses = 400;
 
 } // namespace pycomm

@@ -7,7 +7,7 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPageNbytes = 4096;
 
 } // namespace
 
@@ -59,7 +59,7 @@ std::unique_ptr<std::byte[]> StagingMemory::take(size_t size_class, size_t nbyte
   if (free_[size_class].empty()) {
     PYCOMM_FAULT_POINT("staging.allocate");
     const size_t of_class = size_t{1} << size_class;
-    const size_t taken = of_class > keep_nbytes_ ? (nbytes + kPage - 1) / kPage * kPage : of_class;
+    const size_t taken = of_class > keep_nbytes_ ? (nbytes + kPageNbytes - 1) / kPageNbytes * kPageNbytes : of_class;
     // Not zeroed: every byte is written before it is read.
     return std::unique_ptr<std::byte[]>(new std::byte[taken]);
   }

@@ -13,6 +13,7 @@
 #include "transport/net/select_address.h"
 #include "transport/random_bytes.h"
 #include "transport/rendezvous/address_round.h"
+#include "transport/rendezvous/failure_readers.h"
 #include "transport/rendezvous/find_generation.h"
 #include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/rank_record.h"
@@ -279,11 +280,13 @@ StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim
 // The error that stopped this rank, with everything that it knows about itself, as far as there is memory for it.
 ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) noexcept {
   ErrorRecord record = recordOf(exception, "the rendezvous failed");
-  record.rank = config.job.of(config.rank);
   record.phase = ErrorPhase::Rendezvous;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  const int own = config.job.of(config.rank);
+  const bool of_another = record.rank >= 0 && record.rank != own; // which said itself who it is
+  record.rank = of_another ? record.rank : own;
   try {
-    record.host = localHostName();
+    record.host = of_another ? record.host : localHostName();
     record.group = config.group_name;
     record.group_ranks = config.job.list();
   } catch (const std::bad_alloc&) { // then without them
@@ -339,6 +342,7 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
     ErrorRecord record = describe(exception, config, begin);
     if (claim.generation > 0) {
       record = round.failTogether(std::move(record));
+      acknowledgeFailure(store, claim, config, record);
     } else {
       noteIfAborted(store, config, abort, record);
     }
@@ -354,6 +358,18 @@ ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record
     return round.failTogether(std::move(record));
   } catch (const std::exception&) {
     return record; // no memory for a key
+  }
+}
+
+void acknowledgeFailure(
+    Store& store,
+    const RankClaim& claim,
+    const RendezvousConfig& config,
+    const ErrorRecord& record) noexcept {
+  try {
+    const std::string prefix = keysOf(claim);
+    FailureReaders{store, prefix, config.rank, config.size, config.job}.acknowledge(record, config.serves_store);
+  } catch (const std::bad_alloc&) { // no memory for a key
   }
 }
 

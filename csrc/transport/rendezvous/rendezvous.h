@@ -34,6 +34,7 @@ struct RendezvousConfig {
   std::string remark; ///< one line that all ranks get (Member::remark)
   ProcessId process_id; ///< of this process, if the store is sealed
   Takeover takeover = Takeover::Never;
+  bool serves_store = false; ///< the store ends with this process: after a failure it stays until the others know why, at most 2 s
   Deadline deadline = Deadline::never();
 };
 
@@ -88,6 +89,12 @@ struct Rendezvous {
 /// Reports a failure between meet() and the first connections: the ranks that wait for this one read it. Returns the
 /// record that counts, which is another rank's if that came first.
 [[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record) noexcept;
+/// For a rank that met the others and knows why the group failed after that: FailureReaders::acknowledge().
+void acknowledgeFailure(
+    Store& store,
+    const RankClaim& claim,
+    const RendezvousConfig& config,
+    const ErrorRecord& record) noexcept;
 /// One more exchange between the ranks that met: publishes `mine` under `key` and returns the texts of all ranks, in
 /// rank order, printable() and at most 512 bytes each. Throws as meet() does.
 [[nodiscard]] std::vector<std::string> exchangeTexts(

@@ -55,10 +55,9 @@ std::optional<std::string> SealedStore::find(const std::string& key) {
       const int rank = error.record().peer;
       log(LogLevel::Warn,
           "ignored the entry " + printable(key, kMaxLoggedKeyNbytes) +
-              " of torch's store, which does not have the seal of this job" +
-              (rank < 0 ? "" : " (its name says that rank " + std::to_string(rank) + " wrote it)") +
-              ". Somebody without the secret may have written it. Try: nothing, if the job starts; otherwise do what its "
-              "error says, or let only the hosts of the job reach MASTER_PORT");
+              " of torch's store: its writer" + (rank < 0 ? "" : ", rank " + std::to_string(rank) + " by the entry's name,") +
+              " has another secret than this process, or none. If the job ends with an error now, that error names the rank; do what "
+              "it says. If the job starts, somebody else writes to the store: let only the hosts of the job reach MASTER_PORT");
     }
     return std::nullopt;
   }

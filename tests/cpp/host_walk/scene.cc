@@ -129,14 +129,14 @@ float HostScene::expected(size_t act, int rank, size_t i) const {
 }
 
 HostScene::Word HostScene::wordAt(const void* word) const {
-  static constexpr const char* kNames[] = {"done", "staged", "reduced", "collected", "left"};
+  static constexpr const char* kNames[] = {"done", "staged", "reduced", "collected", "left", "writes"};
   const auto at = static_cast<size_t>(static_cast<const std::byte*>(word) - arena_->at(0));
   const auto size = static_cast<size_t>(plot_.size);
   if (at < size * sizeof(HostProgress)) {
     const size_t field = at % sizeof(HostProgress) / sizeof(uint64_t);
     const bool wakes = at % sizeof(HostProgress) >= offsetof(HostProgress, waits_for);
     return {
-        wakes ? "waits_for, bell" : kNames[std::min<size_t>(field, 4)],
+        wakes ? "waits_for, bell" : kNames[std::min<size_t>(field, 5)],
         static_cast<int>(at / sizeof(HostProgress)),
         wakes,
         false};
@@ -384,6 +384,10 @@ void futexWait(const WalkedWord<uint32_t>& word, uint32_t seen, int64_t /*timeou
       word.load(std::memory_order_seq_cst) == seen) {
     testing::Walk::current().sleep(&word);
   }
+}
+
+void walkedPause() noexcept {
+  testing::Walk::current().untilOthersWrite();
 }
 
 void futexWake(const WalkedWord<uint32_t>& word) noexcept {

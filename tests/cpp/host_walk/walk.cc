@@ -7,6 +7,7 @@ namespace pycomm::testing {
 namespace {
 
 constexpr size_t kStackNbytes = 256 << 10;
+constexpr char kAnyWord = 0; ///< its address is what untilOthersWrite() sleeps on
 
 } // namespace
 
@@ -71,6 +72,10 @@ void Walk::swap() {
 void Walk::go(Step step) {
   running_ = step.rank;
   now().chosen = step.way;
+  if (now().ended) {
+    wrong("the way to a state did not lead there again: something but the order decides what is done");
+    return;
+  }
   ::swapcontext(&main_, &now().context);
 }
 
@@ -100,6 +105,13 @@ int Walk::choose(int ways, uint64_t state) {
 void Walk::wrote() noexcept {
   for (Rank& rank : ranks_) {
     rank.news = rank.news || &rank != &now();
+    rank.asleep = rank.asleep == &kAnyWord && &rank != &now() ? nullptr : rank.asleep;
+  }
+}
+
+void Walk::untilOthersWrite() {
+  if (!std::exchange(now().news, false)) { // nothing since it looked
+    sleep(&kAnyWord);
   }
 }
 

@@ -64,6 +64,8 @@ class Walk {
     now().log = mixed(now().log, value);
   }
   void wrote() noexcept;
+  /// The same for one that polls: it looks again when another rank has written.
+  void untilOthersWrite();
   /// Until wake() with the same word.
   void sleep(const void* word);
   void wake(const void* word) noexcept;

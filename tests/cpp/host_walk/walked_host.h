@@ -68,6 +68,8 @@ void futexWait(const WalkedWord<uint32_t>& word, uint32_t seen, int64_t timeout_
 void futexWake(const WalkedWord<uint32_t>& word) noexcept;
 
 inline constexpr uint64_t kWalkedSlots = 2;
+void walkedPause() noexcept;
+inline constexpr int kWalkedPauses = 1000; // more than others write: a rank that goes on ends its step sooner or later
 inline constexpr size_t kWalkedInlineNbytes = 64;
 inline constexpr size_t kWalkedStageNbytes = 96;
 inline constexpr uint64_t kWalkedStages = 2;
@@ -75,6 +77,8 @@ inline constexpr uint64_t kWalkedStages = 2;
 } // namespace pycomm
 
 #define HostWord WalkedWord
+#define hostPause walkedPause
+#define kHostPauses kWalkedPauses
 #define kHostSlots kWalkedSlots
 #define kHostInlineNbytes kWalkedInlineNbytes
 #define kHostStageNbytes kWalkedStageNbytes

@@ -396,7 +396,7 @@ class DyingStore final : public Store {
     check();
     return store_.add(key, amount);
   }
-  int lives = 1 << 30;
+  std::atomic<int> lives = 1 << 30;
 
  private:
   void check() {
@@ -406,6 +406,48 @@ class DyingStore final : public Store {
   }
   MemoryStore store_;
 };
+
+// The store ends with rank 0, as one does that torch's rank 0 serves.
+TEST(Meet, ARankThatServesTheStoreStaysUntilTheOthersKnowWhy) {
+  DyingStore store;
+  RendezvousConfig zero = configOf(0, 3);
+  zero.serves_store = true;
+  zero.spec = InterfaceSpec::parse("nosuchinterface");
+  std::vector<Outcome> outcomes(3);
+  std::vector<std::thread> ranks;
+  for (const int rank : {1, 2}) {
+    ranks.emplace_back([&, rank] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(150 * rank));
+      outcomes[static_cast<size_t>(rank)] = tryToMeet(store, configOf(rank, 3));
+    });
+  }
+  outcomes[0] = tryToMeet(store, zero);
+  store.lives = 0;
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::NoInterface) << outcome.error.text();
+    EXPECT_EQ(outcome.error.rank, 0);
+  }
+  EXPECT_WITHIN_MS(outcomes[0].elapsed_ms, 1500); // no longer than they need
+}
+
+TEST(Meet, ARankThatServesTheStoreDoesNotStayForRanksThatDidNotComeInTime) {
+  MemoryStore store;
+  RendezvousConfig zero = configOf(0, 3, 200);
+  zero.serves_store = true;
+  const std::vector<Outcome> outcomes = meetAll(store, {zero, configOf(1, 3)});
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 1500);
+  }
+  RendezvousConfig other = configOf(0, 2);
+  other.serves_store = true;
+  other.group_name = "other";
+  other.spec = InterfaceSpec::parse("nosuchinterface");
+  EXPECT_WITHIN_MS(tryToMeet(store, other).elapsed_ms, 4000); // nobody comes: 2 s
+}
 
 TEST(Meet, ReportsALostStoreWhereverItDies) {
   for (int lives = 0; lives < 14; ++lives) {

@@ -20,7 +20,7 @@ constexpr int kQueueSize = 2;
 class QueueOfRank {
  public:
   QueueOfRank(const std::shared_ptr<const SharedArena>& arena, int rank)
-      : identity_(identityOf(rank)), memory_(arena, HostHeaps(), rank, kQueueSize), bell_(memory_.view()) {
+      : identity_(identityOf(rank)), memory_(arena, HostHeaps(), identity_), bell_(memory_.view()) {
     events_.notice = [](const ErrorRecord& record) { ADD_FAILURE() << record.text(); };
     events_.stuck = [this](const std::shared_ptr<Operation>& operation, uint64_t lacking) {
       stuck.emplace_back(operation->request().id.sequence, lacking);

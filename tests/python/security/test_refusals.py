@@ -1,0 +1,95 @@
+"""Rank 0 serves the store and refuses to start: the other ranks learn why, though its process ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+
+import pycomm
+from pycomm import _secret
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+
+
+def join(rank: int, world_size: int) -> tuple[str, str, int]:
+    try:
+        dist.init_process_group(
+            "pycomm",
+            init_method=os.environ["MEETING"],
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
+        )
+    except (ValueError, pycomm.errors.PycommError) as error:
+        return type(error).__name__, str(error), getattr(error, "peer", -1)
+    return "", "", -1
+
+
+Environment = dict[str, str | None]
+Refuse = Callable[[int, Path], Environment]
+
+
+def transport(rank: int, _: Path) -> Environment:
+    return {"PYCOMM_TRANSPORT": "tcp" if rank == 0 else None}
+
+
+def interface(rank: int, _: Path) -> Environment:
+    return {"PYCOMM_SOCKET_IFNAME": "bond0" if rank == 0 else None}
+
+
+def _secret_file(folder: Path, name: str) -> str:
+    path = folder / name
+    if not path.exists():
+        _secret.generate_file(str(path))
+    return str(path)
+
+
+def secret_of_rank_2(rank: int, folder: Path) -> Environment:
+    return {"PYCOMM_SECRET_FILE": _secret_file(folder, "other" if rank == 2 else "job")}
+
+
+def secret_of_rank_0_alone(rank: int, folder: Path) -> Environment:
+    return {"PYCOMM_SECRET_FILE": _secret_file(folder, "job") if rank == 0 else None}
+
+
+RUNS = int(os.environ.get("TEST_REFUSALS", "1"))
+"""20 shows that it does not depend on which rank is first."""
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+@pytest.mark.parametrize(
+    ("refuse", "size", "reason"),
+    [
+        (transport, 2, "transport=tcp"),
+        (interface, 2, "bond0"),
+        (secret_of_rank_2, 3, "a different secret"),
+        (secret_of_rank_0_alone, 2, " secret"),
+    ],
+)
+def test_all_ranks_name_the_reason(
+    tmp_path: Path, refuse: Refuse, size: int, reason: str, run: int
+) -> None:
+    port = free_port()
+    results = run_ranks(
+        size,
+        join,
+        init="none",
+        backend=None,
+        env=lambda rank: {
+            "MEETING": f"tcp://127.0.0.1:{port}",
+            "HOME": str(tmp_path),  # without a secret of this user
+            "PYCOMM_SECRET": None,
+            **refuse(rank, tmp_path),
+        },
+    )
+    for rank, result in enumerate(results):
+        name, text, peer = result.value
+        assert name in ("ConfigMismatchError", "NoInterfaceError"), (rank, text)
+        assert reason in text, (rank, text)
+        assert peer != rank or refuse is interface, (rank, text)
