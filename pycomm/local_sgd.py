@@ -144,7 +144,7 @@ class LocalSGD:
         with torch.no_grad():
             if self._average(due):
                 self._syncs += 1
-            self._send_buffers()
+                self._send_buffers()
         self._since_sync = 0
         self._seconds += time.perf_counter() - begin
 
