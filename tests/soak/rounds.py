@@ -21,7 +21,7 @@ RSS_LIMIT_KB = 512
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     began_s = time.monotonic()

@@ -231,6 +231,7 @@ void HostQueue::takeAwayAll(uint64_t dead) const noexcept {
     }
     BufferView part = writtenBy(peer);
     for (; part.nbytes > 0 && pauses < kHostPauses; ++pauses) {
+      PYCOMM_FAULT_POINT("host.pause");
       hostPause();
       part = writtenBy(peer);
     }
