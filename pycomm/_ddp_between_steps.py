@@ -23,7 +23,9 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new reducer counts a static graph's gradients in its first pass. torch's wrapper calls
         # the end of that pass only while this is False.
-        super().__setstate__({**state, "_static_graph_delay_allreduce_enqueued": False})
+        super().__setstate__(  # type: ignore[no-untyped-call]
+            {**state, "_static_graph_delay_allreduce_enqueued": False}
+        )
 
     def _update_process_group(self, new_process_group: Any) -> None:
         if self._sync_every > 1:
@@ -40,7 +42,7 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
         mine = reducible(self.module, self.parameters_to_ignore)
         self._unsynced.update(name for name, each in mine.items() if each.requires_grad)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _average_models(self) -> int:
         """Over all hosts, what the wrapper owns. Returns the bytes given to all_reduce."""
         self._note_trained()

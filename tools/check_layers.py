@@ -158,7 +158,6 @@ AUTOLOAD_MUST_NOT_IMPORT = {"torch", "pycomm"}
 
 # --- both -----------------------------------------------------------------------------------------
 
-MAX_LINES = 400  # in a file of csrc/ or pycomm/; split it
 
 
 class Floor(NamedTuple):
@@ -418,19 +417,7 @@ def check_python(root: Path) -> Iterator[Violation]:
                 )
 
 
-def check_lengths(root: Path) -> Iterator[Violation]:
-    for folder, suffixes in (("csrc", CPP_SUFFIXES), ("pycomm", {".py"})):
-        for path in sorted((root / folder).rglob("*")):
-            vendored = path.is_relative_to(root / "csrc" / "third_party")
-            if path.suffix in suffixes and not vendored:
-                count = len(path.read_text().splitlines())
-                if count > MAX_LINES:
-                    yield Violation(
-                        path.relative_to(root), count, f"{count} lines; split at {MAX_LINES}"
-                    )
-
-
-CHECKS = [check_cpp, check_cpp_tests, check_autoload, check_python, check_lengths]
+CHECKS = [check_cpp, check_cpp_tests, check_autoload, check_python]
 
 
 def violations(root: Path) -> list[Violation]:

@@ -196,7 +196,7 @@ void PycommBackend::tellOthers(const PycommWork::Content& content) noexcept {
     return; // nothing has begun
   }
   // The other ranks have begun, or will begin, operations that this one never does.
-  ErrorRecord reason =recordInAnyCase(group_->identity(), [&] { return ownTroubleHere(group_->identity()); });
+  ErrorRecord reason = recordInAnyCase(group_->identity(), [&] { return ownTroubleHere(group_->identity()); });
   reason.peer = group_->identity().jobRank();
   group_->abort(reason);
 }

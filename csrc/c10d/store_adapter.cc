@@ -43,11 +43,13 @@ auto translated(const char* what, Deadline deadline, const Call& call) -> declty
     // torch connects when the store is made. So what goes wrong on the network later is the end of the process at the other end.
     const bool closed = !deadline.expired() && dynamic_cast<const c10::DistNetworkError*>(&error) != nullptr;
     record.summary = std::string("The store of the process group ") +
-        (deadline.expired() ? "timed out (" : (closed ? "answered before, and has closed since (" : "did not answer (")) +
+        (deadline.expired() ? "timed out ("
+                            : (closed ? "answered before, and has closed since (" : "did not answer (")) +
         what + ").";
     record.cause = text.substr(0, text.find('\n'));
-    record.hint = closed ? "rank 0, or the launcher that serves the store, ended during the rendezvous; its log has the reason"
-                         : "check that rank 0 is alive and that MASTER_ADDR and MASTER_PORT name it";
+    record.hint = closed
+        ? "rank 0, or the launcher that serves the store, ended during the rendezvous; its log has the reason"
+        : "check that rank 0 is alive and that MASTER_ADDR and MASTER_PORT name it";
     throw Error(record);
   }
 }

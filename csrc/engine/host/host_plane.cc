@@ -24,9 +24,10 @@ inline void pauseCore() noexcept {
 }
 
 /// The rank (a bit) whose process has ended, and so writes nothing any more. A connection that was reset proves no end.
-uint64_t diedFirst(const ErrorRecord& cause) noexcept {
-  const bool died = cause.code == ErrorCode::PeerDead && cause.phase != ErrorPhase::Reset && cause.peer >= 0;
-  return died && cause.peer < kMaxHostRanks ? hostBit(cause.peer) : 0;
+uint64_t diedFirst(const ErrorRecord& cause, const GroupIdentity& identity) noexcept {
+  const int peer = identity.job.inGroup(cause.peer); // records have numbers of the job
+  const bool died = cause.code == ErrorCode::PeerDead && cause.phase != ErrorPhase::Reset && identity.isRank(peer);
+  return died ? hostBit(peer) : 0;
 }
 
 } // namespace
@@ -246,7 +247,7 @@ void HostPlane::fail(
       queue_.stop();
       view.progress(view.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
       queue_.withdrawAll();
-      queue_.takeAwayAll(diedFirst(why));
+      queue_.takeAwayAll(diedFirst(why, identity_));
       queue_.endAll([&](const Operation& operation) { return errorOf(operation, why, identity_); }, oldest);
     }
     try {

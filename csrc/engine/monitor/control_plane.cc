@@ -330,6 +330,7 @@ void ControlPlane::tell(const Membership::Action& action) {
 
 void ControlPlane::leaving(const ErrorRecord& why) {
   tellLeaving(identity_.rank, why, -1);
+  flushAll();
   act();
 }
 
@@ -351,7 +352,6 @@ void ControlPlane::tellLeaving(int rank, const ErrorRecord& why, int except) {
       linkBroke(*entry.second, error);
     }
   }
-  flushAll();
 }
 
 std::optional<ErrorRecord> ControlPlane::trouble() const {

@@ -14,27 +14,31 @@ void EntryHistory::ended(uint64_t op_id, const Descriptor& descriptor) {
   recent_[op_id] = descriptor;
   recent_order_.push_back(op_id);
   if (recent_order_.size() > kRecent) {
-    forget(recent_order_.front());
-    recent_.erase(recent_order_.front());
+    const auto oldest = recent_.find(recent_order_.front());
+    if (oldest != recent_.end()) {
+      forget(oldest->first, oldest->second);
+      recent_.erase(oldest);
+    }
     recent_order_.pop_front();
   }
 }
 
-void EntryHistory::forget(uint64_t op_id) {
-  if ((op_id & kDerivedIdBit) == 0) {
-    return; // its number says when it was
+void EntryHistory::forget(uint64_t op_id, const Descriptor& descriptor) {
+  if ((op_id & kDerivedIdBit) == 0 || descriptor.kind == Collective::Send) {
+    return; // its number says when it was, as a message's does
   }
-  if (forgotten_.size() < kForgotten) {
-    forgotten_.push_back(op_id);
-  } else {
-    forgotten_[next_forgotten_] = op_id;
-    next_forgotten_ = (next_forgotten_ + 1) % kForgotten;
+  if (!forgotten_.insert(op_id).second) {
+    return;
+  }
+  forgotten_order_.push_back(op_id);
+  if (forgotten_order_.size() > kForgotten) {
+    forgotten_.erase(forgotten_order_.front());
+    forgotten_order_.pop_front();
   }
 }
 
 bool EntryHistory::isBehind(uint64_t op_id) const noexcept {
-  return (op_id & kDerivedIdBit) == 0 ? static_cast<int64_t>(op_id) <= highest_sequence_
-                                      : std::find(forgotten_.begin(), forgotten_.end(), op_id) != forgotten_.end();
+  return (op_id & kDerivedIdBit) == 0 ? static_cast<int64_t>(op_id) <= highest_sequence_ : forgotten_.count(op_id) != 0;
 }
 
 void EntryHistory::passed(const OperationId& id, const Descriptor& descriptor) {

@@ -4,7 +4,7 @@
 #include <deque>
 #include <optional>
 #include <unordered_map>
-#include <vector>
+#include <unordered_set>
 
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
@@ -42,12 +42,12 @@ class EntryHistory {
   void writeLast(FrameHeader& header) const;
 
  private:
-  void forget(uint64_t op_id);
+  void forget(uint64_t op_id, const Descriptor& descriptor);
 
   std::unordered_map<uint64_t, Descriptor> recent_; ///< operations that have ended
   std::deque<uint64_t> recent_order_; ///< their ids, oldest first
-  std::vector<uint64_t> forgotten_; ///< derived ids of those that were in it before; from some size on a ring
-  size_t next_forgotten_ = 0; ///< the oldest of a full forgotten_
+  std::unordered_set<uint64_t> forgotten_; ///< derived ids of collectives that were in it before
+  std::deque<uint64_t> forgotten_order_; ///< the same, oldest first
   OperationId last_entered_;
   int64_t highest_sequence_ = 0; ///< of the counted operations
   std::optional<Descriptor> last_descriptor_;

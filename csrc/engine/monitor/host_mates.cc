@@ -257,10 +257,11 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
   if (closed_ || name.empty() || name.size() > kMaxUnixName) {
     return interest;
   }
-  const auto found = watched_.try_emplace(name).first;
-  if (found->second == nullptr) {
-    found->second = std::make_unique<Watched>(*this);
-    found->second->name = name;
+  auto found = watched_.find(name);
+  if (found == watched_.end()) {
+    auto made = std::make_unique<Watched>(*this);
+    made->name = name;
+    found = watched_.emplace(name, std::move(made)).first;
   }
   connect(*found->second);
   found->second->interests.emplace(interest, std::move(died));

@@ -123,7 +123,6 @@ void SharedHeap::release(void* begin) noexcept {
   for (const auto& [from, to] : block.detached) {
     (void)::mmap(arena_.at(from), to - from, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   }
-  block.detached.emplace_back(offset + block.room, offset + block.room);
   lock.lock();
   try {
     // Pages that a stopped peer may still write are never used again: that costs address space, and only after a failure.
@@ -133,6 +132,9 @@ void SharedHeap::release(void* begin) noexcept {
         giveRoom(free_from, from - free_from);
       }
       free_from = std::max(free_from, to);
+    }
+    if (offset + block.room > free_from) {
+      giveRoom(free_from, offset + block.room - free_from);
     }
   } catch (const std::bad_alloc&) { // the room is lost, nothing else
   }

@@ -27,8 +27,7 @@ void FailureReaders::acknowledge(const ErrorRecord& record, bool serves_store) c
     const int outside = record.code == ErrorCode::ConfigMismatch && job.numbers().empty() ? record.peer + 1 : 0;
     const int readers = std::min(kMaxRanks, std::max(size, outside));
     for (int reader = 0; reader < readers && !end.expired();) {
-      if (reader == rank || store.has(keyOf("read", reader)) ||
-          !(all_may_come || store.has(keyOf("member", reader)))) {
+      if (reader == rank || store.has(keyOf("read", reader)) || !(all_may_come || store.has(keyOf("member", reader)))) {
         ++reader;
       } else {
         (void)::poll(nullptr, 0, end.remainingMs(kStaySliceMs));

@@ -17,8 +17,8 @@ constexpr int kLongestPauseMs = 100;
 
 class Search {
  public:
-  Search(const StoreRound& round, const std::string& prefix)
-      : round_(round), store_(round.store), prefix_(prefix), newest_before_(lastClaimOfRankZero(store_, prefix)) {}
+  Search(const StoreRound& round, const std::string& prefix, int64_t newest_before)
+      : round_(round), store_(round.store), prefix_(prefix), newest_before_(newest_before) {}
 
   [[nodiscard]] std::optional<Generation> look() {
     const int64_t claimed = claimOfRankZero(store_, prefix_);
@@ -81,9 +81,9 @@ class Search {
 
 } // namespace
 
-Generation findGeneration(const StoreRound& round, const std::string& prefix) {
+Generation findGeneration(const StoreRound& round, const std::string& prefix, int64_t newest_before) {
   SlowWait slow(Clock::now());
-  Search search(round, prefix);
+  Search search(round, prefix, newest_before);
   for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
     round.abort.throwIfAborted();
     if (const auto found = search.look()) {

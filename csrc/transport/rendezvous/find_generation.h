@@ -20,7 +20,7 @@ struct Generation {
 /// the two apart. So a complete generation is never joined. One that failed is joined, for its error, only if it began after this rank came,
 /// or if its rank 0 is known to live, and if this rank has not taken part in it. Any other looks like a new one: then this rank joins it,
 /// believes nothing of it, and goes on when rank 0 comes. The rank 0 of this run finds it there, also if the two have different secrets.
-/// Throws Error(RendezvousTimeout) or the token's reason.
-[[nodiscard]] Generation findGeneration(const StoreRound& round, const std::string& prefix);
+/// `newest_before`: lastClaimOfRankZero() when this rank came. Throws Error(RendezvousTimeout) or the token's reason.
+[[nodiscard]] Generation findGeneration(const StoreRound& round, const std::string& prefix, int64_t newest_before);
 
 } // namespace pycomm

@@ -320,10 +320,11 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   round.notices = &notices;
   const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
   try {
+    const int64_t newest_before = follows ? lastClaimOfRankZero(store, prefix) : 0;
     for (;;) {
       try {
         if (follows) {
-          const Generation found = findGeneration(round, prefix);
+          const Generation found = findGeneration(round, prefix, newest_before);
           claim.generation = found.number;
           round.over = found.over;
           round.prefix = keysOf(claim);

@@ -34,7 +34,8 @@ struct RendezvousConfig {
   std::string remark; ///< one line that all ranks get (Member::remark)
   ProcessId process_id; ///< of this process, if the store is sealed
   Takeover takeover = Takeover::Never;
-  bool serves_store = false; ///< the store ends with this process: after a failure it stays until the others know why, at most 2 s
+  bool serves_store =
+      false; ///< the store ends with this process: after a failure it stays until the others know why, at most 2 s
   Deadline deadline = Deadline::never();
 };
 

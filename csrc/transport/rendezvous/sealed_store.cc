@@ -54,8 +54,8 @@ std::optional<std::string> SealedStore::find(const std::string& key) {
     if (!warned_.exchange(true)) {
       const int rank = error.record().peer;
       log(LogLevel::Warn,
-          "ignored the entry " + printable(key, kMaxLoggedKeyNbytes) +
-              " of torch's store: its writer" + (rank < 0 ? "" : ", rank " + std::to_string(rank) + " by the entry's name,") +
+          "ignored the entry " + printable(key, kMaxLoggedKeyNbytes) + " of torch's store: its writer" +
+              (rank < 0 ? "" : ", rank " + std::to_string(rank) + " by the entry's name,") +
               " has another secret than this process, or none. If the job ends with an error now, that error names the rank; do what "
               "it says. If the job starts, somebody else writes to the store: let only the hosts of the job reach MASTER_PORT");
     }

@@ -37,7 +37,7 @@ void runSmallOnesMeanwhile(const std::function<Group::Call(int rank)>& callOf) {
         };
         runSmall();
         const auto large = self.group.start(callOf(self.rank));
-        // The same number on both ranks, whichever ends first.
+        // The same number on both ranks, no matter which ends first.
         int meanwhile = 0;
         for (; !large->done() && meanwhile < kLeastMeanwhile; ++meanwhile) {
           runSmall();

@@ -379,7 +379,7 @@ void HostScene::ended() {
 } // namespace testing
 
 void futexWait(const WalkedWord<uint32_t>& word, uint32_t seen, int64_t /*timeout_us*/) noexcept {
-  // A rank that has noticed something is told that its group has failed, by another thread, which rings.
+  // If a rank has noticed something, another thread ends its group, and rings.
   if (!testing::HostScene::current().noticed(testing::Walk::current().rank()) &&
       word.load(std::memory_order_seq_cst) == seen) {
     testing::Walk::current().sleep(&word);

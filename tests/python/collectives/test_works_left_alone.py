@@ -1,4 +1,4 @@
-"""Programs that treat a Work, or its tensors, in other ways than to wait for it and leave them alone."""
+"""Programs that do not wait for a Work, or do not leave its tensors alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def interrupted_before_wait(rank: int, size: int) -> None:
 
 
 def other_storage(rank: int, size: int) -> None:
-    """``x.data = y`` while an operation on x is under way: it ends in the memory that it began in."""
+    """After ``x.data = y`` an operation on x ends in the memory that it began in."""
     for numel in (64, 1024, 100_000):
         for what in ("message", "collective", "list"):
             tensor = torch.zeros(numel)
@@ -194,7 +194,7 @@ def sparse(rank: int, rows: int) -> torch.Tensor:
 
 
 def sparse_without_memory(rank: int, size: int) -> None:
-    """A rank's own failure between two steps of a sum is told to the others at once."""
+    """A rank's own failure between two steps of a sum ends the others at once."""
     tensor = sparse(rank, 1_000_000)
     dist.all_reduce(sparse(rank, 10))
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Rank 0 serves the store and refuses to start: the other ranks learn why, though its process ends."""
+"""Rank 0 serves the store and refuses to start: the other ranks learn why before it ends."""
 
 from __future__ import annotations
 

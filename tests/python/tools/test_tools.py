@@ -152,8 +152,6 @@ BAD_FILES = {
         "#include <ATen/ATen.h>\n",
         "C++ tests see no torch",
     ),
-    "long C++": ("csrc/base/long.cc", "\n" * 401, "split at 400"),
-    "long Python": ("pycomm/errors.py", "\n" * 401, "split at 400"),
     "autoload torch": (
         "_pycomm_autoload.py",
         "from torch import nn\n",
