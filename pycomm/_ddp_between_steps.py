@@ -19,6 +19,10 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
     _sync_every: int
     _unsynced: set[str]
     global_group: Any
+    _last_forward: tuple[int, bool] = (0, True)
+    """The steps before the last forward with gradients, and whether that was in train() mode."""
+    _trains_in_mode: bool = True
+    """Whether the forward of the last step was in train() mode."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The new reducer counts a static graph's gradients in its first pass. torch's wrapper calls
@@ -50,6 +54,8 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
         trained = [each for name, each in mine.items() if name in self._unsynced]
         nbytes = average_(trained, self.global_group)
         self._unsynced.clear()
+        # A forward may have put others in their places.
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         buffers = list(self.named_module_buffers.values()) if self.broadcast_buffers else []
         if buffers:
             dist._broadcast_coalesced(  # type: ignore[attr-defined]

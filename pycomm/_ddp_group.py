@@ -143,9 +143,11 @@ def host_group(group: Any) -> Any:
 
 
 def _made_with(group: Any) -> tuple[Any, timedelta]:
-    """The options, of a group of pycomm's only, and the timeout that a group was made with."""
+    """The options, if pycomm is the group's only backend, and the timeout that it was made with."""
     with contextlib.suppress(ValueError):
         native_backend(group)
-        return group_options(group), group_timeout(group)
+        config = str(dist.get_backend_config(group))
+        alone = all(part.endswith("pycomm") for part in config.split(","))
+        return group_options(group) if alone else None, group_timeout(group)
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return None, getattr(options, "_timeout", default_pg_timeout)

@@ -16,6 +16,14 @@ def sync_when_due(model: Any, args: object) -> None:
     """Averages parameters before a forward with gradients if ``sync_every`` steps are over."""
     if not torch.is_grad_enabled():
         return
-    if model.reducer.stats().steps - model._steps_at_sync >= model._sync_every:
+    steps = model.reducer.stats().steps
+    steps_then, mode_then = model._last_forward
+    if steps != steps_then:
+        model._trains_in_mode = mode_then
+    model._last_forward = (steps, model.module.training)
+    # A forward in eval() mode of a model that is trained in train() mode is a look by one rank.
+    if steps - model._steps_at_sync >= model._sync_every and (
+        model.module.training or not model._trains_in_mode
+    ):
         model.sync()
     model._note_trained()

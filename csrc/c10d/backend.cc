@@ -153,11 +153,12 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
       call.tag = tag;
     }
   }
+  CallMemory memory;
   if (open != nullptr) {
-    open->memory.requireApart(prepared.calls, titled.title);
+    memory = open->memory.with(prepared.calls, titled.title);
   } else if (prepared.calls.size() > 1) {
     dropTwins(prepared.calls);
-    CallMemory().requireApart(prepared.calls, titled.title);
+    (void)memory.with(prepared.calls, titled.title);
   }
   for (at::Tensor& temporary : prepared.staging.takeTemporaries()) {
     prepared.content.keep_alive.push_back(std::move(temporary));
@@ -186,7 +187,14 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
     made->started();
   } catch (...) {
     tellOthers(content);
+    made->cancel();
+    if (open != nullptr && content.operations.empty()) {
+      open->works.pop_back();
+    }
     throw;
+  }
+  if (open != nullptr) {
+    open->memory = std::move(memory);
   }
   return made;
 }

@@ -38,7 +38,7 @@ class Furthest {
 
 } // namespace
 
-void CallMemory::requireApart(const std::vector<Call>& calls, const char* op) {
+CallMemory CallMemory::with(const std::vector<Call>& calls, const char* op) const {
   std::vector<Extent> all = extents_;
   size_t index = count_;
   const auto add = [&](const std::byte* ptr, size_t nbytes, bool written) {
@@ -79,8 +79,10 @@ void CallMemory::requireApart(const std::vector<Call>& calls, const char* op) {
       written.add(extent.end, extent.call);
     }
   }
-  extents_ = std::move(all);
-  count_ = index;
+  CallMemory both;
+  both.extents_ = std::move(all);
+  both.count_ = index;
+  return both;
 }
 
 void dropTwins(std::vector<Call>& calls) {

@@ -10,9 +10,9 @@ namespace pycomm {
 /// The memory of calls that are under way at the same time: those of one list, or of one coalescing window.
 class CallMemory {
  public:
-  /// Adds the collectives among `calls`. Throws Error(InvalidArgument), and adds nothing, if one of all the calls writes memory that
-  /// another one reads or writes. What one call does within its own memory is checked where it is made. `op`: for the text.
-  void requireApart(const std::vector<Call>& calls, const char* op);
+  /// This, and that of the collectives among `calls`. Throws Error(InvalidArgument) if one of all the calls writes memory that another one
+  /// reads or writes. What one call does within its own memory is checked where it is made. `op`: for the text.
+  [[nodiscard]] CallMemory with(const std::vector<Call>& calls, const char* op) const;
 
  private:
   struct Extent {

@@ -15,11 +15,23 @@ MessageWork::~MessageWork() {
     c10::intrusive_ptr<Owner> owner;
     at::Tensor tensor;
     c10::Storage storage;
+    std::shared_ptr<Keep> for_good; ///< itself
   };
-  auto keep = std::make_shared<Keep>(Keep{owner_, std::move(tensor_), std::move(storage_)});
-  CallbackPool& pool = owner_->group->engine().callbacks();
-  // Moved, so that the lane keeps no reference.
-  operation_->onDone([keep, &pool] { pool.submit([kept = std::move(*keep)] {}); });
+  std::shared_ptr<Keep> keep;
+  try {
+    keep = std::make_shared<Keep>();
+    *keep = {owner_, std::move(tensor_), std::move(storage_), nullptr};
+    CallbackPool& pool = owner_->group->engine().callbacks();
+    // Moved, so that the lane keeps no reference.
+    operation_->onDone([keep, &pool] { pool.submit([kept = std::move(*keep)] {}); });
+  } catch (...) { // no memory: then they are never freed
+    if (keep != nullptr) {
+      keep->for_good = keep;
+    } else {
+      (void)tensor_.unsafeReleaseTensorImpl();
+      (void)storage_.unsafeReleaseStorageImpl();
+    }
+  }
 }
 
 std::exception_ptr MessageWork::exception() const {

@@ -190,10 +190,10 @@ struct SparseSum {
     for (const auto& operation : gathers) {
       static_cast<void>(group->wait(*operation, Deadline::never()));
     }
+    awaited = false;
     for (const auto& operation : gathers) {
       await(*operation);
     }
-    awaited = false;
 
     std::vector<at::Tensor> columns; // each rank's indices are a matrix of its own
     int64_t begin = 0;
@@ -259,28 +259,38 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
   first.schedule.numel = static_cast<int64_t>(sizeof(Shape) / sizeof(int64_t));
   first.output = bytesOf(task->shapes.data(), task->shapes.size() * sizeof(Shape));
   first.input = first.output.slice(static_cast<size_t>(getRank()) * sizeof(Shape), sizeof(Shape));
-  task->first = start(first);
-  Operation::Request request;
-  request.id = task->first->request().id;
-  request.descriptor.kind = Collective::AllReduce;
-  task->whole = std::make_shared<Operation>(std::move(request));
-  task->context = callbackContext(IssueContext::current(), task->first->request().id.id, group_->identity().hash);
-
-  PycommWork::Content content;
-  content.inputs = {tensor};
-  content.outputs = {tensor};
-  content.operations = {task->whole};
-  // The task waits for operations, which the pool allows for. Moved on, so that the lane keeps no reference to free tensors by.
-  const auto made = work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
-  const auto first_operation = task->first;
-  first_operation->onDone([task = std::move(task), &pool = group_->engine().callbacks()]() mutable {
-    SparseSum* const sum = task.get();
-    CallbackPool::Task run = [task = std::move(task)] { task->run(); };
-    if (!pool.submit(std::move(run))) {
-      sum->giveUp();
+  const std::shared_ptr<Operation> begun = task->first = start(first);
+  c10::intrusive_ptr<PycommWork> made;
+  try {
+    Operation::Request request;
+    request.id = begun->request().id;
+    request.descriptor.kind = Collective::AllReduce;
+    task->whole = std::make_shared<Operation>(std::move(request));
+    task->context = callbackContext(IssueContext::current(), begun->request().id.id, group_->identity().hash);
+    PycommWork::Content content;
+    content.inputs = {tensor};
+    content.outputs = {tensor};
+    content.operations = {task->whole};
+    made = work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
+    made->started();
+    // The task waits for operations, which the pool allows for. Moved on, so that the lane keeps no reference to free tensors by.
+    begun->onDone([task, &pool = group_->engine().callbacks()]() mutable {
+      SparseSum* const sum = task.get();
+      CallbackPool::Task run = [task = std::move(task)] { task->run(); };
+      if (!pool.submit(std::move(run))) {
+        sum->giveUp();
+      }
+    });
+  } catch (...) {
+    PycommWork::Content content;
+    content.operations = {begun};
+    tellOthers(content);
+    static_cast<void>(group_->wait(*begun, Deadline::never())); // the group has ended; it wrote into the task
+    if (task->whole != nullptr) {
+      task->giveUp();
     }
-  });
-  made->started();
+    throw;
+  }
   return made;
 }
 

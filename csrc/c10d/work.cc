@@ -172,6 +172,12 @@ void PycommWork::started() {
   }
 }
 
+void PycommWork::cancel() {
+  if (state_->profiling_end) {
+    std::exchange(state_->profiling_end, nullptr)();
+  }
+}
+
 void PycommWork::handOver() const {
   for (const auto& operation : state_->content.operations) {
     if (!operation->done()) {
@@ -221,9 +227,11 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
   const auto one_less = [countdown, &pool, then] {
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
+      State& ended = *countdown->state;
       CallbackPool::Task task = [state = std::move(countdown->state), then] { then(*state); };
-      if (!pool.submit(std::move(task))) {
-        task(); // the engine has been shut down, and every operation has ended
+      if (!pool.submit(std::move(task))) { // the engine has been shut down, and every operation has ended
+        ended.gate.reset(); // this thread would wait for itself
+        task();
       }
     }
   };
@@ -393,8 +401,12 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
   state_->gate = CallbackGate::ofCaller();
   lock.unlock(); // if the engine has been shut down, this thread completes it now
-  handOver();
-  inPoolWhenAllEnd(state_, completeFuture);
+  try {
+    handOver();
+    inPoolWhenAllEnd(state_, completeFuture);
+  } catch (...) {
+    future->setErrorIfNeeded(std::current_exception()); // others may have the future already
+  }
   return future;
 }
 
@@ -406,7 +418,9 @@ void PycommWork::completeInChild(State& state, c10::ivalue::Future& future) {
     state.finish();
     state.complete(future);
   } catch (const Error& error) { // it is under way, in the parent
-    future.setError(toException(error.record()));
+    future.setErrorIfNeeded(toException(error.record()));
+  } catch (...) {
+    future.setErrorIfNeeded(std::current_exception());
   }
 }
 

@@ -66,6 +66,8 @@ class PycommWork final : public c10d::Work {
   /// Until started().
   [[nodiscard]] Content& starting() noexcept;
   void started();
+  /// Instead of started(): not all have. Those that have keep the tensors until they end.
+  void cancel();
   /// The caller of a synchronous collective runs it in wait(). Without that the engine's own threads do, from now on. Does not block.
   void handOver() const;
 

@@ -213,7 +213,7 @@ def _timeout(backend: str, options: Mapping[str, Any]) -> timedelta:
     """That of the group, also if it is set by PYCOMM_TIMEOUT or ``pg_options``."""
     from_torch: timedelta = options.get("timeout") or default_pg_timeout
     pg_options = options.get("pg_options") or Options()
-    if backend != "pycomm" or not isinstance(pg_options, Options):
+    if "pycomm" not in backend or not isinstance(pg_options, Options):
         return from_torch
     return timedelta(milliseconds=effective_timeout_ms(pg_options.resolve(), from_torch))
 
