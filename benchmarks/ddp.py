@@ -6,6 +6,7 @@ and either with one of these behind it:
     #no_sync   nothing is reduced: what computing alone costs
     #torch     torch's wrapper, whatever the backend
     #fp16      gradients travel as fp16: wire_dtype of our wrapper, the hook of torch's
+    #feedback  one small parameter has error feedback, so our wrapper looks at all averages (step)
 
 `pycomm:fp16` is torch's wrapper over a group whose sums travel in the codec of that name (ours does
 not use it), and `pycomm:tcp+fp16` the same over TCP.
@@ -53,7 +54,8 @@ def wrapped(module: nn.Module, way: str, group: Any) -> Any:
     if name == "pycomm" and how != "torch" and not encoded:
         import pycomm
 
-        wire = "fp16" if how == "fp16" else None
+        wires: dict[str, Any] = {"fp16": "fp16", "feedback": {"layers.0.norm1.weight": "int8"}}
+        wire = wires.get(how)
         return pycomm.DistributedDataParallel(module, process_group=group, wire_dtype=wire)
     model = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)
     if how == "fp16":

@@ -1,4 +1,4 @@
-"""What a wrapper does between steps: it averages over all hosts, and begins again."""
+"""What a wrapper does between steps: a sync, a restart, and the steps of others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from pycomm._averaging import average_
 from pycomm._ddp_options import reducible
 from pycomm.errors import UnsupportedError
 
+# A new reducer, and one whose state was reset, counts a static graph's gradients in its next pass.
+# torch's wrapper calls the end of that pass only while this is False.
+_FIRST_PASS = {"_static_graph_delay_allreduce_enqueued": False}
+
 
 class BetweenSteps(nn.parallel.DistributedDataParallel):
-    """A base of pycomm's wrapper."""
+    """Overrides of private methods of torch's wrapper."""
 
+    reducer: Any
     _sync_every: int
     _unsynced: set[str]
     global_group: Any
@@ -25,11 +30,7 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
     """Whether the forward of the last step was in train() mode."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The new reducer counts a static graph's gradients in its first pass. torch's wrapper calls
-        # the end of that pass only while this is False.
-        super().__setstate__(  # type: ignore[no-untyped-call]
-            {**state, "_static_graph_delay_allreduce_enqueued": False}
-        )
+        super().__setstate__({**state, **_FIRST_PASS})  # type: ignore[no-untyped-call]
 
     def _update_process_group(self, new_process_group: Any) -> None:
         if self._sync_every > 1:
@@ -38,6 +39,7 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
                 "to it: wrap the module anew with the new group"
             )
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
+        self.__dict__.update(_FIRST_PASS)
 
     def _note_trained(self) -> None:
         """The next sync averages the parameters that are trained now, even if frozen then."""
@@ -62,3 +64,10 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
                 self.global_group, buffers, self.broadcast_bucket_size, 0
             )
         return nbytes
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        # Torch's way runs hooks on zeros, bucket by bucket; buckets may need to be reduced twice.
+        self.reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Part of ``shadow_backward()``."""

@@ -14,6 +14,7 @@ AS_COUNTED = (
     "overflowed_buckets",
     "underflowed_buckets",
     "nonfinite_buckets",
+    "forgotten_residuals",
     "shared_nbytes",
 )
 """The counters that the reducer has under the same name."""
@@ -63,6 +64,8 @@ class DDPStats:
     """The same because it was too small; usual in the first step only."""
     nonfinite_buckets: int
     """fp16 buckets with Inf or NaN among some rank's gradients before they were packed."""
+    forgotten_residuals: int
+    """Steps with an average that was not finite, after which error feedback kept nothing."""
     shared_nbytes: int
     """Of the buckets as they are now, what the other ranks of this host reach in place; 0 where the
     ranks are on several hosts, or share no memory."""

@@ -156,6 +156,7 @@ def _add_stats(out: MetricsText, labels: Mapping[str, str], stats: DDPStats) -> 
         "exposed_seconds": stats.exposed_seconds,
         "overflowed_buckets": stats.overflowed_buckets,
         "nonfinite_buckets": stats.nonfinite_buckets,
+        "forgotten_residuals": stats.forgotten_residuals,
         "codec_overflows": stats.codec_overflows,
     }
     for name, value in values.items():

@@ -49,6 +49,10 @@ METRICS: dict[str, tuple[str, str]] = {
         _COUNTER,
         "fp16 buckets with Inf or NaN among some rank's gradients.",
     ),
+    "pycomm_ddp_forgotten_residuals_total": (
+        _COUNTER,
+        "Steps with an average that was not finite, after which error feedback kept nothing.",
+    ),
     "pycomm_ddp_codec_overflows_total": (
         _COUNTER,
         "Finite values that became infinite in int8 or fp8 on this rank.",

@@ -236,6 +236,15 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._note_trained()
         self._unsynced.update(state.get("unsynced_parameters", ()))
 
+    def scale_residuals(self, factor: float) -> None:
+        """Multiplies what error feedback keeps on this rank. Call it on every rank.
+
+        Residuals have the unit of the averages: pass the factor of clipping, or the new loss scale
+        over the old one after ``scaler.update()``; 0 forgets them, for a step that you drop. After
+        a step with an average that is not finite they are zeros. ValueError: not a finite factor.
+        """
+        self.reducer.scale_residuals(float(factor))
+
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
     ) -> None:
@@ -310,13 +319,6 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                 "number of batches, as torch.utils.data.DistributedSampler does"
             )
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
-
-    def _match_all_reduce_for_bwd_pass(self) -> None:
-        # Torch's way runs hooks on zeros, bucket by bucket; buckets may need to be reduced twice.
-        self.reducer.shadow_backward()
-
-    def _match_unused_params_allreduce(self) -> None:
-        """Part of ``shadow_backward()``."""
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         # torch calls this before its own check of shapes, which names parameters by index only.

@@ -162,6 +162,7 @@ void bindReducer(py::module_& m) {
       .def_readonly("overflowed_buckets", &ReducerStats::overflowed_buckets)
       .def_readonly("underflowed_buckets", &ReducerStats::underflowed_buckets)
       .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets)
+      .def_readonly("forgotten_residuals", &ReducerStats::forgotten_residuals)
       .def_readonly("accumulated", &ReducerStats::accumulated)
       .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes);
 
@@ -205,6 +206,7 @@ void bindReducer(py::module_& m) {
       .def("last_step", lastStep)
       .def("residuals", torch::wrap_pybind_function_no_gil(&Reducer::residuals))
       .def("set_residuals", torch::wrap_pybind_function_no_gil(setResiduals), py::arg("residuals"))
+      .def("scale_residuals", torch::wrap_pybind_function_no_gil(&Reducer::scaleResiduals), py::arg("factor"))
       .def("bucket_names", torch::wrap_pybind_function_no_gil(&Reducer::bucketNames))
       .def("_register_comm_hook", torch::wrap_pybind_function(registerPythonHook), py::arg("state"), py::arg("hook"))
       .def("_register_builtin_comm_hook", torch::wrap_pybind_function_no_gil(registerBuiltinHook), py::arg("type"))

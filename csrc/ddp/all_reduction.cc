@@ -1,3 +1,4 @@
+#include <string>
 #include <utility>
 
 #include "c10d/call_tag.h"
@@ -56,7 +57,7 @@ class AllReduction final : public Reduction {
  private:
   void start(Bucket& bucket, size_t index) {
     counts_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
-    const CallTag about(tags_[index]);
+    const CallTag about(CallTag::of(std::to_string(state_), tags_[index]));
     works_[index] = bucket.allReduce(*group_);
   }
 

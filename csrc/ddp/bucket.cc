@@ -98,6 +98,10 @@ Verdict Bucket::judge() {
   return verdict;
 }
 
+at::Tensor Bucket::sums() const {
+  return memory_.sparse() ? memory_.home._values() : memory_.travelling();
+}
+
 bool Bucket::canCommit() const {
   return !streams_.has_value() && wire_->accepts(memory_.tail());
 }

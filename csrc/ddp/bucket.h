@@ -63,6 +63,8 @@ class Bucket {
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(c10d::ProcessGroup& group) const;
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
+  /// After judge() or takeResult(): the elements that were reduced.
+  [[nodiscard]] at::Tensor sums() const;
   /// Whether commit() can follow now: the bucket is on the CPU, and judge() would accept the sums.
   [[nodiscard]] bool canCommit() const;
   /// The result of a comm hook becomes the content of home.

@@ -1,29 +1,42 @@
 #include "ddp/bucket_pipeline.h"
 
+#include <ATen/core/TensorBody.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/isfinite.h>
+
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "ddp/pass_failure.h"
+#include "ddp/wire_scale.h"
+#include "numeric/convert.h"
 
 namespace pycomm {
 
 BucketPipeline::BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder)
-    : buckets_(buckets), reduction_(std::move(reduction)), recorder_(recorder) {}
+    : buckets_(buckets), reduction_(std::move(reduction)), recorder_(recorder), looks_(buckets.keepsResiduals()) {}
 
 void BucketPipeline::begin(int divisor) {
   for (Bucket& bucket : buckets_.all()) {
     bucket.beginStep(divisor);
   }
-  first_unlaunched_ = 0;
-  first_unfinished_ = 0;
+  beginStep();
 }
 
 void BucketPipeline::beginShadow(int divisor) {
   for (Bucket& bucket : buckets_.all()) {
     bucket.beginShadowStep(divisor);
   }
+  beginStep();
+}
+
+void BucketPipeline::beginStep() {
   first_unlaunched_ = 0;
   first_unfinished_ = 0;
+  finite_ = true;
+  finite_on_device_.clear();
 }
 
 void BucketPipeline::pack(size_t param) {
@@ -76,6 +89,9 @@ void BucketPipeline::finishFirst(const IsWritten& is_written) {
   const size_t index = first_unfinished_;
   Bucket& bucket = buckets_.all()[index];
   reduction_->finish(bucket, index);
+  if (looks_) {
+    lookAt(bucket.sums());
+  }
   std::vector<size_t> written;
   for (size_t slot = 0; slot < bucket.slots().size(); ++slot) {
     if (is_written(bucket.slots()[slot].index)) {
@@ -85,6 +101,25 @@ void BucketPipeline::finishFirst(const IsWritten& is_written) {
   bucket.commit(written);
   recorder_.unpacked(index);
   ++first_unfinished_;
+}
+
+void BucketPipeline::lookAt(const at::Tensor& sums) {
+  const at::NoGradGuard no_grad;
+  if (!sums.is_cpu()) {
+    finite_on_device_.push_back(at::isfinite(sums).all());
+  } else if (sums.scalar_type() == at::kFloat && sums.is_contiguous()) {
+    const auto* values = static_cast<const float*>(sums.const_data_ptr());
+    const uint32_t largest = maxAbsBits(values, static_cast<size_t>(sums.numel()));
+    finite_ = finite_ && WireScale::exponentCode(largest) != static_cast<float>(WireScale::kNonFiniteCode);
+  } else {
+    finite_ = finite_ && at::isfinite(sums).all().item<bool>();
+  }
+}
+
+bool BucketPipeline::averagesAreFinite() const {
+  return finite_ && std::all_of(finite_on_device_.begin(), finite_on_device_.end(), [](const at::Tensor& finite) {
+           return finite.item<bool>();
+         });
 }
 
 } // namespace pycomm

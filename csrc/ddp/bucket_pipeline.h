@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "ddp/bucket_set.h"
 #include "ddp/reduction.h"
@@ -34,6 +35,10 @@ class BucketPipeline {
   void begin(int divisor);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
+  /// See Reduction::begin().
+  void shareState(uint32_t state) noexcept {
+    reduction_->begin(state);
+  }
   void pack(size_t param);
   /// Launches the buckets that are full. True if it launched the last one.
   [[nodiscard]] bool launchFull();
@@ -51,6 +56,10 @@ class BucketPipeline {
   /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
   [[nodiscard]] std::string awaited() const;
 
+  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no wire keeps a residual. After
+  /// finishAll(); on a device it waits for the device.
+  [[nodiscard]] bool averagesAreFinite() const;
+
   [[nodiscard]] const ReductionCounts& counts() const noexcept {
     return reduction_->counts();
   }
@@ -59,13 +68,18 @@ class BucketPipeline {
   }
 
  private:
+  void beginStep();
   void finishFirst(const IsWritten& is_written);
+  void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;
   std::unique_ptr<Reduction> reduction_;
   StepRecorder& recorder_;
   size_t first_unlaunched_ = 0;
   size_t first_unfinished_ = 0;
+  bool looks_; ///< at the averages: a wire keeps residuals
+  bool finite_ = true; ///< what lookAt() saw in this step,
+  std::vector<at::Tensor> finite_on_device_; ///< and where it has not waited for the answer
 };
 
 } // namespace pycomm

@@ -131,10 +131,19 @@ std::map<std::string, at::Tensor> BucketSet::copyResiduals() const {
   return copies;
 }
 
-void BucketSet::forgetResiduals() {
-  for (auto& [name, tensor] : residuals()) {
-    tensor.zero_();
+void BucketSet::scaleResiduals(double factor) {
+  const at::NoGradGuard no_grad;
+  for (const Bucket& bucket : buckets_) {
+    at::Tensor residual = bucket.wire().residual();
+    if (residual.defined()) {
+      factor == 0 ? residual.zero_() : residual.mul_(factor);
+    }
   }
+}
+
+bool BucketSet::keepsResiduals() const {
+  return std::any_of(
+      buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.wire().residual().defined(); });
 }
 
 bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why) {

@@ -24,6 +24,11 @@ class BucketSet {
     size_t slot;
   };
 
+  /// Leaves no bucket, and no state of a wire.
+  void clear() noexcept {
+    buckets_.clear();
+  }
+
   /// Where buckets get memory from now on. Cut them again after this.
   void setSource(FlatMemory source) {
     source_ = source;
@@ -63,8 +68,10 @@ class BucketSet {
   /// Takes values of the form of copyResiduals(); parameters that they lack get zeros. False if a name or shape is unknown: then
   /// nothing is done, and `why` says which.
   [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why);
-  /// Error feedback keeps zeros.
-  void forgetResiduals();
+  /// Multiplies what error feedback keeps; 0 forgets it, also if it is not finite.
+  void scaleResiduals(double factor);
+  /// Whether error feedback keeps anything here.
+  [[nodiscard]] bool keepsResiduals() const;
 
  private:
   /// The wires' own memory.

@@ -18,10 +18,6 @@ void GradientOrder::came(size_t param) {
   came_.push_back(param);
 }
 
-void GradientOrder::forget() {
-  came_.clear();
-}
-
 std::vector<size_t> GradientOrder::seen() const {
   std::vector<size_t> seen;
   std::vector<bool> listed(expected_.size(), false);

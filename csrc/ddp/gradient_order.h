@@ -18,7 +18,6 @@ class GradientOrder {
   }
   /// A gradient of the first reduction came. May be called several times for one parameter.
   void came(size_t param);
-  void forget();
   /// The first reduction is over: the order can be agreed on.
   void close() noexcept {
     open_ = false;

@@ -1,5 +1,6 @@
 #include "ddp/reducer.h"
 
+#include <cmath>
 #include <utility>
 
 #include "c10d/raising.h"
@@ -90,6 +91,10 @@ void Reducer::resetStep() {
 void Reducer::prepareForForward() {
   const std::lock_guard lock(mutex_);
   throwIfUnfinished();
+  followTrained();
+}
+
+void Reducer::followTrained() {
   const std::optional<size_t> changed = trained_.changed(params_);
   if (!changed.has_value()) {
     return;
@@ -181,12 +186,15 @@ void Reducer::resetState() {
   failure_.forget();
   join_work_.reset();
   post_backward_.clear();
-  order_.forget();
+  order_ = GradientOrder(params_.size());
   pass_.setAccumulated(0);
-  if (used_.has_value()) {
-    used_->abandon();
+  if (pass_.hasStaticGraph()) {
+    pass_.setStaticGraph();
   }
-  buckets_.forgetResiduals(); // a failed operation may have left anything in it
+  if (used_.has_value()) {
+    used_.emplace(params_.size());
+  }
+  buckets_.clear(); // scales; and residuals, in which a failed operation may have left anything
   cutBuckets();
 }
 
@@ -223,6 +231,13 @@ std::map<std::string, at::Tensor> Reducer::residuals() {
 bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {
   const std::lock_guard lock(mutex_);
   return buckets_.setResiduals(residuals, why);
+}
+
+void Reducer::scaleResiduals(double factor) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(std::isfinite(factor), "residuals are scaled by a finite factor, and this one is ", factor);
+  TORCH_CHECK(!pass_.reducing(), "residuals cannot be scaled in the middle of a backward pass");
+  buckets_.scaleResiduals(factor);
 }
 
 ReducerStats Reducer::stats() {

@@ -84,7 +84,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   void removeAutogradHooks();
   void checkFinalized();
-  /// Forgets an unfinished or failed pass, and replaces buffers that a lost operation might still write.
+  /// Forgets an unfinished or failed pass, and all that ranks share: scales, order and counts are those of a new reducer, so that a
+  /// newcomer can follow. Replaces buffers that a lost operation might still write.
   void resetState();
   void updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// Passes since the last reduction, as a checkpoint had them.
@@ -93,6 +94,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::map<std::string, at::Tensor> residuals();
   /// Takes values of the form of residuals(): see BucketSet::setResiduals().
   [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why);
+  /// Multiplies the residuals of this rank, as what the program does to the averages. Throws a ValueError unless `factor` is finite.
+  void scaleResiduals(double factor);
 
   /// From the next forward pass on.
   void recordSteps(bool on);
@@ -120,6 +123,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// If it throws, that is a failure: there are no buckets to go on with.
   void cutBuckets();
   void makeBuckets();
+  /// Cuts the buckets anew if parameters were frozen or unfrozen.
+  void followTrained();
+  /// Of all that ranks must share when a pass begins, and that operations do not show: see Reduction::begin().
+  [[nodiscard]] uint32_t sharedState() const;
   void resetStep();
 
   void onGradient(size_t index);

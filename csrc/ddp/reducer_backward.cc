@@ -2,8 +2,10 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <string>
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "ddp/reducer.h"
@@ -87,6 +89,7 @@ void Reducer::beginPass() {
   if (!pass_.reducing()) {
     return;
   }
+  pipeline_->shareState(sharedState());
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
     future->waitAndThrow();
@@ -98,6 +101,16 @@ void Reducer::beginPass() {
   for (const size_t unreachable : pass_.unreachable()) {
     markReady(unreachable);
   }
+}
+
+// Exponents at the pass's begin: those of a bucket that is packed again change before it is reduced again.
+uint32_t Reducer::sharedState() const {
+  std::string text = order_.agreed() ? "agreed" : "";
+  text += used_.has_value() && used_->kept() ? " kept" : "";
+  for (const Bucket& bucket : buckets_.all()) {
+    text += ' ' + std::to_string(bucket.wire().exponent());
+  }
+  return CallTag::of(text);
 }
 
 void Reducer::delayAllReduce() {
@@ -194,6 +207,12 @@ void Reducer::commit() {
     stats_.exposed_ns += used_->takeWaitedNs();
     pass_.hasStaticGraph() ? used_->keep() : used_->clear();
   }
+  if (!pipeline_->averagesAreFinite()) {
+    // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
+    // count. The residuals from before it are gone, since the all-reduce writes them.
+    buckets_.scaleResiduals(0);
+    ++stats_.forgotten_residuals;
+  }
   order_.close();
   resetStep();
 }
@@ -202,6 +221,7 @@ void Reducer::shadowBackward() {
   raising([&] {
     const std::lock_guard lock(mutex_);
     throwIfUnfinished();
+    followTrained();
     resetStep();
     recorder_.drop();
     if (pass_.countPass()) {
@@ -212,6 +232,7 @@ void Reducer::shadowBackward() {
 
 void Reducer::reduceZeros() {
   try {
+    pipeline_->shareState(sharedState());
     pipeline_->beginShadow(group_.size());
     if (used_.has_value()) {
       used_->clear();

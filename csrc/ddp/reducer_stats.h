@@ -17,6 +17,7 @@ struct ReducerStats {
   int64_t overflowed_buckets = 0; ///< fp16 buckets reduced twice because the first scale was too large
   int64_t underflowed_buckets = 0; ///< fp16 buckets reduced twice because the first scale was too small
   int64_t nonfinite_buckets = 0; ///< fp16 buckets that held Inf or NaN before they were packed
+  int64_t forgotten_residuals = 0; ///< steps with an average that was not finite: error feedback kept nothing
   int64_t accumulated = 0; ///< passes since the last reduction
   int64_t shared_nbytes = 0; ///< of the present buckets: bytes that other ranks reach in place
 

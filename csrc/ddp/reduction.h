@@ -32,6 +32,10 @@ class Reduction {
   Reduction(const Reduction&) = delete;
   Reduction& operator=(const Reduction&) = delete;
 
+  /// A pass begins. `state`: of what all ranks must share now. A rank with another one gets a mismatch, if the group compares operations.
+  void begin(uint32_t state) noexcept {
+    state_ = state;
+  }
   /// `index`: of the bucket, which is sealed.
   virtual void launch(Bucket& bucket, size_t index) = 0;
   /// Whether finish() would neither wait, throw nor reduce again. Another rank may see another answer at the same time.
@@ -50,6 +54,7 @@ class Reduction {
 
  protected:
   ReductionCounts counts_;
+  uint32_t state_ = 0;
 };
 
 /// By an all-reduce with SUM over `group`; once more if the bucket's scale was wrong. `tags`: one per bucket, see CallTag.

@@ -53,9 +53,4 @@ void UsedParams::clear() {
   }
 }
 
-void UsedParams::abandon() {
-  work_.reset();
-  clear();
-}
-
 } // namespace pycomm

@@ -25,8 +25,6 @@ class UsedParams {
 
   /// Forgets the marks, except after keep().
   void clear();
-  /// clear(), and drops the sum that launch() started.
-  void abandon();
   /// The answer holds for all later reductions: the graph is static.
   void keep() noexcept {
     kept_ = true;

@@ -31,7 +31,7 @@ enum class Verdict {
 ///     own, comm hook   home = g               by the hook                the hook's result
 ///     cast             cast = dtype(g)        SUM                        cast / N
 ///     scaled           cast = fp16(g * 2^s)   SUM, and of the tail       cast * 2^-s / N, or all once more
-///     encoded          as own, or cast        SUM + residual, by a codec as own, or cast
+///     encoded          (cast =) fp32(g) / N   SUM + residual, by a codec home, or cast
 ///
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Another kind of wire is one more
 /// class, and a line in makeWire().

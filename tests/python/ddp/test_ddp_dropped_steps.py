@@ -1,0 +1,116 @@
+"""Error feedback keeps nothing of a dropped step, and can be scaled with the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ddp_rig import wrap
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+
+NUMEL = 8192
+
+
+class Slopes(nn.Module):
+    """The gradient of each parameter is what is passed for it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.zeros(NUMEL, dtype=dtype)) for _ in range(2))
+
+    def forward(self, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (self.weight * weight).sum() + (self.other * other).sum()
+
+
+def slopes_of(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (1e-3 * torch.randn(NUMEL, generator=generator)).to(dtype)
+
+
+def diverged(
+    rank: int, world_size: int, dtype: torch.dtype, other: str | None, bad: str
+) -> tuple[float, int]:
+    """A batch of 1e25 whose step is dropped, since one element of `bad` is not finite."""
+    model = wrap(Slopes(dtype), wire_dtype={"weight": "int8", "other": other})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(4):
+        slopes = {name: slopes_of(rank, step, dtype) for name in ("weight", "other")}
+        if step == 1:
+            slopes = {name: each * 1e28 for name, each in slopes.items()}
+            slopes[bad][5] = float("inf" if rank == 0 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(model(**slopes)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    largest = max(float(each.detach().abs().max()) for each in model.parameters())
+    return largest, model.stats().forgotten_residuals
+
+
+CASES = [
+    (torch.float32, None, "weight"),
+    (torch.float32, None, "other"),
+    (torch.float32, "fp16", "other"),
+    (torch.bfloat16, None, "other"),
+]
+
+
+def all_diverged(rank: int, world_size: int) -> list[tuple[float, int]]:
+    return [diverged(rank, world_size, *case) for case in CASES]
+
+
+def test_a_batch_that_diverged_and_was_skipped_leaves_nothing() -> None:
+    found = ranks.run_ranks(2, all_diverged, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        for case, (largest, forgotten) in zip(CASES, results, strict=True):
+            assert largest < 0.02, case
+            assert forgotten == 1, case
+
+
+def clipped(rank: int, world_size: int) -> None:
+    """A spike that clipping scales by c: its loss is scaled by c as well."""
+    model = wrap(Slopes(torch.float32), wire_dtype="int8")
+    given, arrived = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL)
+    for step in range(5):
+        factor = 1e-6 if step == 1 else 1.0
+        slopes = slopes_of(rank, step, torch.float32) / factor
+        model.zero_grad()
+        model(slopes, slopes).backward()
+        for each in model.parameters():
+            each.grad *= factor  # as clip_grad_norm_ does
+        model.scale_residuals(factor)
+        whole = slopes.double() * factor
+        dist.all_reduce(whole)
+        given += whole / world_size
+        arrived = arrived + model.module.weight.grad
+        assert (arrived - given).abs().max() < 5e-3 / 60  # within a few of int8's steps
+    model.scale_residuals(0)
+    state = model.communication_state_dict()["residuals"]
+    assert all(not each.any() for each in state.values())
+    with pytest.raises(ValueError, match="finite"):
+        model.scale_residuals(float("nan"))
+
+
+def test_residuals_are_scaled_with_the_gradients() -> None:
+    ranks.run_ranks(2, clipped, timeout_s=100, preload=ranks.TORCH_DDP)
+
+
+def units(rank: int, world_size: int) -> list[float]:
+    """The largest residual of a model in fp32, and of the same one in bf16."""
+    largest = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = wrap(Slopes(dtype), wire_dtype="int8")
+        model(*(slopes_of(0, step, dtype) for step in range(2))).backward()
+        kept = model.communication_state_dict()["residuals"]["weight"].abs().max()
+        dist.all_reduce(kept)
+        largest.append(float(kept))
+    return largest
+
+
+def test_residuals_are_in_units_of_the_average_in_every_dtype() -> None:
+    fp32, bf16 = ranks.run_ranks(2, units, timeout_s=100, preload=ranks.TORCH_DDP)[0].value
+    assert bf16 == pytest.approx(fp32, rel=0.3)
