@@ -159,7 +159,6 @@ AUTOLOAD_MUST_NOT_IMPORT = {"torch", "pycomm"}
 # --- both -----------------------------------------------------------------------------------------
 
 
-
 class Floor(NamedTuple):
     level: int
     kind: str

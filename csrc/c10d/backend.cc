@@ -205,6 +205,9 @@ void PycommBackend::tellOthers(const PycommWork::Content& content) noexcept {
   }
   // The other ranks have begun, or will begin, operations that this one never does.
   ErrorRecord reason = recordInAnyCase(group_->identity(), [&] { return ownTroubleHere(group_->identity()); });
+  if (!isOwnTrouble(reason.code)) {
+    return; // all ranks find that
+  }
   reason.peer = group_->identity().jobRank();
   group_->abort(reason);
 }

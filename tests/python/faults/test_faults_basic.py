@@ -184,6 +184,7 @@ def interrupted(rank: int, world_size: int) -> float | None:
     except KeyboardInterrupt:
         caught_s = time.monotonic()
         mark("interrupted")
+        dist.group.WORLD.abort()  # type: ignore[union-attr]  # what it waited in is still under way
         return caught_s
     return None
 

@@ -228,9 +228,9 @@ MUTATIONS = [
     ),
     Mutation(
         "staged bytes are not copied",
-        "transfer.cc",
-        "      if (state.staging) {\n        std::memcpy(",
-        "      if (false) {\n        std::memcpy(",
+        "local_steps.cc",
+        "      return arriving == nullptr ? 0 : prepared_.nbytesOf(step.dst);",
+        "      return 0;",
     ),
     Mutation(
         "consumed before the frame has left",
@@ -327,7 +327,7 @@ MUTATIONS = [
     Mutation(
         "a stuck rank does not ask everybody",
         "roll_call_ask.cc",
-        "if (peer != config_.rank && !known) {\n        ask(op, peer);",
+        "if (peer != config_.rank && !known && op.mayAsk(peer)) {\n        ask(op, peer);",
         "if (false) {\n        ask(op, peer);",
         survives="who is waited for is asked after 2 ms; only operations without edges need more",
     ),
