@@ -59,6 +59,21 @@ void* operator new(size_t nbytes) {
 void* operator new[](size_t nbytes) {
   return pycomm::testing::allocate(nbytes);
 }
+// A sanitizer has its own of these, which do not call those above.
+void* operator new(size_t nbytes, const std::nothrow_t& /*tag*/) noexcept {
+  try {
+    return pycomm::testing::allocate(nbytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+void* operator new[](size_t nbytes, const std::nothrow_t& /*tag*/) noexcept {
+  try {
+    return pycomm::testing::allocate(nbytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 void operator delete(void* memory) noexcept {
   pycomm::testing::release(memory);
 }
