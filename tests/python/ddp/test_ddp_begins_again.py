@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import ranks
-import torch
 import torch.distributed as dist
-from ddp_rig import wrap
-from torch import nn
+from ddp_rig import Layers, step, wrap
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
-
-
-class Layers(nn.Module):
-    """The gradient of every element of both parameters is the batch's value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = (nn.Parameter(torch.zeros(2000)) for _ in range(2))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return ((self.first + self.last) * batch).sum()
-
-
-def step(model: Any, value: float) -> list[float]:
-    model.zero_grad()
-    model(torch.full((1,), value)).backward()
-    return [float(each.grad[0]) for each in model.parameters() if each.grad is not None]
 
 
 def copied(rank: int, world_size: int) -> list[list[float]]:
