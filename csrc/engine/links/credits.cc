@@ -1,6 +1,7 @@
 #include "engine/links/credits.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace pycomm {
 
@@ -111,12 +112,18 @@ std::map<int, Credits::Unexpected> Credits::takeUnexpected(uint64_t op_id) {
 // Messages are not kept: which ones are past is known by their numbers (PointToPoint).
 void Credits::keepPast(const EdgeState& edge, uint64_t op_id, bool message) {
   Peer& to = peer(edge.peer);
-  while (!to.past.empty() && to.eager_sent - to.past.front().sent > config_.eager_pool_nbytes) {
+  const int64_t over = to.eager_sent - config_.eager_pool_nbytes;
+  while (!to.past.empty() && to.past.front().sent < over) {
     to.past.pop_front();
   }
-  if (edge.passed > 0 && edge.limit == kNoLimit && !message) {
-    to.past.push_back(Past{op_id, to.eager_sent});
+  if (edge.passed == 0 || edge.limit != kNoLimit || message || edge.eager_sent < over) {
+    return;
   }
+  auto at = to.past.end(); // operations end in about the order of their last frames
+  while (at != to.past.begin() && std::prev(at)->sent > edge.eager_sent) {
+    --at;
+  }
+  to.past.insert(at, Past{op_id, edge.eager_sent});
 }
 
 bool Credits::isPast(int rank, uint64_t op_id) const {
@@ -295,6 +302,7 @@ void Credits::sent(uint64_t op_id, int rank, int64_t nbytes, Permission used) {
     if (EdgeState* edge = edgeTo(found->second.outgoing, rank)) {
       edge->moved += nbytes;
       ++edge->passed;
+      edge->eager_sent = peer(rank).eager_sent;
     }
   }
 }

@@ -97,7 +97,7 @@ class Credits {
   struct Usage {
     int64_t eager_in = 0; ///< bytes in the pools of all peers
     size_t past = 0; ///< see Peer::past
-    size_t most_past = 0; ///< where operations end before the next ones begin
+    size_t most_past = 0; ///< as many as there are frames in a pool, of each peer
     size_t ahead = 0; ///< see Peer::ahead
     size_t with_credit = 0; ///< operations
     size_t unexpected_credit = 0; ///< operations that are not posted here, and have credit or frames
@@ -118,6 +118,7 @@ class Credits {
     int64_t limit = kNoLimit; ///< bytes of this edge that may be sent in all: as told to the peer, or as told by it
     bool shown = false; ///< incoming: the peer has posted the operation, as a frame of it shows
     bool ahead = false; ///< incoming: counted in Peer::ahead
+    int64_t eager_sent = 0; ///< outgoing: Peer::eager_sent after its last frame
   };
   struct Op {
     std::vector<EdgeState> incoming;
@@ -132,15 +133,15 @@ class Credits {
   /// An operation that has ended here, for which credit may still come: all that was sent went eagerly.
   struct Past {
     uint64_t op_id;
-    int64_t sent; ///< Peer::eager_sent at its end
+    int64_t sent; ///< Peer::eager_sent after its last frame to that peer
   };
   struct Peer {
     int64_t eager_out = 0; ///< in the peer's pool because of us
     int64_t eager_in = 0; ///< in our pool because of it, not yet consumed
     int64_t eager_used = 0; ///< consumed, not yet given back
     int64_t eager_sent = 0; ///< ever
-    /// The oldest first. Once more than a pool has been sent after an operation, the peer has given back room for some of that, so
-    /// it has read that operation's frames before, and credit that it granted until then has come.
+    /// In the order of their last frames. Once more than a pool has been sent after an operation's last frame, the peer has given back
+    /// room for some of that, so it has read that frame before, and credit that it granted until then has come.
     std::deque<Past> past;
     size_t ahead = 0; ///< edges that have credit, while nothing shows that the peer has posted their operations
     size_t limits = 0; ///< entries of unexpected_ with credit

@@ -77,7 +77,6 @@ class Checks {
     if (clean && usage) {
       usage->staging_nbytes = usage->staging_nbytes > greetings ? usage->staging_nbytes : 0;
       usage->asks = 0; // each goes when it is due, which is after the end of a seed
-      usage->protocol.past = 0; // not judged here: some seeds exceed Protocol::Usage::most_past, and why is not known
       if (const std::string held = heldText(*usage); !held.empty()) {
         add(who + " keeps something although every operation has ended: " + held);
       }

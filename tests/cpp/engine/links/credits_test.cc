@@ -177,6 +177,27 @@ TEST(Credits, CreditForAnOperationThatHasEndedIsPastUntilAPoolMoreHasBeenSent) {
   EXPECT_TRUE(credits.isPast(1, 7));
 }
 
+// A root waits for another receiver, and all of its operations end together, long after this peer has read them.
+TEST(Credits, PastOperationsAreNoMoreThanThereAreFramesInAPoolHoweverManyEndTogether) {
+  Credits credits(SmallLimits(), 2);
+  constexpr uint64_t kLast = 500;
+  for (uint64_t op_id = 1; op_id <= kLast; ++op_id) {
+    postTo(credits, op_id, sending(1000));
+    ASSERT_EQ(credits.maySend(op_id, 1, 1000), Permission::Eager);
+    credits.sent(op_id, 1, 1000, Permission::Eager);
+    ASSERT_EQ(credits.granted(0, 1, 1000 + kFrameCost), nullptr);
+  }
+  for (uint64_t op_id = kLast; op_id > 0; --op_id) { // in any order
+    credits.ended(op_id);
+  }
+  const auto in_pool = static_cast<uint64_t>(SmallLimits().eager_pool_nbytes / (1000 + kFrameCost));
+  EXPECT_LE(credits.usage().past, in_pool + 1);
+  EXPECT_LE(credits.usage().past, credits.usage().most_past);
+  EXPECT_TRUE(credits.isPast(1, kLast));
+  EXPECT_TRUE(credits.isPast(1, kLast - in_pool));
+  EXPECT_FALSE(credits.isPast(1, 1));
+}
+
 TEST(Credits, WhatNoPeerSends) {
   Credits credits(SmallLimits(), 2);
   postTo(credits, 1, sending(10));
