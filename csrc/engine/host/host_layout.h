@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/buffer_view.h"
+#include "base/job_ranks.h"
 #include "engine/host/host_word.h"
 #include "transport/frame_header.h"
 
