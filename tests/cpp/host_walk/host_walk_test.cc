@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "host_walk/scene.h"
+#include "todays_share.h"
 
 namespace pycomm::testing {
 namespace {
@@ -23,7 +24,7 @@ void walk(const Plot& plot) {
         (act.in_place ? " in place" : "") + " op " + std::to_string(static_cast<int>(act.op));
   }
   HostScene scene(plot);
-  const Walk::Found found = Walk(scene, plot.size).all(1000000);
+  const Walk::Found found = Walk(scene, plot.size).all(4000000);
   EXPECT_EQ(found.wrong, "") << name;
   EXPECT_GT(found.states, 100U) << name;
   EXPECT_GT(found.runs, 0U) << name;
@@ -58,7 +59,8 @@ TEST(HostWalk, Rounds) {
 
 TEST(HostWalk, RoundsOfThreeRanks) {
   for (const Case& each : kFew) {
-    walk({3, {actOf(each.kind, 1, each.op)}, -1, false, false});
+    walk({3, {actOf(each.kind, 1, each.op)}});
+    walk({3, {actOf(each.kind, 2, each.op)}, -1, false, false});
   }
 }
 
@@ -67,6 +69,7 @@ TEST(HostWalk, InPlace) {
     walk({2, {actOf(each.kind, 2, each.op, true)}});
   }
   walk({3, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, -1, false, false});
+  walk({3, {actOf(Collective::AllGather, 1, ReduceOp::None, true)}, -1, false, false});
 }
 
 // More operations than slots.
@@ -101,10 +104,35 @@ TEST(HostWalk, OneThatLeavesOrFails) {
   }
 }
 
+TEST(HostWalk, OneOfThreeThatLeavesOrFails) {
+  for (int leaver = 0; leaver < 3; ++leaver) {
+    for (const Case& each : kFew) {
+      walk({3, {actOf(each.kind, 0, each.op)}, leaver, false, false});
+    }
+  }
+}
+
 TEST(HostWalk, OneThatWaitsIsWoken) {
   walk({2, {actOf(Collective::AllReduce, 0, ReduceOp::Sum)}, 0, true});
   walk({2, {actOf(Collective::Broadcast, 0), actOf(Collective::Barrier, 0)}, -1, true});
   walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, -1, true});
+}
+
+// These take seconds each: a fifth of them on each day.
+TEST(HostWalk, Deep) {
+  std::vector<Plot> plots;
+  for (const Case& each : kFew) {
+    plots.push_back({3, {actOf(each.kind, 3, each.op)}, -1, false, false}); // a stage is written for the second time
+    plots.push_back({2, {actOf(each.kind, 3, each.op)}, 0});
+    plots.push_back({3, {actOf(each.kind, 1, each.op, true)}});
+  }
+  plots.push_back({4, {actOf(Collective::Broadcast, 2)}, -1, false, false});
+  plots.push_back({4, {actOf(Collective::AllGather, 1)}, -1, false, false});
+  plots.push_back({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum)}, 0, true});
+  plots.push_back({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, 0, true});
+  for (uint64_t i = todaysShare(); i < plots.size(); i += kShares) {
+    walk(plots[i]);
+  }
 }
 
 TEST(HostWalk, RanksThatDifferWriteNothing) {

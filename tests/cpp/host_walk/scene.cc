@@ -30,9 +30,13 @@ bool counts(const HostScene::Word& word) {
 
 void beforeLoad(const void* word) {
   const HostScene::Word which = HostScene::current().wordAt(word);
-  if (counts(which) && which.owner != Walk::current().rank()) {
-    Walk::current().pause(which.name);
+  if (counts(which)) {
+    Walk::current().pauseToLoad(word, which.name);
   }
+}
+
+void loads(const void* word) {
+  Walk::current().loads(word);
 }
 
 void afterLoad(const void* word, uint64_t value) {
@@ -45,10 +49,17 @@ void afterLoad(const void* word, uint64_t value) {
   }
 }
 
-void beforeStore(const void* word) {
+bool isCounter(const void* word) {
+  return HostScene::current().wordAt(word).counter;
+}
+
+void beforeStore(const void* word, uint64_t is, uint64_t will_be) {
   const HostScene::Word which = HostScene::current().wordAt(word);
+  if (which.counter && will_be < is) {
+    Walk::current().wrong(std::string(which.name) + " falls from " + std::to_string(is) + " to " + std::to_string(will_be));
+  }
   if (counts(which)) {
-    Walk::current().pause(which.name);
+    Walk::current().pauseToStore(word, which.name);
   }
 }
 
@@ -139,10 +150,11 @@ HostScene::Word HostScene::wordAt(const void* word) const {
         wakes ? "waits_for, bell" : kNames[std::min<size_t>(field, 5)],
         static_cast<int>(at / sizeof(HostProgress)),
         wakes,
-        false};
+        false,
+        field < 4};
   }
   const size_t slot = (at - HostView::slotsOffset(plot_.size)) / HostView::kSlotNbytes;
-  return {"ticket", static_cast<int>(slot / kHostSlots), false, true};
+  return {"ticket", static_cast<int>(slot / kHostSlots), false, true, false};
 }
 
 void HostScene::reset() {
@@ -278,9 +290,12 @@ void HostScene::leave(int rank, bool fails) {
   Self& self = selves_[static_cast<size_t>(rank)];
   self.left = true;
   Walk::current().wrote(); // the others have another way now
-  for (const Self& other : selves_) {
-    self.must_end_well |= other.ended_well;
+  uint64_t failed = 0; // on a rank that left before: no others need end that well
+  for (size_t other = 0; other < selves_.size(); ++other) {
+    self.must_end_well |= selves_[other].ended_well;
+    failed |= static_cast<int>(other) != rank && selves_[other].left ? ~selves_[other].ended_well : 0;
   }
+  self.must_end_well &= ~failed;
   ErrorRecord cause;
   cause.code = fails ? ErrorCode::Aborted : ErrorCode::ShutDown;
   if (fails) {
@@ -337,7 +352,7 @@ void HostScene::body(int rank) {
     if (!first && state == before) {
       walk.didNothing();
     }
-    const int way = walk.choose(waysOf(rank), state);
+    const int way = walk.choose(waysOf(rank), state, plot_.leaver >= 0);
     if (walk.draining()) {
       break;
     }
@@ -364,11 +379,10 @@ void HostScene::body(int rank) {
 void HostScene::ended() {
   for (int rank = 0; rank < plot_.size; ++rank) {
     const Self& self = selves_[static_cast<size_t>(rank)];
-    for (size_t act = 0; act < plot_.acts.size(); ++act) {
+    for (size_t act = 0; act < self.ended; ++act) {
       const Tensors& tensors = tensorsOf(rank, act);
       const float* const end = tensors.output + outputNumel(plot_.acts[act]);
-      if ((self.ended_well & bit(act)) != 0 &&
-          std::any_of<const float*>(tensors.output, end, [](float value) { return value != kOverwritten; })) {
+      if (std::any_of<const float*>(tensors.output, end, [](float value) { return value != kOverwritten; })) {
         Walk::current().wrong(
             "operation " + std::to_string(act) + " of rank " + std::to_string(rank) + " was written to after its end");
       }

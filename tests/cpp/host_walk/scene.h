@@ -49,6 +49,7 @@ class HostScene : public Scene {
     int owner;
     bool wakes; ///< only ranks that sleep need it
     bool slot;
+    bool counter; ///< others only ask whether it is as high as something, and it only rises
   };
   [[nodiscard]] Word wordAt(const void* word) const;
   [[nodiscard]] const Plot& plot() const noexcept {

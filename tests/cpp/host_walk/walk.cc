@@ -3,6 +3,9 @@
 #include <cstring>
 #include <utility>
 
+/// _longjmp() by another name, since with _FORTIFY_SOURCE that one takes a jump to another stack for a mistake.
+extern "C" [[noreturn]] void pycommWalkJump(jmp_buf to, int value) __asm__("_longjmp");
+
 namespace pycomm::testing {
 namespace {
 
@@ -47,7 +50,7 @@ void Walk::begin() {
   at_ = path_.size();
   for (size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = ranks_[i];
-    rank.ended = rank.between = rank.did_nothing = rank.news = false;
+    rank.ended = rank.between = rank.did_nothing = rank.news = rank.begun = false;
     rank.asleep = nullptr;
     rank.ways = 1;
     rank.log = 0;
@@ -66,7 +69,19 @@ void Walk::swap() {
     now().chosen = path_[at_++].way;
     return;
   }
-  ::swapcontext(&now().context, &main_);
+  if (_setjmp(now().at) == 0) {
+    pycommWalkJump(main_, 1);
+  }
+}
+
+// Not swapcontext(), which asks the kernel for signal masks twice, and would be a third of the walk.
+void Walk::enterRank() noexcept {
+  if (_setjmp(main_) == 0) {
+    if (std::exchange(now().begun, true)) {
+      pycommWalkJump(now().at, 1);
+    }
+    ::setcontext(&now().context);
+  }
 }
 
 void Walk::go(Step step) {
@@ -76,7 +91,7 @@ void Walk::go(Step step) {
     wrong("the way to a state did not lead there again: something but the order decides what is done");
     return;
   }
-  ::swapcontext(&main_, &now().context);
+  enterRank();
 }
 
 void Walk::pause(const char* what) {
@@ -87,7 +102,38 @@ void Walk::pause(const char* what) {
   }
 }
 
-int Walk::choose(int ways, uint64_t state) {
+bool Walk::learn(uint64_t& ranks) noexcept {
+  const uint64_t bit = uint64_t{1} << running_;
+  return (std::exchange(ranks, ranks | bit) & bit) == 0;
+}
+
+void Walk::loads(const void* word) {
+  if (draining_) {
+    return;
+  }
+  Use& use = uses_[word];
+  learned_ = (learn(use.load) && use.store != 0) || learned_;
+}
+
+void Walk::pauseToLoad(const void* word, const char* what) {
+  loads(word);
+  if ((uses_[word].store & ~(uint64_t{1} << running_)) != 0) {
+    pause(what);
+  }
+}
+
+void Walk::pauseToStore(const void* word, const char* what) {
+  if (draining_) {
+    return;
+  }
+  Use& use = uses_[word];
+  learned_ = (learn(use.store) && (use.load | use.store) != 0) || learned_;
+  if (((use.load | use.store) & ~(uint64_t{1} << running_)) != 0) {
+    pause(what);
+  }
+}
+
+int Walk::choose(int ways, uint64_t state, bool stops) {
   if (draining_) {
     return 0;
   }
@@ -96,10 +142,13 @@ int Walk::choose(int ways, uint64_t state) {
   me.between = true;
   me.log = state;
   me.what = "goes on";
-  swap();
+  if (stops || ways > 1 || (me.did_nothing && !me.news)) {
+    swap();
+  }
   me.between = me.did_nothing = me.news = false;
   me.ways = 1;
-  return me.chosen;
+  me.log = mixed(me.log, static_cast<uint64_t>(me.chosen)); // the ways differ before they have written anything
+  return std::exchange(me.chosen, 0);
 }
 
 void Walk::wrote() noexcept {
@@ -189,6 +238,18 @@ std::string Walk::told() {
 
 Walk::Found Walk::all(size_t most) {
   current_ = this;
+  uses_.clear();
+  Found found;
+  do {
+    learned_ = false;
+    found = allAsFarAsKnown(most);
+  } while (learned_);
+  current_ = nullptr;
+  return found;
+}
+
+Walk::Found Walk::allAsFarAsKnown(size_t most) {
+  seen_.clear();
   path_.clear();
   Found found;
   std::vector<std::vector<Step>> untried;
@@ -213,7 +274,7 @@ Walk::Found Walk::all(size_t most) {
         }
         ++found.runs;
       }
-      if (!wrong_.empty() || steps.empty() || !seen_.insert(hash()).second) {
+      if (learned_ || !wrong_.empty() || steps.empty() || !seen_.insert(hash()).second) {
         break;
       }
       if (seen_.size() > most) {
@@ -226,6 +287,10 @@ Walk::Found Walk::all(size_t most) {
       go(steps.front());
     }
     drain();
+    if (learned_) {
+      wrong_.clear(); // it is found again
+      break;
+    }
     if (!wrong_.empty()) {
       found.wrong = std::exchange(wrong_, {});
       found.wrong += told();
@@ -241,7 +306,6 @@ Walk::Found Walk::all(size_t most) {
     }
   } while (!untried.empty());
   found.states = seen_.size();
-  current_ = nullptr;
   return found;
 }
 

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -53,8 +55,14 @@ class Walk {
   }
   /// What the program does after this happens at once, up to the next pause.
   void pause(const char* what);
+  /// The program is about to load, or to store, this word: a pause, unless no other program ever stores it, or uses it. That is learned
+  /// on the way; if it proves to be otherwise, the walk begins again.
+  void pauseToLoad(const void* word, const char* what);
+  void pauseToStore(const void* word, const char* what);
+  /// The program loads this word: another may store it.
+  void loads(const void* word);
   /// Between two calls of what is walked through: the choice of one of so many ways to go on. `state`: of the rank, all that is not in Scene::hash().
-  [[nodiscard]] int choose(int ways, uint64_t state);
+  [[nodiscard]] int choose(int ways, uint64_t state, bool stops);
   /// The last call did nothing: the first way is closed until another rank writes.
   void didNothing() noexcept {
     now().did_nothing = true;
@@ -80,7 +88,9 @@ class Walk {
 
  private:
   struct Rank {
-    ucontext_t context{};
+    ucontext_t context{}; ///< until it has begun
+    jmp_buf at{}; ///< after that
+    bool begun = false;
     std::vector<std::byte> stack;
     bool ended = false;
     bool between = false;
@@ -96,26 +106,37 @@ class Walk {
     int rank;
     int way;
   };
+  /// The ranks (bits) that do something with a word.
+  struct Use {
+    uint64_t load = 0;
+    uint64_t store = 0;
+  };
 
   Rank& now() noexcept {
     return ranks_[static_cast<size_t>(running_)];
   }
+  /// Whether this rank is not among those that were known to do it.
+  [[nodiscard]] bool learn(uint64_t& ranks) noexcept;
   static void enter();
   void begin();
   void go(Step step);
   void swap();
+  void enterRank() noexcept;
   void drain();
   [[nodiscard]] std::vector<Step> possible() const;
+  [[nodiscard]] Found allAsFarAsKnown(size_t most);
   [[nodiscard]] uint64_t hash() const;
   [[nodiscard]] std::string told();
 
   static Walk* current_;
   Scene& scene_;
   std::vector<Rank> ranks_;
-  ucontext_t main_{};
+  jmp_buf main_{};
   int running_ = 0;
   bool draining_ = false;
   std::string wrong_;
+  std::unordered_map<const void*, Use> uses_;
+  bool learned_ = false; ///< that a word is shared which was taken for one that is not
   std::unordered_set<uint64_t> seen_;
   std::vector<Step> path_; ///< to the state that is looked at
   size_t at_ = 0; ///< the next step of path_

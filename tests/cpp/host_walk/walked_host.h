@@ -31,29 +31,61 @@ namespace pycomm {
 namespace testing {
 
 void beforeLoad(const void* word);
+void loads(const void* word);
 void afterLoad(const void* word, uint64_t value);
-void beforeStore(const void* word);
+void beforeStore(const void* word, uint64_t is, uint64_t will_be);
+/// Others compare it with a bound, and it only rises.
+[[nodiscard]] bool isCounter(const void* word);
 void afterStore();
 void beforeBytes(const char* site);
 
 } // namespace testing
 
 template <typename T>
-class WalkedWord {
+class WalkedWord;
+
+/// What a load returns: the word is read when it is used, at once, and a comparison with a counter's bound sees no more than its outcome.
+template <typename T>
+class WalkedLoad {
  public:
-  T load(std::memory_order) const noexcept {
-    testing::beforeLoad(this);
-    const T value = value_;
-    testing::afterLoad(this, value);
+  explicit WalkedLoad(const WalkedWord<T>& word) : word_(word) {}
+  operator T() const noexcept { // NOLINT(google-explicit-constructor): as what atomics load
+    testing::beforeLoad(&word_);
+    const T value = word_.value_;
+    testing::afterLoad(&word_, value);
     return value;
   }
+  [[nodiscard]] bool operator<(T bound) const noexcept {
+    if (!testing::isCounter(&word_)) {
+      return static_cast<T>(*this) < bound;
+    }
+    if (word_.value_ < bound) {
+      testing::beforeLoad(&word_);
+    } else {
+      testing::loads(&word_); // at any time from now on it finds the same, so it need not wait
+    }
+    const bool less = word_.value_ < bound;
+    testing::afterLoad(&word_, static_cast<uint64_t>(less));
+    return less;
+  }
+
+ private:
+  const WalkedWord<T>& word_;
+};
+
+template <typename T>
+class WalkedWord {
+ public:
+  WalkedLoad<T> load(std::memory_order) const noexcept {
+    return WalkedLoad<T>(*this);
+  }
   void store(T value, std::memory_order) noexcept {
-    testing::beforeStore(this);
+    testing::beforeStore(this, value_, value);
     value_ = value;
     testing::afterStore();
   }
   T fetch_add(T by, std::memory_order) noexcept {
-    testing::beforeStore(this);
+    testing::beforeStore(this, value_, value_ + by);
     const T before = value_;
     value_ += by;
     testing::afterStore();
@@ -61,6 +93,7 @@ class WalkedWord {
   }
 
  private:
+  friend class WalkedLoad<T>;
   T value_;
 };
 
@@ -99,7 +132,9 @@ inline constexpr uint64_t kWalkedStages = 2;
 #define HostWorker WalkedWorker
 
 #undef PYCOMM_FAULT_POINT
+#undef PYCOMM_FAULT
 #define PYCOMM_FAULT_POINT(site) ::pycomm::testing::beforeBytes(site)
+#define PYCOMM_FAULT(site) ::pycomm::testing::beforeBytes(site)
 
 #define private public // what a rank remembers is a part of the state
 #include "engine/host/host_plane.h"

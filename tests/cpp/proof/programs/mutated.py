@@ -1,4 +1,4 @@
-"""A copy of the sources in which one line is broken: mutations.py, security_mutations.py."""
+"""A copy of the sources in which one line is broken: mutations.py, mutated_tests.py."""
 
 from __future__ import annotations
 
@@ -81,9 +81,13 @@ def _copy_if_other(source: str, target: str) -> None:
         shutil.copy(source, target)
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=_copy_if_other, dirs_exist_ok=True)
+
+
 def copy_sources(copy: Path) -> None:
     for part in ("csrc", "cmake", "tests/cpp"):
-        shutil.copytree(ROOT / part, copy / part, copy_function=_copy_if_other, dirs_exist_ok=True)
+        copy_folder(ROOT / part, copy / part)
     _copy_if_other(str(ROOT / "CMakeLists.txt"), str(copy / "CMakeLists.txt"))
 
 

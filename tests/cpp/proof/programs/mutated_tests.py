@@ -1,0 +1,161 @@
+"""Remove one condition at a time; a named C++ test must fail: security_mutations.py and its kind.
+
+The tests that should notice a mutation run without it, where they must pass, and with it, where
+each must fail, die, or not end within the limit. A program fails if that is otherwise, if a test is
+skipped, and, before it builds anything, if the text of a mutation no longer stands exactly once in
+its file. It prints a table: the tests that failed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import mutated
+
+SOURCES = Path("csrc")
+LIMIT_S = 300  # of one run of tests; without a check some wait for what never comes
+CONFIGURE = ("-DPYCOMM_PRECOMPILE=OFF", "-DCMAKE_UNITY_BUILD=ON")
+WALK = "host_walk"
+"""This program compiles engine/host once more. Its mutations are in a second copy of that folder, so
+that nothing else is compiled for them."""
+WALKED = Path("walked")
+
+
+HANGS = ("(it hangs)",)
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str  # its name; it lies in a subfolder of csrc
+    old: str
+    new: str
+    tests: str
+    """A filter of GoogleTest's without wildcards. Each of them must fail."""
+    program: str = "transport"
+    """The folder of tests/cpp that has them."""
+
+
+def misplaced(tree: Path, mutations: Sequence[Mutation]) -> list[str]:
+    """Mutations that do not apply to this tree, and tests that it does not have, in words."""
+    found = mutated.misplaced(tree, SOURCES, mutations)
+    programs = {mutation.program for mutation in mutations}
+    there = {program: "".join(map(Path.read_text, tests_of(tree, program))) for program in programs}
+    for mutation in mutations:
+        for test in mutation.tests.split(":"):
+            suite, _, name = test.partition(".")
+            if f"({suite}, {name})" not in there[mutation.program]:
+                found.append(f"{mutation.name}: there is no test {test}")
+    return found
+
+
+def tests_of(tree: Path, program: str) -> list[Path]:
+    return sorted((tree / "tests" / "cpp" / program).rglob("*_test.cc"))
+
+
+def keep_only_wanted_tests(copy: Path, mutations: Sequence[Mutation]) -> None:
+    """Compiling the others would take most of the time."""
+    for program in {mutation.program for mutation in mutations}:
+        names = [each.tests for each in mutations if each.program == program]
+        suites = {test.partition(".")[0] for tests in names for test in tests.split(":")}
+        for path in tests_of(copy, program):
+            if not any(f"({suite}, " in path.read_text() for suite in suites):
+                path.unlink()
+
+
+class Ran(NamedTuple):
+    """What the tests of one filter said."""
+
+    passed: int
+    failed: tuple[str, ...]
+    trouble: str = ""
+    """Why nothing can be concluded from it."""
+
+
+def run_tests(program: Path, tests: str) -> Ran:
+    command = [str(program), f"--gtest_filter={tests}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Ran(0, HANGS)
+    return judged(done.returncode, done.stdout)
+
+
+def judged(code: int, output: str) -> Ran:
+    of_each = re.findall(
+        r"^\[ +(OK|FAILED|SKIPPED) +\] (\S+?),? .*\(\d+ ms\)$", output, re.MULTILINE
+    )
+    failed = tuple(name for how, name in of_each if how == "FAILED")
+    skipped = [name for how, name in of_each if how == "SKIPPED"]
+    if code not in (0, 1) and not failed:
+        running = re.findall(r"^\[ RUN +\] (\S+)$", output, re.MULTILINE)
+        return Ran(0, (f"{running[-1]} (died with {code})",)) if running else Ran(0, (), "died")
+    if skipped:
+        return Ran(0, failed, f"skipped: {', '.join(skipped)}")
+    return Ran(len(of_each) - len(failed), failed, "" if of_each else "no test ran")
+
+
+def verdict(mutation: Mutation, without: Ran, broken: Ran | None) -> tuple[str, str]:
+    """The row of the table, and the complaint about it: empty if it is as expected."""
+    if broken is None:
+        return f"| {mutation.name} | does not compile |", "does not compile"
+    row = f"| {mutation.name} | {', '.join(broken.failed)} |"
+    if without.failed or without.trouble:
+        return row, f"without it: {without.trouble or 'failed: ' + ', '.join(without.failed)}"
+    if broken.trouble:
+        return row, broken.trouble
+    blind = set(mutation.tests.split(":")) - {name.partition(" ")[0] for name in broken.failed}
+    if broken.failed == HANGS:
+        blind = set()
+    return row, f"{', '.join(sorted(blind))} does not notice it" if blind else ""
+
+
+def build(copy: Path, program: str) -> Path | None:
+    configure = [*CONFIGURE, f"-DPYCOMM_WALKED={copy / WALKED}"]
+    return mutated.build(copy, copy / "build" / "cpp-plain", f"{program}_test", configure)
+
+
+def try_all(copy: Path, mutations: Sequence[Mutation]) -> list[str]:
+    """Print the table's rows; return the complaints."""
+    wrong = []
+    unbroken = {}
+    for name in sorted({mutation.program for mutation in mutations}):
+        program = build(copy, name)
+        if program is None:
+            return [f"{name}_test does not compile without a mutation"]
+        for tests in {each.tests for each in mutations if each.program == name}:
+            unbroken[name, tests] = run_tests(program, tests)
+    for mutation in sorted(mutations, key=lambda each: each.program):
+        folder = copy / (WALKED if mutation.program == WALK else SOURCES)
+        with mutated.broken(mutated.path_of(folder, mutation), mutation):
+            program = build(copy, mutation.program)
+        ran = run_tests(program, mutation.tests) if program else None
+        row, complaint = verdict(mutation, unbroken[mutation.program, mutation.tests], ran)
+        print(row, flush=True)
+        if complaint:
+            wrong.append(f"{mutation.name}: {complaint}")
+    return wrong
+
+
+def main(about: str, mutations: Sequence[Mutation]) -> int:
+    """Do what the command line asks for; `about` begins with what the program is for."""
+    options = mutated.parsed(mutated.parser(about.splitlines()[0]))
+    wrong = misplaced(mutated.ROOT, mutations)
+    if wrong or options.check:
+        print("\n".join(wrong) or f"all {len(mutations)} mutations apply")
+        return 1 if wrong else 0
+    with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
+        copy = options.work or Path(scratch)
+        mutated.copy_sources(copy)
+        host = SOURCES / "engine" / "host"
+        mutated.copy_folder(copy / host, copy / WALKED / "engine" / "host")
+        keep_only_wanted_tests(copy, mutations)
+        print("| condition that is left out | tests that fail |\n|---|---|", flush=True)
+        chosen = mutated.chosen(mutations, options.only, options.share)
+        wrong = try_all(copy, chosen)
+    print("\n".join([*wrong, f"{len(chosen)} mutations, {len(wrong)} not as expected"]))
+    return 1 if wrong else 0
