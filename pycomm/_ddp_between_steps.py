@@ -1,4 +1,4 @@
-"""What a wrapper does between steps: a sync, a restart, and the steps of others."""
+"""Overrides of private methods of torch's wrapper: marks, syncs, restarts, steps of others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _find_tensors
 
 from pycomm._averaging import average_
 from pycomm._ddp_options import reducible
@@ -64,6 +65,14 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
                 self.global_group, buffers, self.broadcast_bucket_size, 0
             )
         return nbytes
+
+    def _post_forward(self, output: Any) -> Any:
+        # Before torch's part, which may put a node of its own behind these outputs.
+        if torch.is_grad_enabled() and not self._use_python_reducer:
+            tensors = _find_tensors(output)  # type: ignore[no-untyped-call]
+            outputs = [each for each in tensors if each.requires_grad]
+            self.reducer.mark_forward(outputs, self.require_backward_grad_sync)
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         # Torch's way runs hooks on zeros, bucket by bucket; buckets may need to be reduced twice.

@@ -187,6 +187,11 @@ void bindReducer(py::module_& m) {
           py::arg("cuda_library"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
+          "mark_forward",
+          torch::wrap_pybind_function_no_gil(&Reducer::markForward),
+          py::arg("outputs"),
+          py::arg("reduces"))
+      .def(
           "prepare_for_backward",
           torch::wrap_pybind_function_no_gil(
               [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepareForBackward(outputs); }))

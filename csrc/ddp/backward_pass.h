@@ -12,14 +12,14 @@ namespace pycomm {
 
 /// The bookkeeping of one backward pass after another: whether gradients are reduced in this pass, and which of them are ready.
 ///
-///     reset() -> arm() -> begin() by the first gradient -> completes() and markReady() per gradient -> reset()
+///     reset() [-> arm()] -> begin() by the first gradient -> completes() and markReady() per gradient -> reset()
 ///
 /// It moves no gradient and talks to no rank. Not thread-safe.
 class BackwardPass {
  public:
   enum class Phase {
-    Idle, ///< no reduction was asked for: no_sync(), or a second backward through the same graph
-    Armed, ///< a forward pass asked for a reduction; no gradient has come yet
+    Idle, ///< no pass that reduces was begun since the last one
+    Armed, ///< a forward pass asked for a reduction, and none has begun since
     Local, ///< a reduction was asked for, but this pass only accumulates
     Reducing,
   };
@@ -39,11 +39,15 @@ class BackwardPass {
     phase_ = Phase::Idle;
     ready_.assign(ready_.size(), false);
   }
-  /// The next gradient begins a pass.
+  /// A gradient begins a pass, unless it comes in a backward pass through a graph of no_sync().
   void arm() noexcept {
     phase_ = Phase::Armed;
   }
-  /// The first gradient of an armed pass has come: the pass is Reducing, or Local if more passes are accumulated first.
+  /// A Local pass is over.
+  void endLocal() noexcept {
+    phase_ = phase_ == Phase::Local ? Phase::Idle : phase_;
+  }
+  /// The first gradient of a pass has come that a forward pass asked to reduce: it is Reducing, or Local if more passes are accumulated first.
   void begin() {
     phase_ = countPass() ? Phase::Reducing : Phase::Local;
     if (reducing() && static_graph_.has_value() && !static_graph_->counting()) {

@@ -5,6 +5,8 @@
 #include <memory>
 #include <unordered_set>
 
+#include "ddp/graph_marks.h"
+
 namespace pycomm {
 
 using torch::autograd::Node;
@@ -38,11 +40,7 @@ void GradHooks::addHook(const at::Tensor& param, size_t index, const OnGradient&
       [](torch::autograd::CompiledNodeArgs& /*args*/) {
         // Compiled autograd records a node's hooks through this function and never calls the C++ ones: without an
         // error here gradients would silently stay local.
-        TORCH_CHECK_NOT_IMPLEMENTED(
-            false,
-            "compiled autograd does not call the reduction hooks of pycomm.DistributedDataParallel. Turn compiled "
-            "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model, without "
-            "wire_dtype, error_feedback, accumulate and sync_every.");
+        raiseCompiledAutograd();
       });
   index_of_[accumulator.get()] = index;
   const uintptr_t key = accumulator->add_post_hook(std::move(hook));

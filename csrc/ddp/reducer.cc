@@ -19,6 +19,14 @@ void castToFp16(std::vector<ReducedParam>& params) {
   }
 }
 
+std::vector<at::Tensor> tensorsOf(const std::vector<ReducedParam>& params) {
+  std::vector<at::Tensor> tensors;
+  for (const ReducedParam& param : params) {
+    tensors.push_back(param.tensor);
+  }
+  return tensors;
+}
+
 } // namespace
 
 Reducer::Reducer(
@@ -32,7 +40,8 @@ Reducer::Reducer(
       options_(std::move(options)),
       trained_(std::move(store), group_.rank(), group_.job(), params_),
       order_(params_.size()),
-      pass_(params_.size(), options_.accumulate) {
+      pass_(params_.size(), options_.accumulate),
+      marks_(tensorsOf(params_)) {
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   if (options_.find_unused_parameters) {
@@ -109,6 +118,20 @@ void Reducer::followTrained() {
   trained_.publish();
 }
 
+void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces) {
+  auto mark = std::make_shared<ForwardMark>();
+  mark->reduces = reduces;
+  if (reduces) {
+    const std::lock_guard lock(mutex_);
+    last_forward_ = mark;
+  }
+  markGraph(outputs, [weak = weak_from_this(), mark] {
+    if (const auto self = weak.lock()) {
+      self->onEntry(*mark);
+    }
+  });
+}
+
 void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   throwIfUnfinished();
@@ -116,7 +139,12 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   if (!pass_.hasStaticGraph()) {
     const bool search = options_.find_unused_parameters && grad_hooks_ != nullptr;
     pass_.setUnreachable(search ? grad_hooks_->unreachableFrom(outputs) : std::vector<size_t>{});
+    if (last_forward_ != nullptr) {
+      last_forward_->unreachable = pass_.unreachable();
+    }
   }
+  // A trainer that runs forwards in no_sync() and calls this before the last backward, as pipelines do, means the pass and not a graph.
+  marks_.expectAnyGraph(std::exchange(last_forward_, nullptr) == nullptr);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
     pass_.arm();

@@ -16,6 +16,7 @@
 #include "ddp/grad_hooks.h"
 #include "ddp/gradient_order.h"
 #include "ddp/pass_failure.h"
+#include "ddp/pass_marks.h"
 #include "ddp/reduced_param.h"
 #include "ddp/reducer_group.h"
 #include "ddp/reducer_stats.h"
@@ -36,6 +37,10 @@ struct ReducerOptions {
 
 /// Averages gradients over a process group while backward runs. The methods are those that
 /// torch.nn.parallel.DistributedDataParallel calls on its reducer.
+///
+/// A backward pass reduces if it goes through an output of a forward pass that asked for it, outside no_sync(). Marks on the graph tell
+/// (ForwardMark), so forwards and backwards may come in any order. A pass that goes through no marked output, since the module handed its loss
+/// out in another way, reduces if a forward pass asked for it since the last one that did.
 ///
 /// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
 /// the last gradient a callback queued on autograd's engine waits for the buckets and writes the averages to .grad. Averages that have come
@@ -59,7 +64,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   /// Throws if the last backward pass did not complete: the error names the parameters without a gradient, or its failure.
   void prepareForForward();
-  /// The next backward pass reduces. `outputs`: of forward, used with find_unused_parameters only.
+  /// Marks the graph of a forward pass: whether backward passes through `outputs` reduce.
+  void markForward(const std::vector<at::Tensor>& outputs, bool reduces);
+  /// The forward pass that was marked last asks for a reduction. Without a mark since the last call, the next backward pass reduces,
+  /// whatever graph it goes through. `outputs`: of forward, used with find_unused_parameters only.
   void prepareForBackward(const std::vector<at::Tensor>& outputs);
   /// Cuts the buckets anew in the order in which the first reduction's gradients came to rank 0. Collective, once; true if it did.
   bool rebuildBuckets();
@@ -129,8 +137,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] uint32_t sharedState() const;
   void resetStep();
 
+  void onEntry(const ForwardMark& mark);
+  void enter(const ForwardMark& mark);
   void onGradient(size_t index);
   void takeGradient(size_t index);
+  [[nodiscard]] bool beginsPass(size_t index) const;
+  void completeGradient(size_t index);
   void beginPass();
   void endCounting();
   void markReady(size_t index);
@@ -159,6 +171,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<BucketPipeline> pipeline_; ///< of buckets_, which it borrows, as it does recorder_
 
   BackwardPass pass_;
+  PassMarks marks_;
+  std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   c10::intrusive_ptr<c10d::Work> join_work_;

@@ -2,8 +2,10 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "c10d/call_tag.h"
 #include "c10d/python_errors.h"
@@ -36,6 +38,54 @@ std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const 
 
 } // namespace
 
+void Reducer::onEntry(const ForwardMark& mark) {
+  raising([&] {
+    const std::lock_guard lock(mutex_);
+    enter(mark);
+  });
+}
+
+void Reducer::enter(const ForwardMark& mark) {
+  if (!mark.reduces) {
+    marks_.enterLocal();
+    return;
+  }
+  if (marks_.reduces()) {
+    return;
+  }
+  const bool begun = pass_.reducing() && marks_.beganHere();
+  if (!begun) {
+    throwIfUnfinished(); // the last pass was cut off, and the program goes on with a graph from before it
+  }
+  marks_.enterReducing(begun);
+  if (begun) {
+    return;
+  }
+  pass_.endLocal();
+  const std::vector<size_t> before = marks_.takeNoted();
+  if (!pass_.hasStaticGraph()) {
+    std::vector<size_t> unreachable = mark.unreachable; // of this graph, but others of the same call may reach them
+    std::erase_if(unreachable, [&](size_t param) {
+      return std::find(before.begin(), before.end(), param) != before.end() || !trained_.trained()[param];
+    });
+    pass_.setUnreachable(std::move(unreachable));
+  }
+  if (before.empty()) {
+    return;
+  }
+  try {
+    beginPass();
+    for (const size_t index : before) {
+      if (!pass_.counting()) { // it has been counted
+        completeGradient(index);
+      }
+    }
+  } catch (const std::exception& error) {
+    fail("gradients of a second forward pass were being reduced with those of the first", error);
+    throw;
+  }
+}
+
 void Reducer::onGradient(size_t index) {
   raising([&] {
     const std::lock_guard lock(mutex_);
@@ -56,17 +106,34 @@ void Reducer::takeGradient(size_t index) {
       used_->mark(index); // also inside no_sync(): the reduction after it covers it
     }
   }
+  if (pass_.reducing() && marks_.cutOff()) {
+    return; // a pass of another wrapper, after one that an exception cut off here
+  }
   if (pass_.reducing()) {
     failure_.raise(group_.jobRank()); // a second loss after a pass that failed: its buckets cannot be finished
   }
-  if (pass_.phase() == BackwardPass::Phase::Armed) {
+  if (beginsPass(index)) {
     beginPass();
+  } else if (!pass_.reducing()) {
+    marks_.note(index);
   }
   if (pass_.counting()) {
     pass_.count(index);
     order_.came(index);
     return; // delayAllReduce() goes on
   }
+  completeGradient(index);
+}
+
+bool Reducer::beginsPass(size_t index) const {
+  if (buckets_.all().empty()) {
+    return false;
+  }
+  const bool armed = pass_.phase() == BackwardPass::Phase::Armed;
+  return marks_.pending() || (armed && marks_.mayBeginUnmarked(params_[index].tensor));
+}
+
+void Reducer::completeGradient(size_t index) {
   if (!pass_.completes(index)) {
     return;
   }
@@ -81,6 +148,7 @@ void Reducer::takeGradient(size_t index) {
 }
 
 void Reducer::beginPass() {
+  marks_.begin();
   ++stats_.passes;
   for (const size_t nbytes : buckets_.gradientNbytes()) {
     stats_.gradient_nbytes += static_cast<int64_t>(nbytes);

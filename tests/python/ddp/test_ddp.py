@@ -771,6 +771,9 @@ def test_two_losses_of_one_forward(alone: None) -> None:
     out[0, 0].backward(retain_graph=True)
     assert ours.stats().steps == 1
     assert ours.module.weight.grad[0].tolist() == [1.0] * 3
+    out[0, 1].backward()
+    assert ours.stats().steps == 2
+    assert ours.module.weight.grad.tolist() == [[1.0] * 3] * 2
 
 
 def test_compiled_autograd_is_refused_in_words(alone: None) -> None:
