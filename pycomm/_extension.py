@@ -6,11 +6,9 @@ each. A build from source has one of them, a wheel one for each supported minor.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import importlib.machinery
 import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm import errors
+from pycomm import _process_end, errors
 from pycomm._torch_range import (
     FROM_SOURCES,
     OWN_ENVIRONMENT,
@@ -42,7 +40,6 @@ NCCL_LIBRARIES = [
 ]
 """Where NCCL is looked for, after the one that this process has loaded and before the system's."""
 _REBUILD = "build pycomm in this environment, from its sources: pip install --no-build-isolation ."
-_EXIT_TIMEOUT_MS = 2000
 LOG_LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING}
 
 logger = logging.getLogger("pycomm")
@@ -119,7 +116,7 @@ def load() -> ModuleType:
             f"pycomm's extension could not be loaded: {error}. Try: {_REBUILD}"
         ) from error
     extension.set_exception_types(dict(errors.BY_CODE))
-    _join_threads_at_exit(extension)
+    _process_end.await_callbacks(extension)
     _extension = extension
     return extension
 
@@ -142,14 +139,3 @@ def set_debug_level(extension: ModuleType, level: str) -> None:
 
 def _log_line(level: str, line: str) -> None:
     logger.log(LOG_LEVELS.get(level, logging.WARNING), "%s", line)
-
-
-def _join_threads_at_exit(extension: ModuleType) -> None:
-    owner = os.getpid()
-
-    def join() -> None:
-        # A forked child has no such threads to join, and must not abort its parent's operations.
-        if os.getpid() == owner:
-            extension.shutdown_all(_EXIT_TIMEOUT_MS)
-
-    atexit.register(join)

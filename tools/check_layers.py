@@ -99,7 +99,15 @@ FORBIDDEN_CALLS = [
 
 # A module imports only modules that stand in a line above its own.
 PYTHON_FLOORS = [
-    {"_build_info", "_C", "_error_record", "_settings", "_torch_range", "_version"},
+    {
+        "_build_info",
+        "_C",
+        "_error_record",
+        "_process_end",
+        "_settings",
+        "_torch_range",
+        "_version",
+    },
     {"errors", "_flight_record", "_option_names"},
     {
         "_extension",

@@ -15,6 +15,7 @@
 #include "c10d/raising.h"
 #include "c10d/record_dict.h"
 #include "c10d/store_adapter.h"
+#include "c10d/without_gil.h"
 #include "schedule/algorithm_names.h"
 #include "schedule/select.h"
 #include "transport/rendezvous/sealed_store.h"
@@ -191,7 +192,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     int64_t timeout_ms,
     const py::dict& dict) {
   const NativeOptions options(dict);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return raising([&]() -> c10::intrusive_ptr<c10d::Backend> {
     PycommBackend::Settings settings;
     settings.timeout = std::chrono::milliseconds(timeout_ms);
@@ -299,7 +300,7 @@ void bindBackend(py::module_& m) {
       "flight_record",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) {
         Group& group = asPycomm(backend).group();
-        const py::gil_scoped_release no_gil;
+        const WithoutGil no_gil;
         return group.engine().recorder().json(&group.flightLog());
       },
       py::arg("backend"));
@@ -307,12 +308,12 @@ void bindBackend(py::module_& m) {
       "write_flight_record",
       [](const std::string& path) { raising([&] { processEngine().recorder().write(path); }); },
       py::arg("path"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def(
       "held_text", // for tests
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return heldText(asPycomm(backend).group().usage()); },
       py::arg("backend"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def(
       "codec_stats",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) {
@@ -345,7 +346,7 @@ void bindBackend(py::module_& m) {
       py::arg("residual"),
       py::arg("op"),
       py::arg("async_op"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def(
       "goes_by_nccl",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, at::Device device) {
@@ -353,7 +354,7 @@ void bindBackend(py::module_& m) {
       },
       py::arg("backend"),
       py::arg("device"),
-      py::call_guard<py::gil_scoped_release>()); // it may wait for the other ranks
+      py::call_guard<WithoutGil>()); // it may wait for the other ranks
   m.def(
       "group_run",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().run; },

@@ -11,6 +11,7 @@
 #include "c10d/dtypes.h"
 #include "c10d/exact_sums.h"
 #include "c10d/raising.h"
+#include "c10d/without_gil.h"
 #include "numeric/codec.h"
 
 namespace py = pybind11;
@@ -41,7 +42,7 @@ py::tuple encodeTensor(const std::string& name, const at::Tensor& values, const 
   at::Tensor codes;
   size_t overflows = 0;
   {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     raising([&] {
       const Codec codec = lossyCodec(name);
       require(isPlain(values), "the values must be a contiguous CPU tensor.");
@@ -131,7 +132,7 @@ void bindCodecs(py::module_& m) {
       py::arg("codes"),
       py::arg("output"),
       py::arg("divisor") = 1,
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
 }
 
 } // namespace pycomm

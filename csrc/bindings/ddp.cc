@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/codec.h"
+#include "c10d/without_gil.h"
 #include "ddp/logger.h"
 #include "ddp/reducer.h"
 
@@ -47,7 +48,7 @@ std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::
 py::object lastStep(Reducer& reducer) {
   std::shared_ptr<const StepRecord> record;
   {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     record = reducer.lastStep();
   }
   if (record == nullptr) {
@@ -119,13 +120,13 @@ void installFutures(Reducer& reducer, const std::vector<PythonFuture>& futures) 
   for (const PythonFuture& future : futures) {
     inner.push_back(future->fut);
   }
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   reducer.installPostBackwardFutures(std::move(inner));
 }
 
 void registerPythonHook(Reducer& reducer, py::object state, py::object hook) {
   auto wrapped = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   reducer.registerCommHook(std::move(wrapped));
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"
 
 namespace py = pybind11;
@@ -59,7 +60,7 @@ void bindFutures(py::module_& m) {
       [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const py::object& error) {
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
         const std::exception_ptr exception = std::make_exception_ptr(py::error_already_set());
-        const py::gil_scoped_release no_gil;
+        const WithoutGil no_gil;
         future->fut->setError(exception);
       },
       py::arg("future"),

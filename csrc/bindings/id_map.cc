@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "c10d/raising.h"
+#include "c10d/without_gil.h"
 #include "idmap/id_map.h"
 #include "idmap/mix.h"
 
@@ -36,12 +37,12 @@ class TensorIdMap {
   }
 
   void learn(const at::Tensor& mixed) {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     raising([&] { map_->learn(words(mixed), static_cast<size_t>(mixed.numel())); });
   }
 
   [[nodiscard]] at::Tensor find(const at::Tensor& mixed) const {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     at::Tensor rows;
     raising([&] {
       rows = at::empty_like(mixed);
@@ -79,7 +80,7 @@ class TensorIdMap {
 
 template <typename Mix>
 at::Tensor eachOf(const at::Tensor& ids, const Mix& mix) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   at::Tensor mixed;
   raising([&] {
     const int64_t* const from = TensorIdMap::words(ids);

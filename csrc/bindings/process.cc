@@ -15,6 +15,7 @@
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
+#include "c10d/without_gil.h"
 #include "numeric/simd_level.h"
 #include "transport/net/host_identity.h"
 #include "transport/net/interfaces.h"
@@ -90,7 +91,7 @@ py::dict chooseAddressOf(
     const std::vector<std::pair<std::string, std::string>>& everyone,
     size_t rank) {
   const AddressChoice choice = raising([&] {
-    const py::gil_scoped_release no_gil; // names are looked up
+    const WithoutGil no_gil; // names are looked up
     AddressPolicy policy;
     policy.spec = InterfaceSpec::parse(interface);
     policy.family =
@@ -138,16 +139,20 @@ py::dict buildInfo() {
 void bindProcess(py::module_& m) {
   m.def("set_exception_types", [](const py::dict& types) { setExceptionTypes(types.ptr()); }, py::arg("types"));
   m.def("set_log_callback", &setLogCallback, py::arg("callback"), py::arg("level"));
+  m.def("begin_process_end", &beginProcessEnd);
   m.def(
       "shutdown_all",
       [](int64_t timeout_ms) {
         const Deadline deadline = Deadline::after(timeout_ms);
         CudaDevices::stopAllThreads(Deadline::after(timeout_ms / 2)); // while there is an engine that they can tell
-        shutdownProcessEngine(deadline);
-        setLogSink(nullptr, LogLevel::Off); // last: the line about a failure's record may come at exit
+        const bool ended = shutdownProcessEngine(deadline);
+        if (ended) {
+          setLogSink(nullptr, LogLevel::Off); // last: the line about a failure's record may come at exit
+        }
+        return ended;
       },
       py::arg("timeout_ms"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
   if (faultPointsBuiltIn()) {
     m.def("fault_points", &faultPoints); // (point, visits, strikes) of each that is armed
@@ -159,7 +164,7 @@ void bindProcess(py::module_& m) {
       },
       py::arg("sizes"),
       py::arg("dtype"),
-      py::call_guard<py::gil_scoped_release>()); // making pages takes a while
+      py::call_guard<WithoutGil>()); // making pages takes a while
   m.def("list_interfaces", &interfaces);
   m.def(
       "choose_address",

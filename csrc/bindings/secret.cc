@@ -7,6 +7,7 @@
 
 #include "c10d/raising.h"
 #include "c10d/store_adapter.h"
+#include "c10d/without_gil.h"
 #include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/seal.h"
 #include "transport/secure/secret.h"
@@ -23,7 +24,7 @@ void bindSecret(py::module_& m) {
           "read_file",
           [](const std::string& path) {
             return raising([&] {
-              const py::gil_scoped_release no_gil; // a file server may be slow
+              const WithoutGil no_gil; // a file server may be slow
               return std::make_shared<Secret>(Secret::readFile(path));
             });
           },
@@ -39,7 +40,7 @@ void bindSecret(py::module_& m) {
           "generate_file",
           [](const std::string& path) {
             return raising([&] {
-              const py::gil_scoped_release no_gil;
+              const WithoutGil no_gil;
               auto secret = std::make_shared<Secret>(Secret::generate());
               secret->writeFile(path);
               return secret;
@@ -76,7 +77,7 @@ void bindSecret(py::module_& m) {
       py::arg("rank"),
       py::arg("host"),
       py::arg("reason"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def(
       "refuse_sealed",
       [](const std::string& key, const std::string& value) { raising([&] { refuseSealed(key, value); }); },

@@ -7,6 +7,7 @@
 
 #include "base/printable.h"
 #include "c10d/call_tag.h"
+#include "c10d/process_end.h"
 #include "c10d/python_errors.h"
 
 namespace py = pybind11;
@@ -42,6 +43,7 @@ CallSites::CallSites(std::shared_ptr<Store> store, std::vector<std::string> skip
     : store_(std::move(store)), skipped_(std::move(skipped)) {}
 
 std::string CallSites::siteHere() const {
+  stayIfProcessEnds();
   if (!interpreterIsUsable()) {
     return "";
   }

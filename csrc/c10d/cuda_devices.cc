@@ -172,7 +172,8 @@ void CudaDevices::stopAllThreads(Deadline deadline) {
   {
     const std::lock_guard<std::mutex> lock(registry().mutex);
     for (const auto& each : registry().all) {
-      if (auto devices = each.lock()) {
+      auto devices = each.lock();
+      if (devices != nullptr && devices->group_->engine().belongsToThisProcess()) { // not a child's parent's
         living.push_back(std::move(devices));
       }
     }

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "c10d/process_end.h"
 #include "c10d/python_errors.h"
 
 namespace pycomm {
@@ -40,6 +41,7 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  const StayWithin stay;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   waitFor(*owner_->group, *operation_, timeout, deadline);
   {

@@ -20,7 +20,7 @@ namespace pycomm {
 /// wait. Call it without the interpreter's lock.
 [[nodiscard]] std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config);
 
-/// Joins the native threads, if there are any. True if all ended by the deadline.
+/// Joins the native threads, if there are any. False if a callback has not returned by the deadline: call it again then.
 bool shutdownProcessEngine(Deadline deadline);
 
 } // namespace pycomm

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "c10d/process_end.h"
 #include "c10d/record_dict.h"
 
 namespace py = pybind11;
@@ -39,6 +40,7 @@ void setExceptionTypes(void* dict) {
 }
 
 std::exception_ptr toException(const ErrorRecord& record) {
+  stayIfProcessEnds();
   if (!interpreterIsUsable()) {
     return std::make_exception_ptr(std::runtime_error(record.text()));
   }
@@ -59,6 +61,7 @@ std::exception_ptr toException(const ErrorRecord& record) {
 }
 
 bool standsFor(const std::exception& error, ErrorCode code) {
+  stayIfProcessEnds();
   const auto* python = dynamic_cast<const py::error_already_set*>(&error);
   if (python == nullptr || !interpreterIsUsable()) {
     return false;
@@ -70,6 +73,7 @@ bool standsFor(const std::exception& error, ErrorCode code) {
 }
 
 void addNote(const std::exception& error, const std::string& note) {
+  stayIfProcessEnds();
   const auto* python = dynamic_cast<const py::error_already_set*>(&error);
   if (python == nullptr || !interpreterIsUsable()) {
     return;

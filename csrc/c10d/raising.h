@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "base/error.h"
+#include "c10d/process_end.h"
 #include "c10d/python_errors.h"
 #include "engine/report/failure_text.h"
 
@@ -51,6 +52,7 @@ namespace pycomm {
 /// interpreter's lock while the body blocks.
 template <typename Body>
 auto raising(const Body& body) -> decltype(body()) {
+  const StayWithin stay;
   try {
     return body();
   } catch (const Error& error) {

@@ -11,6 +11,7 @@
 
 #include "base/fault_point.h"
 #include "c10d/callback_gate.h"
+#include "c10d/process_end.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "engine/report/failure_text.h"
@@ -293,6 +294,7 @@ void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds
 }
 
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
+  const StayWithin stay;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   const bool only_orders =
       state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group->failure();

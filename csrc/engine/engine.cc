@@ -127,11 +127,13 @@ bool Engine::shutdown(Deadline deadline) {
   }
   closeAll(groups);
   // Callbacks first: the closed groups have ended every operation, so those that wait for one return now.
-  const bool all_ended = callbacks_->stop(deadline);
+  if (!callbacks_->stop(deadline)) {
+    return false;
+  }
   host_mates_->close();
   lane_->stop();
   control_->stop();
-  return all_ended;
+  return true;
 }
 
 } // namespace pycomm

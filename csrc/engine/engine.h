@@ -68,9 +68,8 @@ class Engine {
 
   /// For shutdown(): a group that was made on this engine. Throws Error(ShutDown) if that was called meanwhile.
   void add(const std::weak_ptr<Closable>& group);
-  /// Closes every group, whatever is under way, and joins all threads. True if all threads ended by the deadline; a callback of the
-  /// user's that does not return is left to the process's end, and then this object must live as long. Idempotent. Not on a native
-  /// thread. In a child of fork() it does nothing: the threads are the parent's.
+  /// Closes every group, whatever is under way, and joins all threads. False if a callback of the user's has not returned by the
+  /// deadline: call it again then. Idempotent. Not on a native thread. In a child of fork() it does nothing: the threads are the parent's.
   bool shutdown(Deadline deadline);
 
  private:

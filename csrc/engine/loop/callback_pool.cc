@@ -24,12 +24,16 @@ CallbackPool::CallbackPool() {
 }
 
 CallbackPool::~CallbackPool() {
-  stop(Deadline::never());
+  static_cast<void>(stop(Deadline::never()));
+}
+
+bool CallbackPool::ownsThisThread() noexcept {
+  return t_pool != nullptr;
 }
 
 bool CallbackPool::submit(Task&& task) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (stopping_ && (t_pool != this || given_up_)) {
+  if (stopping_ && t_pool != this) {
     return false;
   }
   tasks_.push_back(std::move(task));
@@ -45,11 +49,6 @@ bool CallbackPool::stop(Deadline deadline) {
   if (deadline.isNever()) {
     changed_.wait(lock, all_left);
   } else if (!changed_.wait_until(lock, deadline.instant(), all_left)) {
-    for (std::thread& thread : threads_) {
-      thread.detach();
-    }
-    threads_.clear();
-    given_up_ = true;
     return false;
   }
   for (std::thread& thread : threads_) {

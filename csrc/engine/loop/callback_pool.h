@@ -38,10 +38,12 @@ class CallbackPool {
   /// who has promised somebody that the task runs can run it at once. Throws std::bad_alloc; then the task is not taken either.
   bool submit(Task&& task);
 
-  /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads that end
-  /// by the deadline. False if one did not; it is then left to the process's end (a callback of the user's that never returns cannot be
-  /// joined), and nothing more is taken.
-  bool stop(Deadline deadline);
+  /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads. False
+  /// if one of them, which runs a callback, has not ended by the deadline: call it again then, since a callback is not left behind.
+  [[nodiscard]] bool stop(Deadline deadline);
+
+  /// Whether the calling thread is one of some pool's.
+  [[nodiscard]] static bool ownsThisThread() noexcept;
 
  private:
   /// So many callbacks block each other, or compute, without any delay.
@@ -62,7 +64,6 @@ class CallbackPool {
   size_t running_ = 1; ///< threads that have not left threadMain, the one that is being started among them
   TimePoint last_taken_{}; ///< when a thread last took a task
   bool stopping_ = false;
-  bool given_up_ = false; ///< stop() did not see all threads end
   std::atomic<bool> told_{false}; ///< the user, that a thread could not be started
 };
 

@@ -1,0 +1,100 @@
+"""The end of a process that has used pycomm: its exit code is the one that Python gives.
+
+A callback of a future is waited for like a thread that is no daemon. A daemon thread that is in
+pycomm stays there (csrc/c10d/process_end.h).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, ModuleType
+
+_SLICE_MS = 100  # how often Ctrl-C is looked for
+_SILENT_S = 2.0
+_SETTLE_S = 0.2
+_LOOKS = 3
+
+
+def await_callbacks(extension: ModuleType) -> None:
+    """Closes all groups when the interpreter ends, and waits for the callbacks that still run."""
+
+    def end() -> None:
+        extension.begin_process_end()
+        try:
+            _wait(extension)
+        except BaseException as error:
+            _end_here(error)
+        _let_threads_return()
+
+    atexit.register(end)
+
+
+def _wait(extension: ModuleType) -> None:
+    began = time.monotonic()
+    silent = True
+    while not extension.shutdown_all(_SLICE_MS):
+        if silent and time.monotonic() - began > _SILENT_S:
+            silent = False
+            print(
+                "pycomm: the process ends when its callbacks of futures have returned: "
+                f"{_running()}. Ctrl-C ends it now.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _running() -> str:
+    """Where the callbacks are: the frames of threads that Python has not started."""
+    started = {
+        thread.ident
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+    }
+    frames = [frame for ident, frame in sys._current_frames().items() if ident not in started]
+    return "; ".join(map(_place, frames)) or "they are not in Python"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _end_here(error: BaseException) -> None:
+    """Ends the process without finalizing the interpreter, in which callbacks still run."""
+    if not isinstance(error, KeyboardInterrupt | SystemExit):
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if isinstance(error, KeyboardInterrupt):  # as Python ends then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    code = (error.code or 0) if isinstance(error, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _let_threads_return() -> None:
+    """Until the daemon threads that waited in torch for futures are in Python again.
+
+    They ended with the shutdown. A thread that asks for the interpreter's lock in torch's C++ code
+    when the interpreter is gone aborts the process; one that runs Python code ends in silence.
+    """
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    end = time.monotonic() + _SETTLE_S
+    looks = 0
+    while others and looks < _LOOKS and time.monotonic() < end:
+        time.sleep(0.001)  # without the lock, so that a thread that is awake gets it
+        looks = looks + 1 if all(map(_sleeps, others)) else 0
+
+
+def _sleeps(thread: threading.Thread) -> bool:
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] not in "RD"

@@ -1,0 +1,224 @@
+"""The end of a process whose threads, callbacks or futures are still busy with pycomm.
+
+Its exit code is the one that Python itself gives: pycomm ends no process by a signal, whatever a
+thread of the program's is in. `make nightly` repeats each case, as these ends are races.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RANKS = r"""
+# Forks the ranks of each case from one process that has imported torch. A rank runs the case and
+# falls out of this file, so its interpreter ends like that of any program.
+import json, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+
+def loop(step, forgiving):
+    local.tensor = torch.ones(1000)
+    while forgiving or not ended.is_set():
+        try:
+            step()
+        except Exception:
+            if not forgiving:
+                return
+            if not dist.is_initialized():
+                time.sleep(0.001)  # else it is in operators of torch: see below
+
+# Made before the loops: a daemon thread that is in an operator of torch at the end aborts the
+# process without pycomm, too.
+local = threading.local()
+
+def recv():
+    dist.recv(local.tensor, src=1 - rank)
+
+def collective():
+    dist.all_reduce(local.tensor)
+
+def future():
+    dist.irecv(local.tensor, src=1 - rank).get_future().wait()
+
+def sleeping(_):
+    time.sleep(case["s"])
+
+def computing(_):
+    end = time.monotonic() + case["s"]
+    while time.monotonic() < end:
+        sum(range(1000))
+
+def busy():
+    what = case["what"]
+    if what in ("sleeping", "computing"):
+        future = dist.all_reduce(torch.ones(8), async_op=True).get_future()
+        futures.append(future.then(globals()[what]))
+        return
+    for _ in range(case.get("threads", 1)):
+        threading.Thread(
+            target=loop, args=(globals()[what], case["daemon"]), daemon=case["daemon"]
+        ).start()
+
+def start(rank):
+    from datetime import timedelta
+    seconds = 30 if case.get("daemon", True) else 0.5  # threads that are no daemons end with it
+    dist.init_process_group(
+        "pycomm", store=dist.FileStore(case["store"], 2), rank=rank, world_size=2,
+        timeout=timedelta(seconds=seconds),
+    )
+    dist.barrier()
+    busy()
+    time.sleep(0.05)  # so that most of the threads are where the case wants them
+
+def exit_code(pid, stderr=None):
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if stderr and "Ctrl-C ends it" in open(stderr).read():
+            os.kill(pid, signal.SIGINT)
+            stderr = None
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hung"
+
+def end():
+    how = case["end"]
+    ended.set()
+    if how == "forked":
+        child = os.fork()
+        if child == 0:
+            sys.exit(5)
+        os._exit(0 if exit_code(child) == 5 else 1)
+    if how == "destroyed":
+        dist.destroy_process_group()
+    if how == "exception":
+        raise RuntimeError("the program's own")
+    if how == "exits":
+        sys.exit(7)
+
+futures = []
+ended = threading.Event()
+rank = None
+for line in sys.stdin:
+    case = json.loads(line)
+    children = []
+    for rank in range(2):
+        open(case["store"] + f".{rank}", "w").close()
+        children.append(os.fork())
+        if children[-1] == 0:
+            break
+    else:
+        rank = None
+        files = [None, None]
+        if case.get("interrupt"):
+            files = [f"{case['store']}.{rank}" for rank in range(2)]
+        print(json.dumps(list(map(exit_code, children, files))), flush=True)
+        continue
+    break
+if rank is not None:
+    os.dup2(os.open(case["store"] + f".{rank}", os.O_WRONLY), 2)
+    start(rank)
+    end()
+"""
+
+CODES = {"returns": 0, "exception": 1, "exits": 7, "destroyed": 0, "forked": 0}
+
+
+class Ranks:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RANKS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, **case: Any) -> tuple[list[int | str], str]:
+        """The exit codes of both ranks, and what they wrote to their standard error."""
+        store = self._folder / f"store{next(self._numbers)}"
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(case | {"store": str(store)}) + "\n")
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], 100)
+        assert ready, case
+        codes = json.loads(self._process.stdout.readline())
+        return codes, "".join(Path(f"{store}.{rank}").read_text() for rank in range(2))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = Ranks(tmp_path_factory.mktemp("ends"))
+    yield made
+    made.close()
+
+
+THREADS = [
+    {"what": what, "daemon": daemon, "end": end, **more}
+    for what, daemon, end, more in [
+        *((what, True, end, {}) for what in ("recv", "collective", "future") for end in CODES),
+        *((what, False, "returns", {}) for what in ("recv", "collective", "future")),
+        ("recv", False, "exits", {}),
+        ("recv", True, "returns", {"threads": 4}),
+        ("future", True, "returns", {"threads": 8}),
+    ]
+]
+
+
+def check(ranks: Ranks, runs: int, **case: Any) -> None:
+    ended = [ranks.run(**case) for _ in range(runs)]
+    want = CODES[case["end"]]
+    wrong = [(codes, text) for codes, text in ended if codes != [want, want]]
+    assert not wrong, f"{len(wrong)} of {runs}, such as {wrong[0]}"
+
+
+def named(case: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+@pytest.mark.parametrize("case", THREADS, ids=named)
+@pytest.mark.parametrize("runs", [1, pytest.param(20, marks=pytest.mark.nightly)])
+def test_threads_that_are_in_pycomm(ranks: Ranks, case: dict[str, Any], runs: int) -> None:
+    check(ranks, runs, **case)
+
+
+def callbacks() -> list[Any]:
+    cases = [{"what": "sleeping", "s": 2.3}, {"what": "computing", "s": 2.1}]
+    nightly = [
+        {"what": what, "s": s}
+        for what in ("sleeping", "computing")
+        for s in (0.5, 1.9, 2.05, 2.15, 2.6, 3.5)
+    ]
+    return cases + [pytest.param(case, marks=pytest.mark.nightly) for case in nightly]
+
+
+@pytest.mark.parametrize("end", ["returns", "exception", "exits", "destroyed"])
+@pytest.mark.parametrize("case", callbacks(), ids=named)
+def test_a_callback_is_waited_for(ranks: Ranks, case: dict[str, Any], end: str) -> None:
+    codes, text = ranks.run(end=end, **case)
+    assert codes == [CODES[end]] * 2, text
+    if case["s"] > 2.2:  # one line says what the process waits for
+        assert text.count(f"in {case['what']}. Ctrl-C ends it now.") == 2, text
+    elif case["s"] < 1.8:
+        assert "Ctrl-C" not in text
+
+
+def test_ctrl_c_ends_the_wait_for_a_callback(ranks: Ranks) -> None:
+    codes, text = ranks.run(what="sleeping", s=600, end="returns", interrupt=True)
+    assert codes == [-signal.SIGINT] * 2, text  # as Python ends then
