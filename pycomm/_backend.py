@@ -45,6 +45,8 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.Counter[str]] 
     weakref.WeakKeyDictionary()
 )
 _counts_lock = threading.Lock()
+_default_of_groups: weakref.ref[dist.ProcessGroup] | str | None = None
+"""The default group when this process last made a group of pycomm."""
 _told = False
 _level_set_here: int | None = None
 
@@ -120,7 +122,9 @@ def create_group(
                 host, why = socket.gethostname(), _reason_of(error)
                 extension.post_notice(store, str(group.group_id), rank, host, why)
         raise
-    backend = extension.create_backend(store, rank, size, str(group.group_id), timeout_ms, native)
+    backend = extension.create_backend(
+        store, rank, size, str(group.group_id), timeout_ms, native, _starts_world()
+    )
     _tell_once(extension, backend, rank)
     if resolved.metrics_dir != OFF:
         _start_metrics(extension, resolved.metrics_dir, backend, rank, size)
@@ -152,7 +156,7 @@ def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float)
         extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, dist.get_rank() if dist.is_initialized() else None)
     native = native_options(resolved, host, [])  # no ranks of a job: their numbers are the pair's
-    return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native)
+    return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native, None)
 
 
 def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | None:
@@ -291,6 +295,24 @@ def next_number(group: dist.ProcessGroup, what: str) -> int:
         counts = _counts.setdefault(group, collections.Counter())
         counts[what] += 1
         return counts[what]
+
+
+def _starts_world() -> bool:
+    """Whether the group that is made now is this process's first one since the job's began.
+
+    The job's groups begin with the default one. torch names that only when its backend is there;
+    and it may be another library's.
+    """
+    global _default_of_groups
+    before = _default_of_groups
+    if not dist.is_initialized():
+        _default_of_groups = "being made"
+        return True
+    default = dist.group.WORLD
+    _default_of_groups = weakref.ref(default)
+    if isinstance(before, str):
+        return False
+    return before is None or before() is not default
 
 
 def _options_of(group: Any, pg_options: object) -> Options:

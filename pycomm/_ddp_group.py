@@ -50,6 +50,17 @@ def need_pycomm(group: Any, what: str) -> Any:
     return backend
 
 
+def is_pycomm(group: Any, device: torch.device) -> bool:
+    """Whether pycomm serves a group's tensors of a device."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # no backend does
+        return False
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return bool(backend.name() == "pycomm")
+
+
 def by_nccl(group: Any, device: torch.device) -> bool:
     """Whether NCCL moves a group's tensors of a device.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm import _process_end, errors
+from pycomm import _callback_names, _process_end, errors
 from pycomm._torch_range import (
     FROM_SOURCES,
     OWN_ENVIRONMENT,
@@ -117,6 +117,7 @@ def load() -> ModuleType:
         ) from error
     extension.set_exception_types(dict(errors.BY_CODE))
     _process_end.await_callbacks(extension)
+    _callback_names.wrap_futures(extension)
     _extension = extension
     return extension
 

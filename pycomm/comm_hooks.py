@@ -22,7 +22,7 @@ from torch.futures import Future
 from pycomm import _exit, _extension
 from pycomm._backend import next_number
 from pycomm._compression import Int8, TopK
-from pycomm._ddp_group import by_nccl
+from pycomm._ddp_group import by_nccl, is_pycomm
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
@@ -35,13 +35,17 @@ def ordered(
     describe: Callable[[GradBucket], str] | None = None,
     codec_of: Callable[[GradBucket], str | None] | None = None,
 ) -> _Hook[_State]:
-    """Runs a DDP communication hook one bucket at a time, on a thread of its own.
+    """Runs a DDP communication hook one bucket at a time, in one order on all ranks.
 
     A hook that issues collectives from the callbacks of its futures, as torch's PowerSGD hook does,
     races with the backward pass: while a callback issues the second collective of bucket 0,
     autograd issues the first of bucket 1, and each rank may have another order. Here the chain of
-    bucket 1 starts when that of bucket 0 has ended, so that every rank issues the collectives of a
-    hook in the same order, on any backend. The backward pass goes on meanwhile.
+    bucket 1 starts when that of bucket 0 has ended. Over a group of pycomm it runs on a thread of
+    its own, and the backward pass goes on meanwhile.
+
+    Other backends, such as gloo, match collectives by the order in which a rank issues them, also
+    those of the model and the wrapper. So over such a group the hook runs on the thread of the
+    backward pass, which waits for the chain of each bucket: right, but nothing overlaps.
 
     Buckets on a device whose collectives NCCL runs need no thread: futures are complete, and
     callbacks run, as soon as a collective is on its stream. NCCL matches collectives by their
@@ -307,20 +311,25 @@ class _Worker:
     def submit(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         group = self._group or group_of(state) or dist.group.WORLD
         inline = group is not None and by_nccl(group, bucket.buffer().device)
+        # Where operations have no names, all are issued on one thread.
+        waits = not inline and group is not None and not is_pycomm(group, bucket.buffer().device)
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the interpreter is ending: no more buckets are reduced")
             chain = (0, 0) if group is None else self._chains_of(group).begin()
             job = _Job(state, bucket, chain)
-            if not inline:
+            threaded = not inline and not waits
+            if threaded:
                 self._jobs.put(job)
-            if not inline and self._thread is None:
+            if threaded and self._thread is None:
                 # A daemon only so that a hook that never ends cannot keep the process alive.
                 self._thread = threading.Thread(
                     target=self._run, name="pycomm-ordered-hook", daemon=True
                 )
                 self._thread.start()
                 _exit.running.add(self)
+        if waits:
+            self._reduce(job)
         return self._issue(job) if inline else job.outcome.future
 
     def _chains_of(self, group: dist.ProcessGroup) -> _Chains:

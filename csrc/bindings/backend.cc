@@ -190,11 +190,13 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     int size,
     const std::string& group_name,
     int64_t timeout_ms,
-    const py::dict& dict) {
+    const py::dict& dict,
+    std::optional<bool> starts_world) {
   const NativeOptions options(dict);
   const WithoutGil no_gil;
   return raising([&]() -> c10::intrusive_ptr<c10d::Backend> {
     PycommBackend::Settings settings;
+    settings.starts_world = starts_world;
     settings.timeout = std::chrono::milliseconds(timeout_ms);
     settings.algorithm = allReduceAlgorithm(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
@@ -284,7 +286,8 @@ void bindBackend(py::module_& m) {
       py::arg("size"),
       py::arg("group_name"),
       py::arg("timeout_ms"),
-      py::arg("options"));
+      py::arg("options"),
+      py::arg("starts_world"));
   m.def(
       "last_error",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) -> py::object {

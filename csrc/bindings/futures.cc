@@ -1,19 +1,25 @@
 #include "bindings/futures.h"
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "c10d/without_gil.h"
+#include "c10d/named_future.h"
 #include "engine/operation/issue_context.h"
 
 namespace py = pybind11;
 
 namespace pycomm {
 namespace {
+
+using FutureWrapper = torch::jit::PythonFutureWrapper;
 
 /// `with IssueChain(hook, bucket, codec):` what the thread issues meanwhile belongs to one chain, the same on all ranks, and its
 /// sums travel as that codec; None: as the group's.
@@ -22,8 +28,8 @@ class IssueChain {
   IssueChain(uint64_t hook, uint32_t bucket, const std::optional<std::string>& codec)
       : context_(
             std::make_shared<IssueContext>(
-                IssueContext::Kind::Chain,
-                mix64(mix64(hook) + bucket) ^ 0x636861696eULL,
+                StrandName{mix64(mix64(hook) + bucket) ^ 0x636861696eULL, 0, 0},
+                originOf(bucket),
                 codec ? codecNamed(*codec) : std::nullopt)) {}
 
   void enter() {
@@ -34,9 +40,112 @@ class IssueChain {
   }
 
  private:
+  static CallbackOrigin originOf(uint32_t bucket) noexcept {
+    CallbackOrigin origin;
+    origin.of = CallbackOrigin::Of::Chain;
+    origin.number = bucket;
+    return origin;
+  }
+
   std::shared_ptr<IssueContext> context_;
   std::unique_ptr<IssueScope> scope_; ///< entered and left on one thread
 };
+
+/// The strand of a callback that the program adds to this future now, and whose pool may run it. Without one: torch's own way.
+struct Added {
+  std::shared_ptr<IssueContext> context;
+  Engine* engine = nullptr;
+};
+
+/// `promise`: the program made the future, and completes it.
+Added addTo(const c10::ivalue::Future& future, bool promise) {
+  if (const std::shared_ptr<FutureName> name = FutureName::of(future)) {
+    return {name->addCallback(), name->engine()};
+  }
+  return {promise ? addPromiseCallback() : nullptr, nullptr};
+}
+
+/// What torch makes of an exception of a callback. With the interpreter's lock.
+std::string textOf(py::error_already_set& error) {
+  std::string text = std::string("Got the following error when running the callback: ") + error.what();
+  error.restore();
+  PyErr_Clear();
+  return text;
+}
+
+/// torch.futures.Future.then() for a future with a name; null for others.
+std::shared_ptr<FutureWrapper> then(const std::shared_ptr<FutureWrapper>& future, py::function callback, bool promise) {
+  const Added added = addTo(*future->fut, promise);
+  if (added.context == nullptr) {
+    return nullptr;
+  }
+  auto function = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+  const WithoutGil no_gil;
+  const c10::TypePtr value = c10::PyObjectType::get();
+  const auto result = future->fut->createInstance(resultOf(*added.context, added.engine, value));
+  addNamed(future->fut, added.context, [future, function, result, value] {
+    try {
+      c10::IValue returned;
+      try {
+        const py::gil_scoped_acquire gil;
+        returned = torch::jit::toIValue(function->func_(future), value);
+      } catch (py::error_already_set& error) {
+        const py::gil_scoped_acquire gil;
+        throw std::runtime_error(textOf(error));
+      }
+      result->markCompleted(std::move(returned));
+    } catch (const std::exception&) {
+      result->setError(std::current_exception());
+    }
+  });
+  return std::make_shared<FutureWrapper>(result);
+}
+
+/// torch.futures.Future.add_done_callback() for a future with a name; false for others, to which nothing is added.
+bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, py::function callback, bool promise) {
+  const Added added = addTo(*future->fut, promise);
+  if (added.context == nullptr) {
+    return false;
+  }
+  auto function = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+  const WithoutGil no_gil;
+  addNamed(future->fut, added.context, [future, function] {
+    try {
+      const py::gil_scoped_acquire gil;
+      function->func_(future);
+    } catch (py::error_already_set& error) {
+      const py::gil_scoped_acquire gil;
+      LOG(ERROR) << textOf(error);
+    } catch (const std::exception& error) {
+      LOG(ERROR) << error.what();
+    }
+  });
+  return true;
+}
+
+/// `all` is torch's future of all `parts`. The same with a name; null if it has none.
+std::shared_ptr<FutureWrapper> nameCollected(
+    const std::shared_ptr<FutureWrapper>& all,
+    const std::vector<std::shared_ptr<FutureWrapper>>& parts,
+    bool promised) {
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+  futures.reserve(parts.size());
+  for (const auto& part : parts) {
+    futures.push_back(part->fut);
+  }
+  const c10::TypePtr type = collected(futures, promised, all->fut->elementType());
+  if (type == nullptr) {
+    return nullptr;
+  }
+  const WithoutGil no_gil;
+  return std::make_shared<FutureWrapper>(all->fut->then([](c10::ivalue::Future& done) { return done.value(); }, type));
+}
+
+void noteWaited(const std::shared_ptr<FutureWrapper>& future) {
+  if (const std::shared_ptr<FutureName> name = FutureName::of(*future->fut)) {
+    name->noteWaited();
+  }
+}
 
 } // namespace
 
@@ -65,6 +174,10 @@ void bindFutures(py::module_& m) {
       },
       py::arg("future"),
       py::arg("error"));
+  m.def("named_then", &then, py::arg("future"), py::arg("callback"), py::arg("promise"));
+  m.def("named_done_callback", &addDoneCallback, py::arg("future"), py::arg("callback"), py::arg("promise"));
+  m.def("name_collected", &nameCollected, py::arg("all"), py::arg("parts"), py::arg("promised"));
+  m.def("note_waited", &noteWaited, py::arg("future"));
 }
 
 } // namespace pycomm

@@ -21,15 +21,17 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
       store_(std::move(store)),
       group_(std::move(group)),
       settings_(std::move(settings)),
-      owner_(c10::make_intrusive<MessageWork::Owner>(group_)),
       devices_(CudaDevices::create(group_, settings_.cuda)) {
   if (settings_.check_call_sites) {
     call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
   }
+  // Last, as the role refers to this until the destructor settles it.
+  owner_ = c10::make_intrusive<WorkOwner>(group_, GroupRole::next(*this, settings_.starts_world));
 }
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
+  owner_->role->settle();
   devices_->stop();
   group_->close();
 }
@@ -352,7 +354,7 @@ void PycommBackend::abandon(Window window) {
 
 c10::intrusive_ptr<PycommWork> PycommBackend::work(Titled titled, PycommWork::Content content, Window* open) {
   content.call_sites = call_sites_;
-  auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
+  auto made = c10::make_intrusive<PycommWork>(owner_, getRank(), titled.type, titled.title, std::move(content));
   if (open != nullptr) {
     open->works.push_back(made);
   }

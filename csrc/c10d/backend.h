@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <type_traits>
@@ -39,6 +40,7 @@ class PycommBackend final : public c10d::Backend {
     CudaDevices::Config cuda;
     bool check_call_sites = false; ///< see CallSites
     std::vector<std::string> skipped_folders; ///< see CallSites
+    std::optional<bool> starts_world; ///< see GroupRole::next()
   };
 
   /// `store`: of the rendezvous; the rank leaves it when the group closes.
@@ -274,7 +276,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
   Settings settings_;
-  c10::intrusive_ptr<MessageWork::Owner> owner_;
+  c10::intrusive_ptr<WorkOwner> owner_;
   std::shared_ptr<CudaDevices> devices_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings ask for it
 

@@ -7,7 +7,6 @@
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
 #include "engine/data/point_to_point.h"
-#include "engine/operation/issue_context.h"
 #include "schedule/request_checks.h"
 
 namespace pycomm {
@@ -59,8 +58,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::message(
     } else {
       checkOutput(tensor, collectiveName(kind));
     }
-    if (needsNoCopy(tensor) && call_sites_ == nullptr && IssueContext::current() == nullptr && window() == nullptr &&
-        !at::hasCallbacks()) {
+    if (needsNoCopy(tensor) && call_sites_ == nullptr && window() == nullptr && !at::hasCallbacks()) {
       return plainMessage(titled, kind, tensor, peer, tag);
     }
     Prepared prepared(

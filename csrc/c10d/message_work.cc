@@ -13,7 +13,7 @@ MessageWork::~MessageWork() {
   }
   // The tensor must outlive the operation, and must not be freed on the lane: that may take Python's lock.
   struct Keep {
-    c10::intrusive_ptr<Owner> owner;
+    c10::intrusive_ptr<WorkOwner> owner;
     at::Tensor tensor;
     c10::Storage storage;
     std::shared_ptr<Keep> for_good; ///< itself
@@ -65,7 +65,7 @@ PycommWork* MessageWork::whole() const {
     content.inputs = {tensor_};
     content.outputs = {tensor_};
     content.storages = {storage_};
-    whole_ = c10::make_intrusive<PycommWork>(owner_->group, rank_, opType_, nullptr, std::move(content));
+    whole_ = c10::make_intrusive<PycommWork>(owner_, rank_, opType_, nullptr, std::move(content));
     if (completed_) {
       whole_->noteWaited();
     }

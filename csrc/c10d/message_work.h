@@ -19,14 +19,8 @@ namespace pycomm {
 /// a tensor gets another one by `x.data = y`.
 class MessageWork final : public c10d::Work {
  public:
-  /// The group of all Works of a backend: one pointer in each of them.
-  struct Owner final : c10::intrusive_ptr_target {
-    explicit Owner(std::shared_ptr<Group> of) : group(std::move(of)) {}
-    const std::shared_ptr<Group> group;
-  };
-
   MessageWork(
-      c10::intrusive_ptr<Owner> owner,
+      c10::intrusive_ptr<WorkOwner> owner,
       int rank,
       c10d::OpType type,
       at::Tensor tensor,
@@ -72,7 +66,7 @@ class MessageWork final : public c10d::Work {
   /// For rare calls. If this Work has been waited for, so has that one.
   PycommWork* whole() const;
 
-  const c10::intrusive_ptr<Owner> owner_;
+  const c10::intrusive_ptr<WorkOwner> owner_;
   at::Tensor tensor_;
   c10::Storage storage_;
   const std::shared_ptr<Operation> operation_;

@@ -4,7 +4,7 @@
 // 2. When that has ended, a callback thread gathers all indices and all values, with the counts that are now known.
 // 3. Each rank adds them up, in rank order, in its own tensor.
 //
-// So the caller never waits for step 1, and the ids of step 2's operations are those of a callback of step 1: the same on all ranks.
+// So the caller never waits for step 1, and the ids of step 2's operations are derived from that of step 1: the same on all ranks.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/TensorBody.h>
 #include <ATen/ops/_coalesced.h>
@@ -266,7 +266,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
     request.id = begun->request().id;
     request.descriptor.kind = Collective::AllReduce;
     task->whole = std::make_shared<Operation>(std::move(request));
-    task->context = callbackContext(IssueContext::current(), begun->request().id.id, group_->identity().hash);
+    task->context = continuationOf(
+        begun->request().id, group_->identity().hash, static_cast<uint8_t>(Collective::AllReduce));
     PycommWork::Content content;
     content.inputs = {tensor};
     content.outputs = {tensor};

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "base/fault_point.h"
-#include "c10d/callback_gate.h"
 #include "c10d/process_end.h"
+#include "c10d/named_future.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "engine/report/failure_text.h"
@@ -21,6 +21,10 @@ namespace {
 
 // How often a waiting main thread looks for Ctrl-C.
 constexpr int kSignalCheckMs = 100;
+
+bool isMessage(c10d::OpType type) {
+  return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
+}
 
 c10::TypePtr futureType(bool lists) {
   const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
@@ -46,8 +50,8 @@ void useAfterFreeIfArmed() {}
 
 struct PycommWork::State {
   Content content;
-  std::shared_ptr<Group> group;
-  std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
+  c10::intrusive_ptr<WorkOwner> owner;
+  uint64_t place = 0; ///< among all Works of the strand that issued this one, and of the group; 0: a user's thread did
   std::function<void()> profiling_end;
   std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing`, as is the next
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
@@ -56,13 +60,43 @@ struct PycommWork::State {
   std::mutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
   std::shared_ptr<State> kept_for_good; ///< itself: nobody can say any more when the operations have ended
 
   ~State() {
     if (future && !content.order_after.empty()) {
       letGo(std::move(future), content.order_after);
     }
+  }
+
+  Group& group() const noexcept {
+    return *owner->group;
+  }
+
+  /// With `mutex`.
+  void noteWaited() {
+    waited = true;
+    if (const auto name = future ? FutureName::of(*future) : nullptr) {
+      name->noteWaited();
+    }
+  }
+
+  /// The type of the future, with its name. NCCL's futures have none: their callbacks run where they are added, in the program's order.
+  c10::TypePtr nameFuture(c10d::OpType type) const {
+    c10::TypePtr value = futureType(!content.output_lists.empty());
+    if (content.nccl != nullptr) {
+      return value;
+    }
+    const Operation* const first = content.operations.empty() ? nullptr : content.operations.front().get();
+    const bool message = first == nullptr || first->request().descriptor.kind == Collective::Send;
+    const auto kind = static_cast<uint8_t>(first == nullptr ? Collective::Send : first->request().descriptor.kind);
+    const uint32_t hash = group().identity().hash;
+    const OperationId id = message ? OperationId() : first->request().id;
+    const WorkName named = message
+        ? nameOfMessage(*owner->role, kind)
+        : nameOfWork(*owner->role, hash, id, place != 0 ? place : id.id, static_cast<int>(type), kind);
+    const std::shared_ptr<IssueContext>& asks = IssueContext::current();
+    return std::make_shared<FutureName>(
+        std::move(value), named.name, named.origin, asks == nullptr ? std::nullopt : asks->codec(), &group().engine());
   }
 
   bool done() const {
@@ -118,7 +152,8 @@ struct PycommWork::State {
         content.unpack();
       }
     } catch (const std::exception&) {
-      copy_error = recordInAnyCase(group->identity(), [&] { return errorOf(caughtOnDevice(), group->identity()); });
+      copy_error =
+          recordInAnyCase(group().identity(), [&] { return errorOf(caughtOnDevice(), group().identity()); });
     }
   }
 
@@ -150,15 +185,18 @@ struct PycommWork::State {
 };
 
 PycommWork::PycommWork(
-    std::shared_ptr<Group> group,
+    c10::intrusive_ptr<WorkOwner> owner,
     int rank,
     c10d::OpType type,
     const char* profiling_title,
     Content content)
     : Work(rank, type, profiling_title, content.inputs), state_(std::make_shared<State>()) {
   state_->content = std::move(content);
-  state_->group = std::move(group);
-  state_->issuer = IssueContext::current();
+  state_->owner = std::move(owner);
+  if (const std::shared_ptr<IssueContext>& issuer = IssueContext::current(); issuer != nullptr && !isMessage(type)) {
+    const uint32_t index = issuer->takeIndex(IssueContext::Counted::Works, state_->group().identity().hash);
+    state_->place = mix64(issuer->name().anywhere + index);
+  }
   state_->profiling_end = std::move(recordFunctionEndCallback_);
 }
 
@@ -182,7 +220,7 @@ void PycommWork::cancel() {
 void PycommWork::handOver() const {
   for (const auto& operation : state_->content.operations) {
     if (!operation->done()) {
-      static_cast<void>(state_->group->wait(*operation, Deadline::after(0)));
+      static_cast<void>(state_->group().wait(*operation, Deadline::after(0)));
     }
   }
 }
@@ -220,7 +258,7 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
     std::atomic<size_t> left;
     std::shared_ptr<State> state;
   };
-  CallbackPool& pool = state->group->engine().callbacks();
+  CallbackPool& pool = state->group().engine().callbacks();
   const size_t count = state->content.operations.size();
   auto countdown = std::make_shared<Countdown>();
   countdown->left.store(count == 0 ? 1 : count);
@@ -228,10 +266,8 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
   const auto one_less = [countdown, &pool, then] {
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
-      State& ended = *countdown->state;
       CallbackPool::Task task = [state = std::move(countdown->state), then] { then(*state); };
       if (!pool.submit(std::move(task))) { // the engine has been shut down, and every operation has ended
-        ended.gate.reset(); // this thread would wait for itself
         task();
       }
     }
@@ -297,12 +333,12 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const StayWithin stay;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   const bool only_orders =
-      state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group->failure();
+      state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group().failure();
   for (const auto& operation : state_->content.operations) {
     if (only_orders) {
       break;
     }
-    waitFor(*state_->group, *operation, timeout, deadline);
+    waitFor(state_->group(), *operation, timeout, deadline);
   }
   if (!only_orders) {
     state_->finish();
@@ -314,7 +350,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
         try {
           each->orderCaller();
         } catch (const std::exception&) {
-          throw Error(errorOf(caughtOnDevice(), state_->group->identity()));
+          throw Error(errorOf(caughtOnDevice(), state_->group().identity()));
         }
       });
     }
@@ -326,7 +362,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   }
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->waited = true;
+    state_->noteWaited();
   }
   if (record) {
     throwToPython(*record);
@@ -336,7 +372,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
 
 void PycommWork::noteWaited() {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->waited = true;
+  state_->noteWaited();
 }
 
 void PycommWork::blockCurrentStream() {
@@ -351,9 +387,9 @@ void PycommWork::blockCurrentStream() {
 void PycommWork::abort() {
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;
-  reason.peer = state_->group->identity().jobRank();
+  reason.peer = state_->group().identity().jobRank();
   reason.summary = "Rank " + std::to_string(reason.peer) + " aborted an operation.";
-  state_->group->abort(reason);
+  state_->group().abort(reason);
 }
 
 uint64_t PycommWork::getSequencenumber() const {
@@ -380,7 +416,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->future) {
     return state_->future;
   }
-  if (state_->content.nccl != nullptr && !state_->group->failure()) {
+  if (state_->content.nccl != nullptr && !state_->group().failure()) {
     raising([&] { state_->content.nccl->requireLaunched(); });
   }
   std::vector<c10::Device> devices;
@@ -388,20 +424,18 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
     devices.push_back(stream.device());
   }
   state_->future =
-      c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()), std::move(devices));
+      c10::make_intrusive<c10::ivalue::Future>(state_->nameFuture(retrieveOpType()), std::move(devices));
   if (state_->waited || state_->content.nccl != nullptr) {
-    // With NCCL everything is behind events. And who has waited may count on it: torch's reducer takes the value at once. Both are so
-    // on all ranks, whatever their speed, so a callback runs inline on all of them, and what it issues has the same ids.
+    // With NCCL everything is behind events. And a caller that has waited may count on it: torch's reducer takes the value at once.
+    state_->noteWaited();
     state_->complete(*state_->future);
     return state_->future;
   }
   const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
-  if (!state_->group->engine().belongsToThisProcess()) { // a child of fork has none of the pool's threads
+  if (!state_->group().engine().belongsToThisProcess()) { // a child of fork has none of the pool's threads
     completeInChild(*state_, *future);
     return future;
   }
-  // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
-  state_->gate = CallbackGate::ofCaller();
   lock.unlock(); // if the engine has been shut down, this thread completes it now
   try {
     handOver();
@@ -415,7 +449,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
 void PycommWork::completeInChild(State& state, c10::ivalue::Future& future) {
   try {
     for (const auto& operation : state.content.operations) {
-      static_cast<void>(state.group->wait(*operation, Deadline::after(0)));
+      static_cast<void>(state.group().wait(*operation, Deadline::after(0)));
     }
     state.finish();
     state.complete(future);
@@ -427,17 +461,12 @@ void PycommWork::completeInChild(State& state, c10::ivalue::Future& future) {
 }
 
 void PycommWork::completeFuture(State& state) {
-  if (state.gate != nullptr) {
-    state.gate->pass();
-    state.gate.reset();
-  }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
     future = state.future;
   }
-  const uint64_t op_id = state.content.operations.empty() ? 0 : state.content.operations.front()->request().id.id;
-  const IssueScope scope(callbackContext(state.issuer, op_id, state.group->identity().hash));
+  const IssueScope scope(FutureName::of(*future)->unnamedCallbacks());
   try {
     state.finish();
     state.complete(*future);

@@ -5,11 +5,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "c10d/call_sites.h"
 #include "c10d/cuda_nccl.h"
 #include "c10d/cuda_staging.h"
+#include "c10d/group_role.h"
 #include "engine/group.h"
 #include "engine/operation/operation.h"
 
@@ -18,6 +20,13 @@ namespace pycomm {
 /// Waits for an operation on behalf of a Work of `rank`, and checks for Ctrl-C meanwhile. Throws Python exceptions, also if `deadline`
 /// passes, which came from `timeout`: then the operation goes on.
 void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds timeout, Deadline deadline);
+
+/// What all Works of a backend share: one pointer in each of them.
+struct WorkOwner final : c10::intrusive_ptr_target {
+  WorkOwner(std::shared_ptr<Group> of, std::shared_ptr<GroupRole> as) : group(std::move(of)), role(std::move(as)) {}
+  const std::shared_ptr<Group> group;
+  const std::shared_ptr<GroupRole> role;
+};
 
 /// The Work that a call to the backend returns.
 ///
@@ -41,7 +50,12 @@ class PycommWork final : public c10d::Work {
   };
 
   /// The caller adds operations to starting() then, and calls started() when all of them have started.
-  PycommWork(std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* profiling_title, Content content);
+  PycommWork(
+      c10::intrusive_ptr<WorkOwner> owner,
+      int rank,
+      c10d::OpType type,
+      const char* profiling_title,
+      Content content);
   ~PycommWork() override;
 
   bool isCompleted() override;

@@ -19,7 +19,7 @@ bool hasExtras(const Call& call) {
 
 } // namespace
 
-OperationId Issuer::takeId() noexcept {
+OperationId Issuer::takeId() {
   return takeOperationId(counter_, roster_.identity.hash);
 }
 

@@ -52,7 +52,7 @@ class Issuer final {
   [[nodiscard]] Operation::Request requestOf(const Call& call) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
-  [[nodiscard]] OperationId takeId() noexcept;
+  [[nodiscard]] OperationId takeId();
   [[nodiscard]] std::shared_ptr<Operation> recorded(Operation::Request request) const;
 
   const Roster& roster_;

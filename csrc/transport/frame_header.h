@@ -44,13 +44,14 @@ struct FrameHeader {
   uint32_t tag = 0; ///< Descriptor::tag
   uint32_t digest = 0; ///< Descriptor::digest
   uint32_t route = 0; ///< on control links, of questions and answers: see Route
-  uint64_t aux = 0; ///< by type: Credit, last operation's id, 1 for a Waiting that answers one
+  uint64_t aux = 0; ///< by type: Credit, last operation's id; of a Waiting the lowest bit: it answers one, the others: CallbackOrigin
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
   /// 2: the side that connects waits for the HelloReply; Waiting may answer Waiting.
   /// 3: questions about collectives may travel over control links, from neighbour to neighbour; Left.
   /// 4: records name ranks by their numbers in the job; Leaving.
-  static constexpr uint8_t kVersion = 4;
+  /// 5: Waiting says which callback has issued the operation.
+  static constexpr uint8_t kVersion = 5;
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 

@@ -16,6 +16,7 @@ FrameHeader RollCall::headerFor(uint64_t op_id, FrameType type, int peer) const 
   const auto found = ops_.find(op_id);
   if (found != ops_.end()) {
     found->second.descriptor().writeTo(header);
+    header.aux = type == FrameType::Waiting ? found->second.id().origin : 0;
     addressTo(peer, found->second.descriptor(), header);
   }
   return header;

@@ -10,20 +10,27 @@ namespace {
 // How long ago a rank may have asked that is taken to wait still.
 constexpr std::chrono::seconds kLately(1);
 
+/// In FrameHeader::aux of a Waiting that answers one. The other bits have the CallbackOrigin of the sender's operation.
+constexpr uint64_t kAnswers = 1;
+
+bool answers(const FrameHeader& waiting) noexcept {
+  return (waiting.aux & kAnswers) != 0;
+}
+
 } // namespace
 
 void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   // Entered here, and `compared` has compared it. The peer gives credit once it knows that this rank waits, too, and it may have had no
   // place for that (see below). An answer is not answered.
   if (ops_.count(header.op_id) != 0) {
-    if (header.aux == 0 && credits_.lacksCredit(header.op_id, peer)) {
+    if (!answers(header) && credits_.lacksCredit(header.op_id, peer)) {
       FrameHeader answer = headerFor(header.op_id, FrameType::Waiting, peer);
-      answer.aux = 1;
+      answer.aux |= kAnswers;
       output_.send(peer, answer, Way::Needed);
     }
     return;
   }
-  if (header.aux != 0) {
+  if (answers(header)) {
     return; // an answer about what has ended here long ago
   }
   if (history_.isBehind(header.op_id)) {
@@ -42,6 +49,7 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   }
   if (has_place && !message) {
     unexpected_.refused(peer, header.op_id);
+    unexpected_.issuedIn(peer, header.op_id, header.aux);
   }
   answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfAnswers());
 }
@@ -69,7 +77,7 @@ void RollCall::answerNotEntered(int peer, uint64_t op_id, Way way) {
 void RollCall::correct(uint64_t op_id, const std::set<int>& refused) {
   for (const int peer : refused) {
     FrameHeader came = headerFor(op_id, FrameType::Waiting, peer);
-    came.aux = 1;
+    came.aux |= kAnswers;
     output_.send(peer, came, wayOfAnswers());
   }
 }
@@ -107,9 +115,9 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
     }
     ErrorRecord record = mismatch(config_.hosts, config_.job, config_.rank, op.descriptor(), peer, op.id());
     record.summary = "Rank " + std::to_string(record.rank) + " (" + record.host + ") waits in " +
-        op.descriptor().text(config_.job) + " " + operationText(op.id().id) + ", which " + config_.job.text(peer) +
+        op.descriptor().text(config_.job) + " " + operationText(op.id().id, op.id().origin) + ", which " + config_.job.text(peer) +
         " (" + record.peer_host + ") has not entered; that one waits in " + theirs.text(config_.job) + " " +
-        operationText(op_id) + ", which is not entered here.";
+        operationText(op_id, entry.originOf(peer)) + ", which is not entered here.";
     output_.fail(std::move(record));
     return false;
   });

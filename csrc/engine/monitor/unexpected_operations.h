@@ -26,6 +26,11 @@ class UnexpectedOperations {
     TimePoint last; ///< when the last one did
     std::set<int> refused; ///< ranks that were answered that it is not entered here
     std::set<int> answered_late; ///< ranks that RollCall::standOff has answered since they last asked
+    std::map<int, uint64_t> origins; ///< CallbackOrigin, of ranks that have asked
+    [[nodiscard]] uint64_t originOf(int peer) const {
+      const auto found = origins.find(peer);
+      return found == origins.end() ? 0 : found->second;
+    }
   };
 
   UnexpectedOperations(size_t places, int size) : places_(places), peers_(static_cast<size_t>(size)) {}
@@ -37,6 +42,12 @@ class UnexpectedOperations {
   /// A peer was answered that the operation, which is kept, is not entered here.
   void refused(int peer, uint64_t op_id) {
     entries_.at(op_id).refused.insert(peer);
+  }
+  /// A peer's question about the operation, which is kept, says which callback issued it there (CallbackOrigin).
+  void issuedIn(int peer, uint64_t op_id, uint64_t origin) {
+    if (origin != 0) {
+      entries_.at(op_id).origins[peer] = origin;
+    }
   }
   /// This rank asks that peer for messages: each question may bring one more than fits.
   void askedForMessages(int peer) {

@@ -1,11 +1,102 @@
 #include "engine/operation/issue_context.h"
 
-#include <utility>
+#include <algorithm>
+
+#include "base/error.h"
+#include "schedule/step.h"
 
 namespace pycomm {
 namespace {
+
 thread_local std::shared_ptr<IssueContext> t_context;
+
+constexpr uint64_t kContinuation = 0x636f6e74ULL;
+
+struct Field {
+  unsigned shift;
+  unsigned bits;
+  [[nodiscard]] uint64_t most() const noexcept {
+    return (uint64_t{1} << bits) - 1;
+  }
+  [[nodiscard]] uint64_t put(uint64_t value) const noexcept {
+    return std::min(value, most()) << shift;
+  }
+  [[nodiscard]] uint32_t get(uint64_t from) const noexcept {
+    return static_cast<uint32_t>((from >> shift) & most());
+  }
+};
+constexpr Field kOf{1, 3};
+constexpr Field kKind{4, 4};
+constexpr Field kDepth{8, 4};
+constexpr Field kNumber{12, 12};
+constexpr Field kGroup{24, 12};
+constexpr Field kSequence{36, 28};
+
 } // namespace
+
+uint64_t mix64(uint64_t value) noexcept {
+  value += 0x9e3779b97f4a7c15ULL;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+
+StrandName StrandName::then(uint64_t number) const noexcept {
+  return {mix64(mix64(anywhere) + number), mix64(mix64(at_home) + number), home};
+}
+
+StrandName StrandName::by(const StrandName& other) const noexcept {
+  return {mix64(mix64(anywhere) ^ other.anywhere), mix64(mix64(at_home) ^ other.in(home)), home};
+}
+
+uint64_t CallbackOrigin::packed() const noexcept {
+  return kOf.put(static_cast<uint64_t>(of)) | kKind.put(kind) | kDepth.put(depth) | kNumber.put(number) |
+      kGroup.put(group) | kSequence.put(sequence);
+}
+
+CallbackOrigin CallbackOrigin::unpacked(uint64_t bits) noexcept {
+  CallbackOrigin origin;
+  const uint32_t of = kOf.get(bits);
+  origin.of = of <= static_cast<uint32_t>(Of::Chain) ? static_cast<Of>(of) : Of::Nothing;
+  origin.kind = static_cast<uint8_t>(kKind.get(bits));
+  origin.depth = kDepth.get(bits);
+  origin.number = kNumber.get(bits);
+  origin.group = kGroup.get(bits);
+  origin.sequence = kSequence.get(bits);
+  return origin;
+}
+
+std::string CallbackOrigin::text() const {
+  std::string parent;
+  switch (of) {
+    case Of::Nothing:
+      return "issued in a callback";
+    case Of::Chain:
+      return "issued by a comm hook for its bucket " + std::to_string(number);
+    case Of::Promise:
+      parent = "futures that the program made";
+      break;
+    case Of::Message:
+      parent = "message " + std::to_string(sequence);
+      break;
+    case Of::Several:
+    case Of::Operation: {
+      const std::string name = collectiveName(static_cast<Collective>(kind));
+      parent = sequence == 0 ? "a callback's " + name : name + " #" + std::to_string(sequence);
+      break;
+    }
+  }
+  if (of != Of::Promise && group != 0) {
+    parent += " in group " + std::to_string(group);
+  }
+  if (of == Of::Several) {
+    parent = "futures collected from " + parent + " and others";
+  }
+  if (depth > 0) {
+    parent = "the result, " + std::to_string(depth) + " deep, of a callback of " + parent;
+  }
+  return "issued in callback " + std::to_string(number) + " of " + parent;
+}
 
 const std::shared_ptr<IssueContext>& IssueContext::current() noexcept {
   return t_context;
@@ -18,32 +109,31 @@ IssueScope::~IssueScope() {
   t_context = std::move(previous_);
 }
 
-uint64_t mix64(uint64_t value) noexcept {
-  value += 0x9e3779b97f4a7c15ULL;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
-
-OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) noexcept {
+OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) {
   const std::shared_ptr<IssueContext>& context = IssueContext::current();
   if (context == nullptr) {
     const int64_t sequence = counter.fetch_add(1, std::memory_order_relaxed) + 1;
     return {static_cast<uint64_t>(sequence), sequence};
   }
-  const uint64_t id = mix64(mix64(context->base() ^ group) + context->takeIndex());
-  return {id | kDerivedIdBit, -1};
+  if (context->ambiguous()) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "A callback of a future that the program completes itself issues a collective, and two threads of this process have added "
+        "callbacks to such futures: no other rank can tell which callback this is.",
+        "add those callbacks on one thread, or in callbacks of operations");
+  }
+  const uint32_t index = context->takeIndex(IssueContext::Counted::Operations, group);
+  const uint64_t id = mix64(mix64(context->name().in(group) ^ group) + index);
+  return {id | kDerivedIdBit, -1, context->origin().packed()};
 }
 
-std::shared_ptr<IssueContext> callbackContext(
-    const std::shared_ptr<IssueContext>& issuer,
-    uint64_t op_id,
-    uint32_t group) {
-  // A chain runs one operation after another, no matter which thread issues the next one. So its callbacks use the chain's numbers.
-  if (issuer != nullptr && issuer->kind() == IssueContext::Kind::Chain) {
-    return issuer;
-  }
-  return std::make_shared<IssueContext>(IssueContext::Kind::Callback, mix64(op_id ^ (uint64_t{group} << 17)));
+std::shared_ptr<IssueContext> continuationOf(const OperationId& id, uint32_t group, uint8_t kind) {
+  CallbackOrigin origin;
+  origin.of = CallbackOrigin::Of::Operation;
+  origin.kind = kind;
+  origin.sequence = static_cast<uint32_t>(std::max<int64_t>(id.sequence, 0));
+  const uint64_t name = mix64(mix64(id.id ^ (uint64_t{group} << 17)) ^ kContinuation);
+  return std::make_shared<IssueContext>(StrandName{name, name, group}, origin);
 }
 
 } // namespace pycomm

@@ -2,49 +2,121 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "base/codec.h"
 
 namespace pycomm {
 
-/// The issuer of an operation, which determines the operation's id. Two ranks must give the same operation the same id however
-/// their threads interleave:
-///   - a user's thread takes the group's counter: ids 1, 2, 3, …
-///   - a callback of operation P takes hash(P, 0), hash(P, 1), … in the order in which P's callbacks issue them;
-///   - a chain (comm_hooks.ordered) takes hash(chain, 0), … both on the thread that runs the chain and in callbacks of the
-///     chain's operations.
-/// With one counter for all of these, the autograd thread and callbacks would race for numbers.
+// The issuer of an operation determines the operation's id. Two ranks must give the same operation the same id, however their threads
+// interleave. With one counter for all, a user's thread and callbacks would race for numbers. So
+//   - a user's thread takes the group's counter: ids 1, 2, 3, …
+//   - every other strand of the program (a callback, a chain of comm_hooks.ordered) has a name, and its n-th operation in a group takes
+//     hash(name, group, n).
+// The name of a callback is made where the program adds it to a future (c10d/named_future.h), never where or when it runs.
+
+/// A 64-bit mix with good avalanche (the finaliser of SplitMix64: Steele, Lea, Flood 2014).
+[[nodiscard]] uint64_t mix64(uint64_t value) noexcept;
+
+/// The name of a strand, or of a future, from the program's text alone.
+///
+/// Ranks of different groups never share an operation of either group, so `anywhere` has no operation's id in it: it has the role of
+/// the group and the operation's place there. But ranks that are together in one group may have been in different groups before, and
+/// give it different roles. What they do share are its operations' ids. So there is a second name, for operations in that group only.
+struct StrandName {
+  uint64_t anywhere = 0;
+  uint64_t at_home = 0;
+  uint32_t home = 0; ///< hash of the group in which `at_home` counts; 0: none
+
+  [[nodiscard]] uint64_t in(uint32_t group) const noexcept {
+    return home != 0 && group == home ? at_home : anywhere;
+  }
+  /// What follows this one: both names mixed with `number`.
+  [[nodiscard]] StrandName then(uint64_t number) const noexcept;
+  /// What `other` made out of this one.
+  [[nodiscard]] StrandName by(const StrandName& other) const noexcept;
+};
+
+/// Which callback issued an operation, in words for people. Travels in 64 bits with questions about the operation, so that an error can
+/// name the callback of another rank. The lowest bit is never used.
+struct CallbackOrigin {
+  enum class Of : uint8_t {
+    Nothing = 0,
+    Operation = 1,
+    Message = 2, ///< `sequence`: how many-th message of the group whose future the program has asked for
+    Promise = 3, ///< a future that the program completes itself
+    Several = 4, ///< collect_all; the other fields are of the first future
+    Chain = 5, ///< no callback: a hook in comm_hooks.ordered; `number`: of the bucket
+  };
+  Of of = Of::Nothing;
+  uint32_t number = 0; ///< how many-th callback of that future, from 1
+  uint32_t depth = 0; ///< how many futures of callbacks lie between
+  uint8_t kind = 0; ///< Collective
+  uint32_t sequence = 0; ///< of the operation; 0: a callback issued it
+  uint32_t group = 0; ///< how many-th group of its process, from 1, which is the default one
+
+  [[nodiscard]] uint64_t packed() const noexcept;
+  [[nodiscard]] static CallbackOrigin unpacked(uint64_t bits) noexcept;
+  /// "issued in callback 1 of all_reduce #3 in group 2"
+  [[nodiscard]] std::string text() const;
+};
+
+/// An operation's name within its group, equal on all ranks.
+struct OperationId {
+  uint64_t id = 0; ///< top bit: derived, not counted
+  int64_t sequence = -1; ///< the counter's value; -1 where derived
+  uint64_t origin = 0; ///< CallbackOrigin::packed(); 0: a user's thread issued it, or it is a message
+};
+
+inline constexpr uint64_t kDerivedIdBit = 1ULL << 63;
+
+/// In the frames by which a receive asks for messages under a tag, and in the answers. No operation has it.
+inline constexpr uint64_t kAskForMessagesId = kDerivedIdBit | 2;
+
+/// A strand that runs now. Used by one thread at a time.
 class IssueContext {
  public:
-  enum class Kind { Callback, Chain };
+  enum class Counted { Operations, Works, Messages, Promises };
 
-  /// `codec`: what the sums of a chain travel as, whatever the group's own.
-  IssueContext(Kind kind, uint64_t base, std::optional<Codec> codec = std::nullopt) noexcept
-      : kind_(kind), base_(base), codec_(codec) {}
+  /// `codec`: what sums of this strand travel as, whatever the group's own.
+  IssueContext(
+      const StrandName& name,
+      const CallbackOrigin& origin,
+      std::optional<Codec> codec = std::nullopt,
+      bool ambiguous = false) noexcept
+      : name_(name), origin_(origin), codec_(codec), ambiguous_(ambiguous) {}
 
-  [[nodiscard]] Kind kind() const noexcept {
-    return kind_;
+  [[nodiscard]] const StrandName& name() const noexcept {
+    return name_;
   }
-  [[nodiscard]] uint64_t base() const noexcept {
-    return base_;
+  [[nodiscard]] const CallbackOrigin& origin() const noexcept {
+    return origin_;
   }
   [[nodiscard]] const std::optional<Codec>& codec() const noexcept {
     return codec_;
   }
-  [[nodiscard]] uint32_t takeIndex() noexcept {
-    return next_.fetch_add(1, std::memory_order_relaxed);
+  /// Two threads added callbacks where only the order of adding can tell them apart: nothing may be issued.
+  [[nodiscard]] bool ambiguous() const noexcept {
+    return ambiguous_;
+  }
+  /// Counts from 0, for each group (its hash; its role for messages) by itself: ranks that are not in a group issue nothing there.
+  [[nodiscard]] uint32_t takeIndex(Counted what, uint64_t group) {
+    return next_[{what, group}]++;
   }
 
   /// The calling thread's context; null on a user's thread.
   [[nodiscard]] static const std::shared_ptr<IssueContext>& current() noexcept;
 
  private:
-  const Kind kind_;
-  const uint64_t base_;
+  const StrandName name_;
+  const CallbackOrigin origin_;
   const std::optional<Codec> codec_;
-  std::atomic<uint32_t> next_{0};
+  const bool ambiguous_;
+  std::map<std::pair<Counted, uint64_t>, uint32_t> next_;
 };
 
 /// Makes `context` the calling thread's, until the scope ends.
@@ -59,27 +131,11 @@ class IssueScope {
   std::shared_ptr<IssueContext> previous_;
 };
 
-/// An operation's name within its group, equal on all ranks.
-struct OperationId {
-  uint64_t id = 0; ///< top bit: derived, not counted
-  int64_t sequence = -1; ///< the counter's value; -1 where derived
-};
+/// The id of the operation that the calling thread issues now. `counter` is the group's. Throws Error(InvalidArgument) in an ambiguous
+/// strand.
+[[nodiscard]] OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group);
 
-inline constexpr uint64_t kDerivedIdBit = 1ULL << 63;
-
-/// In the frames by which a receive asks for messages under a tag, and in the answers. No operation has it.
-inline constexpr uint64_t kAskForMessagesId = kDerivedIdBit | 2;
-
-/// The id of the operation that the calling thread issues now. `counter` is the group's.
-[[nodiscard]] OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) noexcept;
-
-/// The context for callbacks of an operation that was issued in `issuer` (null: by a user's thread).
-[[nodiscard]] std::shared_ptr<IssueContext> callbackContext(
-    const std::shared_ptr<IssueContext>& issuer,
-    uint64_t op_id,
-    uint32_t group);
-
-/// A 64-bit mix with good avalanche (the finaliser of SplitMix64: Steele, Lea, Flood 2014).
-[[nodiscard]] uint64_t mix64(uint64_t value) noexcept;
+/// The strand that continues operation `id` within its own group, such as the second half of a sparse sum.
+[[nodiscard]] std::shared_ptr<IssueContext> continuationOf(const OperationId& id, uint32_t group, uint8_t kind);
 
 } // namespace pycomm

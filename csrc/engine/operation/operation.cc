@@ -53,7 +53,7 @@ std::string Operation::label(const JobRanks& job) const {
         std::to_string(request_.descriptor.tag) + ")";
   }
   return request_.id.sequence >= 0 ? std::string(name()) + " #" + std::to_string(request_.id.sequence)
-                                   : std::string(name()) + " issued in a callback";
+                                   : std::string(name()) + " " + CallbackOrigin::unpacked(request_.id.origin).text();
 }
 
 bool Operation::wait(Deadline deadline) const {

@@ -103,7 +103,7 @@ class Operation {
 
   /// "all_reduce", "recv"
   [[nodiscard]] const char* name() const noexcept;
-  /// "all_reduce #12", "all_reduce issued in a callback", "recv from any rank (tag 3)".
+  /// "all_reduce #12", "all_reduce issued in callback 1 of all_reduce #3 in group 2", "recv from any rank (tag 3)".
   [[nodiscard]] std::string label(const JobRanks& job = {}) const;
 
   [[nodiscard]] bool done() const noexcept {

@@ -4,8 +4,8 @@
 
 namespace pycomm {
 
-std::string operationText(uint64_t op_id) {
-  return (op_id & kDerivedIdBit) != 0 ? "issued in a callback" : "#" + std::to_string(op_id);
+std::string operationText(uint64_t op_id, uint64_t origin) {
+  return (op_id & kDerivedIdBit) != 0 ? CallbackOrigin::unpacked(origin).text() : "#" + std::to_string(op_id);
 }
 
 ErrorRecord mismatch(
@@ -41,7 +41,7 @@ ErrorRecord disagreement(
     const Descriptor& theirs,
     const OperationId& id) {
   ErrorRecord record = mismatch(hosts, job, rank, mine, peer, id);
-  const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id);
+  const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id, id.origin);
   const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
   record.summary = "The ranks disagree about " + what + ": " + job.text(rank) + " (" + record.host +
       (share ? ") expects as its part of " : ") has ") + mine.text(job, rank, peer) + ", " + job.text(peer) + " (" +

@@ -13,8 +13,8 @@ namespace pycomm {
 
 // How it reads that two ranks do not agree, wherever it is found.
 
-/// "#12", "issued in a callback"
-[[nodiscard]] std::string operationText(uint64_t op_id);
+/// "#12", "issued in callback 1 of all_reduce #3 in group 2". `origin`: of a derived id, 0 if it is not known.
+[[nodiscard]] std::string operationText(uint64_t op_id, uint64_t origin = 0);
 
 /// Everything but the sentence. `hosts` are those of the group's ranks; `rank` is this one's, whose operation is `mine`.
 [[nodiscard]] ErrorRecord mismatch(

@@ -46,7 +46,7 @@ TEST_F(Issued, CollectivesOfAllKindsShareOneCounter) {
 }
 
 TEST_F(Issued, AnOperationInACallbackTakesNoNumber) {
-  const IssueScope scope(callbackContext(nullptr, 1, roster_.identity.hash));
+  const IssueScope scope(continuationOf({1, 1}, roster_.identity.hash, 1));
   EXPECT_NE(issuer_->overLinks(call())->request().id.id & kDerivedIdBit, 0U);
   EXPECT_EQ(issuer_->issued(), 0);
 }

@@ -56,7 +56,7 @@ TEST(Hello, HasTheseBytesInVersion4) {
     (void)std::snprintf(digits.data(), digits.size(), "%02x", static_cast<unsigned>(static_cast<unsigned char>(byte)));
     hex += digits.data();
   }
-  EXPECT_EQ(FrameHeader::kVersion, 4);
+  EXPECT_EQ(FrameHeader::kVersion, 5);
   EXPECT_EQ(hex, kGolden);
 }
 

@@ -1,4 +1,4 @@
-"""``comm_hooks.ordered``: one bucket's chain at a time, on any backend; here on gloo.
+"""``comm_hooks.ordered``: one bucket's chain at a time, on any backend; mostly on gloo.
 
 Annotations are not postponed here: torch compares a hook's with its own classes.
 """
@@ -119,8 +119,9 @@ def chains_and_overlap(rank: int, world_size: int) -> dict[str, Any]:
     return {"events": events, "submitted": submitted}
 
 
+@pytest.mark.needs_native
 def test_backward_goes_on_and_chains_never_overlap() -> None:
-    for seen in run_ranks(2, chains_and_overlap, backend="gloo", preload=TORCH_DDP).values():
+    for seen in run_ranks(2, chains_and_overlap, preload=TORCH_DDP).values():
         assert len(seen["submitted"]) == 5
         phases = [phase for phase, _, _ in seen["events"]]
         assert phases == ["begin", "end"] * 5

@@ -142,26 +142,13 @@ def test_powersgd_ordered(world_size: int, repeats: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.in_shares
-def test_powersgd_bare_is_right_or_says_so(world_size: int, repeats: int) -> None:
-    """Without ``ordered`` a callback may run inline on the issuing thread, on some ranks only."""
+def test_powersgd_bare(world_size: int, repeats: int) -> None:
+    """Without ``ordered`` its callbacks issue while autograd goes on to the next buckets."""
     for _ in range(repeats):
-        results = run_ranks(
-            world_size,
-            train_with_powersgd,
-            args=(20, "bare"),
-            init_timeout_s=20,
-            check=False,
-            preload=TORCH_DDP,
-        )
-        if all(result.ok for result in results):
-            assert len(set(results.values())) == 1
-            continue
-        for result in results:
-            assert not result.timed_out and result.exit_code == 1, results.describe()
-        # torch wraps what a callback raises into a RuntimeError with the text of it.
-        texts = [error.text for error in results.errors()]
-        assert any("code=COLLECTIVE_MISMATCH" in text for text in texts), results.describe()
-        assert any("comm_hooks.ordered" in text for text in texts), results.describe()
+        digests = run_ranks(
+            world_size, train_with_powersgd, args=(20, "bare"), preload=TORCH_DDP
+        ).values()
+        assert len(set(digests)) == 1
 
 
 class HookError(Exception):

@@ -1074,7 +1074,7 @@ TEST(HostPlane, ServesOnlyWhatAllRanksNumberAlike) {
   EXPECT_FALSE(HostPlane::serves(request, 1));
   EXPECT_FALSE(HostPlane::serves(request, kMaxHostRanks + 1));
   {
-    const IssueScope scope(std::make_shared<IssueContext>(IssueContext::Kind::Callback, 7));
+    const IssueScope scope(continuationOf({1, 1}, 7, 1));
     EXPECT_FALSE(HostPlane::serves(request, 2));
   }
   request.algorithm = Algorithm::Ring;

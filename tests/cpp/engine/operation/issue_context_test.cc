@@ -1,12 +1,23 @@
 #include "engine/operation/issue_context.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <memory>
+#include <set>
+
+#include "base/error.h"
+#include "schedule/step.h"
 
 namespace pycomm {
 namespace {
+
+using testing::HasSubstr;
+
+std::shared_ptr<IssueContext> strand(uint64_t name) {
+  return std::make_shared<IssueContext>(StrandName{name, 0, 0}, CallbackOrigin());
+}
 
 TEST(OperationIds, AreEqualOnAllRanksHoweverThreadsInterleave) {
   std::atomic<int64_t> counter_a{0};
@@ -19,13 +30,13 @@ TEST(OperationIds, AreEqualOnAllRanksHoweverThreadsInterleave) {
   uint64_t callback_a = 0;
   uint64_t callback_b = 0;
   {
-    const IssueScope scope(callbackContext(nullptr, user_a.id, 1));
+    const IssueScope scope(strand(7));
     callback_a = takeOperationId(counter_a, 1).id;
   }
   const uint64_t second_a = takeOperationId(counter_a, 1).id;
   const uint64_t second_b = takeOperationId(counter_b, 1).id;
   {
-    const IssueScope scope(callbackContext(nullptr, user_b.id, 1));
+    const IssueScope scope(strand(7));
     callback_b = takeOperationId(counter_b, 1).id;
     EXPECT_NE(takeOperationId(counter_b, 1).id, callback_b);
   }
@@ -34,13 +45,61 @@ TEST(OperationIds, AreEqualOnAllRanksHoweverThreadsInterleave) {
   EXPECT_NE(callback_a & kDerivedIdBit, 0U);
 }
 
-TEST(OperationIds, AChainGoesOnInItsCallbacks) {
+// "Leaders sum, then all broadcast": only some ranks issue in the first group.
+TEST(OperationIds, AreCountedForEachGroupByItself) {
   std::atomic<int64_t> counter{0};
-  const auto chain = std::make_shared<IssueContext>(IssueContext::Kind::Chain, 42);
-  const IssueScope scope(chain);
-  const uint64_t first = takeOperationId(counter, 1).id;
-  EXPECT_EQ(callbackContext(chain, first, 1), chain);
+  const IssueScope leader(strand(7));
+  static_cast<void>(takeOperationId(counter, 1));
+  const uint64_t of_leader = takeOperationId(counter, 2).id;
+  const IssueScope other(strand(7));
+  EXPECT_EQ(takeOperationId(counter, 2).id, of_leader);
   EXPECT_EQ(counter.load(), 0);
+}
+
+TEST(OperationIds, AnAmbiguousStrandHasNone) {
+  std::atomic<int64_t> counter{0};
+  const IssueScope scope(
+      std::make_shared<IssueContext>(StrandName{7, 0, 0}, CallbackOrigin(), std::nullopt, true));
+  try {
+    static_cast<void>(takeOperationId(counter, 1));
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.record().code, ErrorCode::InvalidArgument);
+    EXPECT_THAT(error.record().summary, HasSubstr("two threads of this process"));
+  }
+}
+
+TEST(StrandNames, AreTheOperationsOwnAtHomeAndByRoleElsewhere) {
+  const StrandName mine{1, 2, 3};
+  const StrandName theirs{9, 2, 3}; // another role on another rank
+  EXPECT_EQ(mine.then(4).in(3), theirs.then(4).in(3));
+  EXPECT_NE(mine.then(4).in(5), theirs.then(4).in(5));
+  EXPECT_NE(mine.then(4).in(3), mine.then(5).in(3));
+  EXPECT_EQ(mine.by(mine).in(3), theirs.by(theirs).in(3));
+}
+
+TEST(CallbackOrigins, TravelInSixtyThreeBits) {
+  CallbackOrigin origin;
+  origin.of = CallbackOrigin::Of::Operation;
+  origin.number = 2;
+  origin.kind = static_cast<uint8_t>(Collective::AllReduce);
+  origin.sequence = 123'456'789;
+  origin.group = 4;
+  EXPECT_EQ(origin.packed() & 1, 0U);
+  EXPECT_EQ(CallbackOrigin::unpacked(origin.packed()).text(), "issued in callback 2 of all_reduce #123456789 in group 4");
+  origin.sequence = 0;
+  origin.depth = 1;
+  EXPECT_EQ(
+      CallbackOrigin::unpacked(origin.packed()).text(),
+      "issued in callback 2 of the result, 1 deep, of a callback of a callback's all_reduce in group 4");
+  origin.number = 1'000'000; // the most that fits
+  EXPECT_EQ(CallbackOrigin::unpacked(origin.packed()).number, 4095U);
+  EXPECT_EQ(CallbackOrigin::unpacked(0).text(), "issued in a callback");
+  std::set<std::string> texts;
+  for (uint64_t bits = 0; bits < 1 << 8; ++bits) { // another build's
+    texts.insert(CallbackOrigin::unpacked(bits).text());
+  }
+  EXPECT_GT(texts.size(), 10U);
 }
 
 } // namespace

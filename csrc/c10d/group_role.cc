@@ -1,0 +1,59 @@
+#include "c10d/group_role.h"
+
+#include <thread>
+#include <utility>
+
+#include "engine/operation/issue_context.h"
+
+namespace pycomm {
+namespace {
+
+std::mutex g_job_mutex; ///< guards the next four
+std::shared_ptr<GroupRole> g_last; ///< of the groups of the job
+uint32_t g_promises = 0;
+std::thread::id g_adder; ///< the first thread that has added a callback to a promise
+bool g_several_adders = false;
+
+uint64_t mixText(uint64_t value, const std::string& text) noexcept {
+  for (const char c : text) {
+    value = mix64(value ^ static_cast<unsigned char>(c));
+  }
+  return mix64(value + text.size());
+}
+
+} // namespace
+
+std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::optional<bool> starts_world) {
+  if (!starts_world) {
+    return std::shared_ptr<GroupRole>(new GroupRole(backend, 0, 0));
+  }
+  const std::lock_guard<std::mutex> lock(g_job_mutex);
+  if (*starts_world) {
+    g_last = nullptr;
+    g_promises = 0;
+    g_adder = {};
+    g_several_adders = false;
+  }
+  const uint64_t before = g_last == nullptr ? 0 : g_last->hash();
+  const uint32_t number = g_last == nullptr ? 1 : g_last->number() + 1;
+  g_last = std::shared_ptr<GroupRole>(new GroupRole(backend, before, number));
+  return g_last;
+}
+
+void GroupRole::settle() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const c10d::Backend* const backend = std::exchange(backend_, nullptr)) {
+    hash_ = mixText(mix64(before_ + static_cast<uint64_t>(backend->getSize())), backend->getGroupDesc());
+  }
+}
+
+UserStrand::Promise UserStrand::takePromise() noexcept {
+  const std::lock_guard<std::mutex> lock(g_job_mutex);
+  if (g_adder == std::thread::id()) {
+    g_adder = std::this_thread::get_id();
+  }
+  g_several_adders = g_several_adders || g_adder != std::this_thread::get_id();
+  return {g_promises++, g_several_adders};
+}
+
+} // namespace pycomm

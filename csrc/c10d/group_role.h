@@ -1,0 +1,63 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+namespace pycomm {
+
+/// Which of this process's groups a group is: equal on ranks that have made groups of the same descriptions and sizes so far, in the same
+/// order, whoever is in them. So the two halves of a mesh have one role. Ranks whose memberships are not alike have different roles, and
+/// never match by chance.
+///
+/// Counted from the default group on: a process that joins later, or again, counts like the others. Any thread.
+class GroupRole {
+ public:
+  /// Of a group that is made now. `starts_world`: it is the default group, or the first of ours after a new one; nothing: it is of no
+  /// job. `backend` calls settle() before it ends.
+  [[nodiscard]] static std::shared_ptr<GroupRole> next(const c10d::Backend& backend, std::optional<bool> starts_world);
+
+  /// Known when torch has set its description of the group: it does so after it has made the backend and before anybody has it.
+  [[nodiscard]] uint64_t hash() {
+    settle();
+    return hash_;
+  }
+  /// How many-th group of the job this is in its process, from 1; 0 if it is of no job.
+  [[nodiscard]] uint32_t number() const noexcept {
+    return number_;
+  }
+  /// Takes note of the description.
+  void settle();
+  /// How many-th message of the group it is whose future user threads ask for, from 0.
+  [[nodiscard]] uint32_t takeMessage() noexcept {
+    return messages_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+ private:
+  GroupRole(const c10d::Backend& backend, uint64_t before, uint32_t number)
+      : backend_(&backend), before_(before), number_(number) {}
+
+  std::mutex mutex_; ///< guards the next three
+  const c10d::Backend* backend_; ///< until the description is known
+  const uint64_t before_; ///< the role of the group that was made before it
+  uint64_t hash_ = 0; ///< constant as soon as backend_ is null
+  const uint32_t number_;
+  std::atomic<uint32_t> messages_{0};
+};
+
+/// What user threads have done so far in this job where only the order counts; callbacks count for themselves (IssueContext).
+class UserStrand {
+ public:
+  struct Promise {
+    uint32_t index; ///< from 0
+    bool ambiguous; ///< several threads add such callbacks
+  };
+  /// The calling thread adds a callback to a future that the program completes itself.
+  [[nodiscard]] static Promise takePromise() noexcept;
+};
+
+} // namespace pycomm

@@ -1,0 +1,210 @@
+#include "c10d/named_future.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+// What a name may be mixed with, beside the numbers of callbacks.
+constexpr uint64_t kResult = 0x726573756c74ULL;
+constexpr uint64_t kPromise = 0x70726f6d697365ULL;
+constexpr uint64_t kCollected = 0x636f6c6c656374ULL;
+constexpr uint64_t kMessage = 0x6d657373616765ULL;
+constexpr uint64_t kNative = 0x6e6174697665ULL;
+
+thread_local const IssueContext* t_adding = nullptr; ///< of the callback that this thread is adding to a future
+
+struct Adding {
+  explicit Adding(const IssueContext* context) : before(std::exchange(t_adding, context)) {}
+  ~Adding() {
+    t_adding = before;
+  }
+  Adding(const Adding&) = delete;
+  Adding& operator=(const Adding&) = delete;
+  const IssueContext* const before;
+};
+
+std::vector<c10::Stream> currentStreams(const c10::ivalue::Future& future) {
+  std::vector<c10::Stream> streams;
+  for (const c10::Device& device : future.devices()) {
+    streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  return streams;
+}
+
+std::optional<Codec> currentCodec() {
+  const std::shared_ptr<IssueContext>& context = IssueContext::current();
+  return context == nullptr ? std::nullopt : context->codec();
+}
+
+} // namespace
+
+FutureName::FutureName(
+    c10::TypePtr value,
+    const StrandName& name,
+    const CallbackOrigin& origin,
+    std::optional<Codec> codec,
+    Engine* engine,
+    bool ambiguous)
+    : Type(value->kind()),
+      value_(std::move(value)),
+      name_(name),
+      origin_(origin),
+      codec_(codec),
+      engine_(engine),
+      ambiguous_(ambiguous) {}
+
+std::shared_ptr<FutureName> FutureName::of(const c10::ivalue::Future& future) {
+  const c10::TypePtr type = future.elementType();
+  auto* const name = dynamic_cast<FutureName*>(type.get());
+  return name == nullptr ? nullptr : name->shared_from_this();
+}
+
+bool FutureName::leavesThread() const noexcept {
+  return engine_ != nullptr && engine_->belongsToThisProcess() && !waited_.load(std::memory_order_relaxed);
+}
+
+std::shared_ptr<IssueContext> FutureName::addCallback() {
+  const std::shared_ptr<IssueContext>& adder = IssueContext::current();
+  CallbackOrigin origin = origin_;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    origin.number = ++added_[adder == nullptr ? 0 : adder->name().anywhere];
+  }
+  const StrandName name = (adder == nullptr ? name_ : name_.by(adder->name())).then(origin.number);
+  return std::make_shared<IssueContext>(name, origin, codec_, ambiguous_ || (adder != nullptr && adder->ambiguous()));
+}
+
+std::shared_ptr<IssueContext> FutureName::unnamedCallbacks() const {
+  return std::make_shared<IssueContext>(name_.then(kNative), origin_, codec_, ambiguous_);
+}
+
+bool FutureName::equals(const c10::Type& rhs) const {
+  const auto* const other = dynamic_cast<const FutureName*>(&rhs);
+  return *value_ == (other == nullptr ? rhs : *other->value_);
+}
+
+WorkName nameOfWork(GroupRole& role, uint32_t group, const OperationId& id, uint64_t place, int type, uint8_t kind) {
+  const auto mixed = [type](uint64_t value) { return mix64(mix64(value) + static_cast<uint64_t>(type)); };
+  WorkName named;
+  named.name = {mixed(mix64(role.hash()) ^ mix64(place)), mixed(id.id ^ (uint64_t{group} << 17)), group};
+  named.origin.of = CallbackOrigin::Of::Operation;
+  named.origin.kind = kind;
+  named.origin.sequence = static_cast<uint32_t>(std::max<int64_t>(id.sequence, 0));
+  named.origin.group = role.number();
+  return named;
+}
+
+WorkName nameOfMessage(GroupRole& role, uint8_t kind) {
+  const std::shared_ptr<IssueContext>& strand = IssueContext::current();
+  const uint64_t group = mix64(role.hash() ^ kMessage);
+  const uint32_t n =
+      strand == nullptr ? role.takeMessage() : strand->takeIndex(IssueContext::Counted::Messages, role.hash());
+  WorkName named;
+  if (strand != nullptr) {
+    named.name = strand->name();
+  }
+  named.name = named.name.then(group).then(n);
+  named.origin.of = CallbackOrigin::Of::Message;
+  named.origin.kind = kind;
+  named.origin.sequence = n + 1;
+  named.origin.group = role.number();
+  return named;
+}
+
+std::shared_ptr<IssueContext> addPromiseCallback() {
+  const std::shared_ptr<IssueContext>& adder = IssueContext::current();
+  UserStrand::Promise promise{0, false};
+  StrandName name;
+  if (adder == nullptr) {
+    promise = UserStrand::takePromise();
+  } else {
+    promise = {adder->takeIndex(IssueContext::Counted::Promises, 0), adder->ambiguous()};
+    name = adder->name();
+  }
+  CallbackOrigin origin;
+  origin.of = CallbackOrigin::Of::Promise;
+  origin.number = promise.index + 1;
+  return std::make_shared<IssueContext>(
+      name.then(kPromise).then(promise.index), origin, currentCodec(), promise.ambiguous);
+}
+
+c10::TypePtr resultOf(const IssueContext& callback, Engine* engine, c10::TypePtr value) {
+  CallbackOrigin origin = callback.origin();
+  ++origin.depth;
+  return std::make_shared<FutureName>(
+      std::move(value), callback.name().then(kResult), origin, callback.codec(), engine, callback.ambiguous());
+}
+
+c10::TypePtr collected(
+    const std::vector<c10::intrusive_ptr<c10::ivalue::Future>>& parts,
+    bool promised,
+    c10::TypePtr value) {
+  std::optional<StrandName> all;
+  CallbackOrigin origin;
+  Engine* engine = nullptr;
+  bool ambiguous = false;
+  for (const auto& part : parts) {
+    const std::shared_ptr<FutureName> named = FutureName::of(*part);
+    if (named == nullptr) {
+      if (all) {
+        all = all->then(kCollected);
+      }
+      continue;
+    }
+    const std::shared_ptr<IssueContext> callback = named->addCallback();
+    StrandName name = callback->name();
+    if (all) {
+      name.home = all->home == name.home ? name.home : 0;
+      name.anywhere = mix64(mix64(all->anywhere) ^ name.anywhere);
+      name.at_home = mix64(mix64(all->at_home) ^ name.at_home);
+    } else {
+      origin = callback->origin();
+    }
+    all = name;
+    engine = engine != nullptr ? engine : named->engine();
+    ambiguous = ambiguous || callback->ambiguous();
+  }
+  if (!all && promised) {
+    const std::shared_ptr<IssueContext> callback = addPromiseCallback();
+    all = callback->name();
+    origin = callback->origin();
+    ambiguous = callback->ambiguous();
+  } else if (all) {
+    origin.of = CallbackOrigin::Of::Several;
+  } else {
+    return nullptr;
+  }
+  return std::make_shared<FutureName>(
+      std::move(value), all->then(kCollected), origin, currentCodec(), engine, ambiguous);
+}
+
+void addNamed(
+    const c10::intrusive_ptr<c10::ivalue::Future>& future,
+    const std::shared_ptr<IssueContext>& context,
+    std::function<void()> callback) {
+  auto run = [context, callback = std::move(callback)] {
+    const IssueScope scope(context);
+    callback();
+  };
+  const Adding adding(context.get());
+  future->addCallback([run, strand = context.get()](c10::ivalue::Future& completed) {
+    const std::shared_ptr<FutureName> name = FutureName::of(completed);
+    if (t_adding == strand && name != nullptr && name->leavesThread()) {
+      const auto later = [run, streams = currentStreams(completed)] {
+        const c10::MultiStreamGuard guard(streams);
+        run();
+      };
+      if (name->engine()->callbacks().submit(later)) {
+        return;
+      }
+    }
+    run();
+  });
+}
+
+} // namespace pycomm

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type_base.h>
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "c10d/group_role.h"
+#include "engine/engine.h"
+#include "engine/operation/issue_context.h"
+
+namespace pycomm {
+
+// Callbacks are named where the program adds them to a future: the name of the callback is (name of the future, how many-th callback of
+// it), and the future of its result has the callback's name. Both are facts of the program's text, so all ranks agree on them,
+// whenever a future completes, and on whatever thread its callbacks run.
+//
+// torch's future is a final class without room for a name. But each future keeps the type of its value as a shared object that torch only
+// passes on: ours has the name in it, and lives exactly as long as the future. (A table beside the futures would need weak pointers to
+// them, which keep their tensors: ivalue::Future lets go of nothing before its memory goes.)
+
+/// The type of a future's value, with the future's name.
+class FutureName final : public c10::Type, public std::enable_shared_from_this<FutureName> {
+ public:
+  /// `engine`: its pool runs callbacks that are added when the future is complete; null: they run in place, as torch's do.
+  FutureName(
+      c10::TypePtr value,
+      const StrandName& name,
+      const CallbackOrigin& origin,
+      std::optional<Codec> codec,
+      Engine* engine,
+      bool ambiguous = false);
+
+  /// Of this future; null if it has no name.
+  [[nodiscard]] static std::shared_ptr<FutureName> of(const c10::ivalue::Future& future);
+
+  [[nodiscard]] const StrandName& name() const noexcept {
+    return name_;
+  }
+  [[nodiscard]] const CallbackOrigin& origin() const noexcept {
+    return origin_;
+  }
+  [[nodiscard]] Engine* engine() const noexcept {
+    return engine_;
+  }
+  [[nodiscard]] bool ambiguous() const noexcept {
+    return ambiguous_;
+  }
+  /// The program has waited for it: from now on callbacks run where they are added.
+  void noteWaited() noexcept {
+    waited_.store(true, std::memory_order_relaxed);
+  }
+  /// A callback that is added to the complete future now must not run on this thread. A program that adds it without having waited can
+  /// rely on nothing else; and the thread's next line may be what other ranks wait for.
+  [[nodiscard]] bool leavesThread() const noexcept;
+
+  /// The strand of the callback that the calling strand adds now.
+  [[nodiscard]] std::shared_ptr<IssueContext> addCallback();
+  /// Of callbacks that C++ code added, which has no names: they share one.
+  [[nodiscard]] std::shared_ptr<IssueContext> unnamedCallbacks() const;
+
+  [[nodiscard]] bool equals(const c10::Type& rhs) const override;
+  [[nodiscard]] bool symmetric() const override {
+    return false;
+  }
+  [[nodiscard]] std::string str() const override {
+    return value_->str();
+  }
+
+ private:
+  const c10::TypePtr value_;
+  const StrandName name_;
+  const CallbackOrigin origin_;
+  const std::optional<Codec> codec_;
+  Engine* const engine_; ///< never destroyed: see processEngine()
+  const bool ambiguous_;
+  std::atomic<bool> waited_{false};
+  std::mutex mutex_; ///< guards added_
+  std::map<uint64_t, uint32_t> added_; ///< callbacks so far, by the strand that added them; 0: user threads
+};
+
+/// The name of a Work's future.
+struct WorkName {
+  StrandName name;
+  CallbackOrigin origin;
+};
+/// Of a Work whose first operation is `id`. `place`: among all that its strand has issued in the group. `type`: of the Work, as a coalesced
+/// one has the first operation of another.
+[[nodiscard]] WorkName nameOfWork(GroupRole& role, uint32_t group, const OperationId& id, uint64_t place, int type, uint8_t kind);
+/// Of the next message of the group whose future the calling strand asks for. (A message's id is its two ranks' business.)
+[[nodiscard]] WorkName nameOfMessage(GroupRole& role, uint8_t kind);
+
+/// The strand of a callback that the calling strand adds to a future that the program completes itself.
+[[nodiscard]] std::shared_ptr<IssueContext> addPromiseCallback();
+
+/// The type of the future of the result of `callback`.
+[[nodiscard]] c10::TypePtr resultOf(const IssueContext& callback, Engine* engine, c10::TypePtr value);
+
+/// The type of the future of all `parts`: collect_all counts as a callback of each. Null if none has a name; but with `promised` the
+/// program completes some of them itself, and it counts as a callback of such a one.
+[[nodiscard]] c10::TypePtr collected(
+    const std::vector<c10::intrusive_ptr<c10::ivalue::Future>>& parts,
+    bool promised,
+    c10::TypePtr value);
+
+/// Runs `callback` in the strand `context` when `future` completes; see FutureName::leavesThread().
+void addNamed(
+    const c10::intrusive_ptr<c10::ivalue::Future>& future,
+    const std::shared_ptr<IssueContext>& context,
+    std::function<void()> callback);
+
+} // namespace pycomm

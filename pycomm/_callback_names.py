@@ -1,0 +1,60 @@
+"""Names callbacks of futures where they are added, so that what they issue has one id on all ranks.
+
+The names, and the reasons, are in ``csrc/c10d/named_future.h``. This wraps, once, the four places
+of torch through which Python adds callbacks to futures or waits for them. ``torch.futures.Future``
+calls the methods of ``torch._C.Future``, which is also the class of what ``Work.get_future()``
+returns; and ``torch.futures.collect_all`` calls ``torch._C._collect_all``.
+
+A future without a name behaves as if nothing was wrapped: those of other backends, of NCCL, and
+what follows them. A future that the program made itself (``torch.futures.Future()``) runs its
+callbacks when and where torch does; only what they issue over pycomm is named.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+_wrapped = False
+
+
+def wrap_futures(native: ModuleType) -> None:
+    """Wraps them for the extension ``native``; from then on for the life of the process."""
+    global _wrapped
+    if _wrapped:
+        return
+    _wrapped = True
+    base: Any = torch._C.Future
+    torch_then, torch_add_done_callback = base.then, base.add_done_callback
+    torch_wait, torch_collect_all = base.wait, torch._C._collect_all
+
+    @functools.wraps(torch_then)
+    def then(self: Any, cb: Any) -> Any:
+        named = native.named_then(self, cb, isinstance(self, Future))
+        return torch_then(self, cb) if named is None else named
+
+    @functools.wraps(torch_add_done_callback)
+    def add_done_callback(self: Any, cb: Any) -> None:
+        if not native.named_done_callback(self, cb, isinstance(self, Future)):
+            torch_add_done_callback(self, cb)
+
+    @functools.wraps(torch_wait)
+    def wait(self: Any) -> Any:
+        try:
+            return torch_wait(self)
+        finally:
+            native.note_waited(self)
+
+    @functools.wraps(torch_collect_all)
+    def collect_all(futures: Any) -> Any:
+        collected = torch_collect_all(futures)
+        promised = any(isinstance(each, Future) for each in futures)
+        named = native.name_collected(collected, list(futures), promised)
+        return collected if named is None else named
+
+    base.then, base.add_done_callback, base.wait = then, add_done_callback, wait
+    torch._C._collect_all = collect_all
