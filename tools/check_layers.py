@@ -156,6 +156,8 @@ ENVIRONMENT_READER = "pycomm/options.py"
 ENVIRONMENT_PASSERS = {
     "pycomm/cli/doctor.py",
     "pycomm/cli/env.py",
+    "pycomm/cli/remote_end.py",
+    "pycomm/cli/run.py",
     "pycomm/integrations/launch.py",
 }
 

@@ -23,6 +23,7 @@ from pycomm._version import __version__
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 # Each is a module of this package, imported if it is chosen.
 _COMMANDS = {
+    "run": "start one job on several hosts, by ssh and torchrun",
     "env": "print versions, network interfaces and every setting with its origin",
     "doctor": "check a cluster: why a job would not start, and which host is slow",
     "status": "say what your ranks on this host are doing, also if they hang",
@@ -85,7 +86,7 @@ def _run(given: Sequence[str]) -> int:
         if name == chosen:
             module = importlib.import_module(f"pycomm.cli.{name}")
             module.add_arguments(described)
-            described.set_defaults(run=module.run)
+            described.set_defaults(run=module.run, given=given)
     parsed = parser.parse_args([_with_dashes(argument) for argument in given])
     return int(parsed.run(parsed))
 

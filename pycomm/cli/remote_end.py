@@ -1,0 +1,458 @@
+"""The end of ``pycomm run`` on each host: checks it, starts torchrun, ends what it has started.
+
+The launcher sends this file's text to the host and runs it there. So it imports nothing but the
+standard library, and works before the host is known to have the same pycomm.
+
+Standard input carries the launcher's messages, one JSON object per line; an empty line is a
+heartbeat. ssh passes no hang-up on to a command without a terminal, and a cut wire closes nothing.
+So this process ends everything if its input ends, or after ``silence_s`` without a line. Standard
+output carries what the ranks print. A line of this process begins with a word that only this job
+knows.
+
+torchrun gives each rank a session of its own, so no process group has them all. This process makes
+itself the reaper of its orphans instead: whatever ran below it can be found and killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import importlib.util
+import json
+import os
+import queue
+import re
+import select
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BEAT_S = 3.0
+SILENCE_S = 15.0
+"""The launcher writes a line every BEAT_S. After SILENCE_S without one it counts as gone."""
+_CONNECT_S = 3.0
+_POLITE_S = 2.0
+_TICK_S = 0.2
+_STARTING_S = 0.02
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_EXIT_CODE = 52 - 3  # of /proc/PID/stat, of the fields that stand behind the name: see proc(5)
+_ADDRESS_LIST = 0x8912  # SIOCGIFCONF: see netdevice(7)
+
+
+def main(job: dict[str, Any]) -> None:
+    """Runs until torchrun has ended, or the launcher is gone. Does not return."""
+    # Another process, as one of the system that shuts down, asks this one to end.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _raise_asked)
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    host = _Host(job)
+    code = 1
+    with contextlib.suppress(_Gone):
+        code = host.serve()
+    host.close()
+    os._exit(code)  # a thread may be writing to a pipe that nobody reads
+
+
+class _Gone(Exception):
+    """The launcher has ended, or nobody knows whether it has."""
+
+
+def _raise_asked(*_: object) -> None:
+    raise _Gone
+
+
+def why_not(job: dict[str, Any]) -> str:
+    """Goes to the job's folder. Why the program cannot be started there; "" if it can."""
+    folder, program = job["folder"], job["program"]
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        return f"there is no folder {folder}: {error.strerror}"
+    # As Python does for a file or a module, so that its imports are found, or not, as in a rank.
+    sys.path[0] = folder if job["module"] else str(Path(program).absolute().parent)
+    if job["module"]:
+        with contextlib.suppress(ImportError):
+            if importlib.util.find_spec(program.partition(".")[0]):
+                return ""
+        return f"there is no module {program} for {sys.executable}"
+    if not Path(program).exists() and not (job["no_python"] and shutil.which(program)):
+        return f"there is no file {Path(program).absolute()}"
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """Of the torch and the pycomm that a rank would import; "" if there is none."""
+    return {"torch": _version("torch", "version.py"), "pycomm": _version("pycomm", "_version.py")}
+
+
+def _version(package: str, file: str) -> str:
+    """Read, not imported: importing torch takes seconds."""
+    with contextlib.suppress(ImportError, OSError, AttributeError, TypeError):
+        origin = importlib.util.find_spec(package).origin  # type: ignore[union-attr]
+        text = Path(str(origin)).with_name(file).read_text()
+        found = re.search(r"^__version__\b[^=]*=\s*[\"']([^\"']+)", text, re.MULTILINE)
+        return found[1] if found else ""
+    return ""
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this host's interfaces without loopback: IPv4 first, then IPv6."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
+        room = bytearray(64 * 1024)
+        place = (ctypes.c_char * len(room)).from_buffer(room)
+        asked = struct.pack("iP", len(room), ctypes.addressof(place))
+        size, _ = struct.unpack("iP", fcntl.ioctl(any_one, _ADDRESS_LIST, asked))
+        step = 40  # of struct ifreq: the name, and a union of 24 bytes
+        found = [socket.inet_ntoa(bytes(room[at + 20 : at + 24])) for at in range(0, size, step)]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0]))
+            found += [] if text.startswith("fe80") else [text]  # those need an interface's name
+    return [one for one in found if one != "::1" and not one.startswith("127.")]
+
+
+def reach(addresses: list[str], port: int, word: str) -> dict[str, str]:
+    """Connects to each address at once: "" if the job's listener answered, else why it did not."""
+
+    def ask(address: str) -> str:
+        try:
+            with socket.create_connection((address, port), _CONNECT_S) as link:
+                link.settimeout(_CONNECT_S)
+                answer = b""
+                while len(answer) < len(word) and (more := link.recv(256)):
+                    answer += more
+                return "" if answer == word.encode() else "another program answered"
+        except OSError as error:
+            return error.strerror or str(error)
+
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return dict(zip(addresses, pool.map(ask, addresses), strict=True))
+
+
+class _Listener:
+    """Answers at the port where torch's store will be, so that other hosts can try to reach it."""
+
+    def __init__(self, port: int | None, default: int, word: str) -> None:
+        try:
+            self._socket = _listen(default if port is None else port)
+        except OSError:
+            if port is not None:
+                raise
+            self._socket = _listen(0)
+        self.port = int(self._socket.getsockname()[1])
+        self._thread = threading.Thread(target=self._answer, args=(word.encode(),), daemon=True)
+        self._thread.start()
+
+    def _answer(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # close() ends it
+            while True:
+                link, _ = self._socket.accept()
+                with contextlib.suppress(OSError), link:
+                    link.settimeout(_CONNECT_S)
+                    link.sendall(word)
+                    link.recv(1)  # the client closes first, and TIME_WAIT is at its port
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(2 * _CONNECT_S)
+        self._socket.close()
+
+
+def _listen(port: int) -> socket.socket:
+    with contextlib.suppress(OSError):
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+class _Inbox:
+    """The launcher's messages."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._heard = time.monotonic()
+        self._rest = b""
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Those that have come. Does not wait.
+
+        Raises:
+            _Gone: The input has ended, or has been silent for too long.
+        """
+        while select.select([0], [], [], 0)[0]:
+            got = os.read(0, 65536)
+            if not got:
+                raise _Gone
+            self._heard = time.monotonic()
+            *lines, self._rest = (self._rest + got).split(b"\n")
+            yield from (json.loads(line) for line in lines if line)
+        if time.monotonic() - self._heard > self._silence_s:
+            raise _Gone
+
+
+class _Ranks:
+    """torchrun's ranks on this host: says at once which has ended. torchrun looks ten times a
+    second, which is too late to know which rank failed first."""
+
+    def __init__(self, torchrun: int, count: int) -> None:
+        self._children = Path(f"/proc/{torchrun}/task/{torchrun}/children")
+        self._count = count
+        self._known: set[int] = set()
+        self._clean = 0
+        self.alive: dict[int, tuple[int, int]] = {}
+        """Rank and process, by a descriptor that becomes readable when the process has ended."""
+
+    @property
+    def starting(self) -> bool:
+        return len(self._known) < self._count
+
+    @property
+    def all_done(self) -> bool:
+        """Whether every rank has ended without an error."""
+        return self._clean >= self._count and not self.alive
+
+    def find(self) -> None:
+        """Looks for ranks that have begun; finds none where the kernel lacks what that needs."""
+        with contextlib.suppress(OSError, AttributeError):
+            for word in self._children.read_text().split():
+                process = int(word)
+                if process not in self._known and (rank := _rank_of(process)) is not None:
+                    self.alive[os.pidfd_open(process)] = (rank, process)
+                    self._known.add(process)
+
+    def ended(self, descriptor: int) -> tuple[int, int | None]:
+        """The rank, and its exit code: negative for a signal, None if torchrun was faster."""
+        rank, process = self.alive.pop(descriptor)
+        os.close(descriptor)
+        code: int | None = None
+        fields = _stat_fields(process)
+        if len(fields) > _EXIT_CODE and fields[0] == "Z":
+            code = os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+        self._clean += code in (0, None)
+        return rank, code
+
+
+def _rank_of(process: int) -> int | None:
+    words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
+
+
+def _stat_fields(process: int) -> list[str]:
+    """Of /proc/PID/stat, from the state on: the name before it may hold anything."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+class _Host:
+    """One job on this host."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job = job
+        self._inbox = _Inbox(job["silence_s"])
+        self._listener: _Listener | None = None
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        self._ranks: _Ranks | None = None
+        self._grace_s = float(job["grace_s"])
+        self._kill_at = float("inf")
+        self._logs = ""
+        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._speaker: threading.Thread | None = None
+
+    def serve(self) -> int:
+        """Answers until torchrun has ended; its exit code."""
+        problem = why_not(self._job)
+        ssh = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # where sshd was reached
+        addresses = [*ssh, *own_addresses()]
+        self._report(facts={"versions": versions(), "addresses": addresses, "problem": problem})
+        reported_done = False
+        while self._status is None and time.monotonic() < self._kill_at:
+            try:
+                for message in self._inbox.read():
+                    self._obey(**message)
+            except _Gone:
+                if self._torchrun is None:
+                    raise
+                if self._kill_at == float("inf"):
+                    self._end(signal.SIGTERM, self._grace_s)
+            self._wait()
+            self._reap()
+            if self._ranks and self._ranks.all_done and not reported_done:
+                reported_done = True
+                self._report(done=True)
+        return 1 if self._status is None else self._status
+
+    def close(self) -> None:
+        """Ends every process below this one, and reports torchrun's exit."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        if self._torchrun is not None:
+            _end_all(self._reap)
+        if self._logs:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        if self._listener is not None:
+            self._listener.close()
+        if self._status is not None:
+            self._report(exit=self._status)
+        if self._speaker is not None:
+            self._outbox.put(None)
+            self._speaker.join(_POLITE_S)
+
+    def _obey(self, act: str, **values: Any) -> None:
+        if act == "listen":
+            try:
+                self._listener = _Listener(values["port"], values["default"], values["word"])
+                self._report(port=self._listener.port)
+            except OSError as error:
+                self._report(port=0, why=error.strerror or str(error))
+        elif act == "reach":
+            self._report(reached=reach(values["addresses"], values["port"], values["word"]))
+        elif act == "start":
+            self._start(**values)
+        elif act == "end":
+            self._end(values["signal"], values["grace_s"])
+
+    def _start(
+        self, torchrun: list[str], count: int, variables: dict[str, str], secret: str
+    ) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        environment = _environment(os.environ, variables)
+        if secret:
+            environment.pop("PYCOMM_SECRET", None)
+            environment["PYCOMM_SECRET_FILE"] = _hold_in_memory(secret)
+        if not any(word.startswith("--log-dir") for word in torchrun):
+            self._logs = tempfile.mkdtemp(prefix="pycomm-run-")
+            torchrun = [f"--log-dir={self._logs}", *torchrun]
+        self._torchrun = subprocess.Popen(
+            # -u: a line comes when it is printed, not when 8 KiB are full.
+            [sys.executable, "-u", "-m", "torch.distributed.run", *torchrun],
+            env=environment,
+            stdin=subprocess.DEVNULL,  # the launcher's messages are not for ranks
+            preexec_fn=_end_with_parent,
+        )
+        self._ranks = _Ranks(self._torchrun.pid, count)
+        self._speaker = threading.Thread(target=self._speak, daemon=True)
+        self._speaker.start()
+
+    def _end(self, number: int, grace_s: float) -> None:
+        if self._torchrun is None:
+            raise _Gone
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._torchrun.pid, number)
+
+    def _wait(self) -> None:
+        """Until something happens, at most a tick."""
+        if self._ranks is None:
+            select.select([0], [], [], _TICK_S)
+            return
+        self._ranks.find()
+        tick = _STARTING_S if self._ranks.starting else _TICK_S
+        # At its end, and after that for ever, the input is readable.
+        inputs = [0] if self._kill_at == float("inf") else []
+        if not inputs:
+            tick = _STARTING_S
+        for descriptor in select.select([*inputs, *self._ranks.alive], [], [], tick)[0]:
+            if descriptor in self._ranks.alive:
+                rank, code = self._ranks.ended(descriptor)
+                self._report(rank=rank, code=code)
+
+    def _reap(self) -> None:
+        """Takes the exit codes of torchrun, and of orphans, which are this process's children."""
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if self._torchrun is not None and found[0] == self._torchrun.pid:
+                    self._status = os.waitstatus_to_exitcode(found[1])
+                    self._torchrun.returncode = self._status
+
+    def _report(self, **values: Any) -> None:
+        line = f"{self._job['word']}{json.dumps(values)}\n"
+        if self._speaker is None:
+            os.write(1, line.encode())
+        else:
+            self._outbox.put(line)
+
+    def _speak(self) -> None:
+        """In a thread: after a cut wire the pipe is full, and the main thread must not wait."""
+        with contextlib.suppress(OSError):
+            while (line := self._outbox.get()) is not None:
+                os.write(1, line.encode())
+
+
+def _environment(own: Any, variables: dict[str, str]) -> dict[str, str]:
+    return {**own, **variables}
+
+
+def _hold_in_memory(secret: str) -> str:
+    """The path of a file without a name, in memory, that goes with this process."""
+    descriptor = os.memfd_create("pycomm-secret")
+    os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
+    os.write(descriptor, secret.encode())
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _end_with_parent() -> None:
+    """In torchrun, before it begins: if this process is killed, torchrun ends its ranks."""
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_all(reap: Callable[[], None]) -> None:
+    """Ends every process below this one: asks, and kills after _POLITE_S.
+
+    A process that the kernel cannot end, as one that waits for a dead NFS server, is left after
+    ten times as long.
+    """
+    begin = time.monotonic()
+    asked: set[int] = set()
+    while time.monotonic() < begin + 10 * _POLITE_S:
+        reap()
+        below = _descendants()
+        if not below:
+            return
+        kill = time.monotonic() > begin + _POLITE_S
+        for process in below if kill else below - asked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL if kill else signal.SIGTERM)
+        asked |= below
+        time.sleep(0.02)
+
+
+def _descendants() -> set[int]:
+    """Of this process, without those that have ended."""
+    children: dict[int, list[int]] = {}
+    ended = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := _stat_fields(int(name))):
+            children.setdefault(int(fields[1]), []).append(int(name))
+            if fields[0] in "ZX":
+                ended.add(int(name))
+    found: set[int] = set()
+    pending = [os.getpid()]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found |= set(below)
+        pending += below
+    return found - ended
