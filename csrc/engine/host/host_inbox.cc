@@ -14,20 +14,38 @@ int64_t bytesOf(const Descriptor& descriptor) {
 
 } // namespace
 
-bool HostInbox::post(const std::function<std::shared_ptr<Operation>()>& make, std::shared_ptr<Operation>& made) {
+bool HostInbox::post(
+    const std::function<std::shared_ptr<Operation>()>& make,
+    std::shared_ptr<Operation>& made,
+    const std::function<void(Operation&)>& accept,
+    const std::function<void()>& failed) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  made = make();
-  if (closed_) {
-    return false;
+  try {
+    made = make();
+    if (closed_) {
+      return false;
+    }
+    put(made, accept);
+  } catch (...) {
+    if (!closed_ && failed) {
+      failed();
+    }
+    throw;
   }
+  return true;
+}
+
+void HostInbox::put(const std::shared_ptr<Operation>& made, const std::function<void(Operation&)>& accept) {
   Operation::Shared& shared = made->makeShared();
+  if (accept) {
+    accept(*made);
+  }
   posted_.push_back(made); // the last that takes memory: a ticket that nobody enters would hold up all that come after
   shared.ticket = ++last_ticket_;
   shared.bytes_total = bytesOf(made->request().descriptor);
   recent_[recent_count_++ % recent_.size()] = made;
   pending_.fetch_add(1, std::memory_order_seq_cst);
   arrived_.store(true, std::memory_order_seq_cst);
-  return true;
 }
 
 void HostInbox::take(std::vector<std::shared_ptr<Operation>>& into) {

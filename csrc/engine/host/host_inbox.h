@@ -19,7 +19,13 @@ class HostInbox {
  public:
   /// Takes what `make` returns, and puts it into `made`. `make` runs with the lock held, so that the ids that it takes and the tickets have
   /// one order. False after close(): then `made` was not taken. If it throws, nothing was posted, and no ticket is taken.
-  bool post(const std::function<std::shared_ptr<Operation>()>& make, std::shared_ptr<Operation>& made);
+  /// The others may be null. They too run with the lock held, and never after close(): `accept` before the operation is taken, `failed` if
+  /// `make` or something later throws.
+  bool post(
+      const std::function<std::shared_ptr<Operation>()>& make,
+      std::shared_ptr<Operation>& made,
+      const std::function<void(Operation&)>& accept = nullptr,
+      const std::function<void()>& failed = nullptr);
   /// Whether take() would find something. Sequentially consistent: see HostBell.
   [[nodiscard]] bool arrived() const noexcept {
     return arrived_.load(std::memory_order_seq_cst);
@@ -44,6 +50,8 @@ class HostInbox {
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const;
 
  private:
+  void put(const std::shared_ptr<Operation>& made, const std::function<void(Operation&)>& accept);
+
   std::atomic<bool> arrived_{false};
   std::atomic<uint64_t> pending_{0}; ///< posted and not ended
 

@@ -75,22 +75,17 @@ bool HostPlane::post(
     const std::function<std::shared_ptr<Operation>()>& make,
     bool waits,
     std::shared_ptr<Operation>& made) {
-  try {
-    if (!inbox_.post(make, made)) {
-      return false;
+  const auto accept = [this](Operation& operation) {
+    if (operation.request().id.sequence <= tell_up_to_.load(std::memory_order_relaxed)) {
+      tellEnd(operation);
     }
-  } catch (...) {
-    // The id may be taken: the others would wait for this rank, and its next operation would not be theirs.
-    events_.noticeException(identity_);
-    throw;
+  };
+  // The id may be taken: the others would wait for this rank, and its next operation would not be theirs.
+  const auto failed = [this] { events_.noticeException(identity_); };
+  if (!inbox_.post(make, made, std::cref(accept), std::cref(failed))) {
+    return false;
   }
-  if (made->request().id.sequence <= tell_up_to_.load(std::memory_order_relaxed)) {
-    try {
-      tellEnd(*made);
-    } catch (...) { // not the caller's: the operation is posted
-      events_.noticeException(identity_);
-    }
-  }
+  static_cast<void>(PYCOMM_FAULT("host.posted"));
   bell_.ringSelf(); // another thread of this process may run operations, and sleep
   if (!waits) {
     wakeWorker();
@@ -127,11 +122,7 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
 }
 
 void HostPlane::wakeWorker() {
-  try {
-    worker_.wake();
-  } catch (...) { // not the caller's: the operation is posted
-    events_.noticeException(identity_);
-  }
+  worker_.wake([this] { events_.noticeException(identity_); }); // not the caller's: the operation is posted
 }
 
 bool HostPlane::work() noexcept {

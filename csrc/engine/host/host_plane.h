@@ -66,7 +66,8 @@ class HostPlane {
   }
 
   /// Puts what `make` returns behind all others. `make` takes the operation's id: here, so that ids and tickets have one order.
-  /// False if the plane is over: then the operation is not taken. If it throws, the group fails.
+  /// False if the plane is over: then the operation is not taken. If it throws, the group fails. Events come before close() returns, and
+  /// never after it: the caller may come here while another thread closes the group.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);
 
   /// Lets an operation that was posted held be entered.

@@ -21,10 +21,14 @@ bool HostWorker::start() {
   return true;
 }
 
-void HostWorker::wake() {
+void HostWorker::wake(const std::function<void()>& failed) {
   const std::lock_guard<std::mutex> lock(mutex_);
   wanted_ = true;
-  (void)start();
+  try {
+    (void)start();
+  } catch (...) {
+    failed();
+  }
 }
 
 bool HostWorker::run(std::function<void()> errand) {

@@ -19,8 +19,9 @@ class HostWorker {
   HostWorker(const HostWorker&) = delete;
   HostWorker& operator=(const HostWorker&) = delete;
 
-  /// Has `work` run soon. Throws what startNativeThread throws: then it runs when another wake() starts the thread. Nothing after stop().
-  void wake();
+  /// Has `work` run soon. Nothing after stop(). If the thread cannot be started, `failed` handles the exception, before stop() returns, and
+  /// `work` runs when another wake() starts the thread. `failed` must not throw, and must not come back here.
+  void wake(const std::function<void()>& failed);
   /// Has the thread run an errand soon, also if stop() comes first. False if there is no thread to do so.
   [[nodiscard]] bool run(std::function<void()> errand);
   /// Ends the thread and joins it. Not on that thread. Idempotent.

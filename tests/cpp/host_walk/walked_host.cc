@@ -33,7 +33,7 @@ bool HostMemory::takeAway(BufferView /*part*/) const noexcept {
   return true;
 }
 
-void HostWorker::wake() {}
+void HostWorker::wake(const std::function<void()>& /*failed*/) {}
 
 bool HostWorker::run(std::function<void()> /*errand*/) {
   return false;

@@ -1040,6 +1040,107 @@ TEST(HostPlane, APostThatFindsNoMemoryForTheThreadFailsTheGroup) {
   EXPECT_EQ(operation->error()->code, ErrorCode::OutOfMemory);
 }
 
+/// A plane of a group of two whose first notice waits until close() has returned, for 300 ms at most.
+struct ClosingPlane {
+  ClosingPlane() {
+    arena->commit(0, HostView::commonNbytes(2));
+    GroupIdentity identity;
+    identity.rank = 0;
+    identity.size = 2;
+    identity.hosts = {"here", "here"};
+    HostPlane::Events events;
+    events.notice = [this](const ErrorRecord&) {
+      if (++notices == 1) { // the next may be that this rank leaves in the middle of the operation
+        begun.set_value();
+        late = closed.wait_for(std::chrono::milliseconds(300)) == std::future_status::ready;
+      }
+    };
+    events.ended = [this](const OperationId&, const Descriptor&) { ++ends; };
+    events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
+    plane = std::make_unique<HostPlane>(identity, arena, HostHeaps(), HostPlane::Config(), std::move(events));
+  }
+
+  void close() {
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    plane->close(reason);
+    has_closed.set_value();
+  }
+  /// Issues one operation, made by `make`, on a thread of its own.
+  std::future<void> postOne(std::function<std::shared_ptr<Operation>()> make) {
+    return std::async(std::launch::async, [this, make = std::move(make)] {
+      std::shared_ptr<Operation> made;
+      try {
+        (void)plane->post(std::cref(make), false, made);
+      } catch (const std::bad_alloc&) { // what the test asked for
+      }
+    });
+  }
+  std::shared_ptr<Operation> one() {
+    return std::make_shared<Operation>(
+        requestOf(counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values)));
+  }
+
+  std::shared_ptr<SharedArena> arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
+  std::vector<float> values = {1.0F};
+  std::atomic<int64_t> counter{0};
+  std::promise<void> begun; ///< the first event
+  std::promise<void> has_closed;
+  std::future<void> closed = has_closed.get_future();
+  std::atomic<int> notices{0};
+  std::atomic<int> ends{0};
+  std::atomic<bool> late{false};
+  std::unique_ptr<HostPlane> plane;
+};
+
+// Events post tasks to the group's loops. After close() the group lets these run a last time, and goes.
+TEST(HostPlane, AnEndThatSomebodyWaitsForIsReportedBeforeCloseReturns) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  ClosingPlane pair;
+  pair.plane->tellEndsUpTo(1);
+  const ArmedFaults armed("host.posted:1:delay=500");
+  const auto caller = pair.postOne([&] { return pair.one(); });
+  while (faultPointTallies().front().visits == 0) {
+    std::this_thread::yield();
+  }
+  pair.close();
+  EXPECT_EQ(pair.ends, 1);
+  caller.wait();
+  EXPECT_EQ(pair.ends, 1);
+}
+
+TEST(HostPlane, ACallWithoutMemoryIsReportedBeforeCloseReturns) {
+  ClosingPlane pair;
+  const auto caller = pair.postOne([]() -> std::shared_ptr<Operation> { throw std::bad_alloc(); });
+  ASSERT_EQ(pair.begun.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  pair.close();
+  caller.wait();
+  EXPECT_EQ(pair.notices, 1);
+  EXPECT_FALSE(pair.late);
+}
+
+TEST(HostPlane, AThreadThatDoesNotStartIsReportedBeforeCloseReturns) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  ClosingPlane pair;
+  const ArmedFaults armed("thread.start:1:nomem");
+  const auto caller = pair.postOne([&] { return pair.one(); });
+  ASSERT_EQ(pair.begun.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  pair.close();
+  caller.wait();
+  EXPECT_FALSE(pair.late);
+}
+
+TEST(HostPlane, ACallAfterCloseReportsNothing) {
+  ClosingPlane pair;
+  pair.close();
+  pair.postOne([]() -> std::shared_ptr<Operation> { throw std::bad_alloc(); }).wait();
+  EXPECT_EQ(pair.notices, 0);
+}
+
 TEST(HostPlane, WhoLeavesIsNamedOnceThereIsMemory) {
   for (const bool driven : {true, false}) {
     Host host(2);

@@ -22,7 +22,7 @@ TEST(HostWorker, WorkRunsAfterAWakeAndAgainWhileItAsksForThat) {
     return runs < 3;
   });
   EXPECT_EQ(runs, 0);
-  worker.wake();
+  worker.wake([] {});
   EXPECT_EQ(third.get_future().wait_for(kSoon), std::future_status::ready);
   worker.stop();
   EXPECT_EQ(runs, 3);
@@ -56,7 +56,7 @@ TEST(HostWorker, AfterStopNothingIsTaken) {
   });
   worker.stop();
   worker.stop();
-  worker.wake();
+  worker.wake([] {});
   EXPECT_FALSE(worker.run([&] { ++runs; }));
   EXPECT_EQ(runs, 0);
 }
