@@ -255,8 +255,9 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
       ErrorRecord reason = *failure;
       reason.peer = group->identity().jobRank();
       group->abort(reason);
+      return; // the memory was never filled: nothing of it leaves
     }
-    const bool in_pieces = reads && !failure && operations.front()->request().extras().pieces != nullptr;
+    const bool in_pieces = reads && operations.front()->request().extras().pieces != nullptr;
     for (const auto& operation : operations) {
       in_pieces ? group->release(operation, ended) : group->release(operation);
     }
@@ -405,7 +406,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
     }
     content.unpack = [works = std::move(window.works)] {
       for (const auto& part : works) {
-        part->isCompleted(); // all have ended: this copies their outputs
+        part->finish();
       }
     };
     const auto made = work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);

@@ -64,6 +64,11 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
 
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   refuseInChild(); // before it takes a number
+  if (aborted_.load(std::memory_order_acquire) && !call.held) {
+    Call never = call; // it is not released, so no byte of it leaves before the group ends, and it with the group
+    never.held = true;
+    return startChecked(never);
+  }
   PYCOMM_FAULT_POINT("group.start");
   if (servedByHost(call.schedule)) {
     return startOnHost(call);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -90,7 +91,8 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   /// other does. Not on a native thread, and not with the interpreter's lock. Throws Error(Forked) in a child of fork() if it has not.
   [[nodiscard]] bool wait(const Operation& operation, Deadline deadline);
 
-  /// Ends everything on every rank with `reason`, as if the group had failed.
+  /// Ends everything on every rank with `reason`, as if the group had failed, once the ranks have agreed on that. What this rank starts
+  /// after the call ends with the group, and what it has started `held` unless it is released.
   void abort(const ErrorRecord& reason);
   /// Leaves the group: not collective, bounded (about 50 ms), idempotent. Operations under way end with SHUT_DOWN. Not on a native
   /// thread.
@@ -189,6 +191,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
+  std::atomic<bool> aborted_{false}; ///< abort() has been called; written with close_mutex_ held
 };
 
 } // namespace pycomm

@@ -73,6 +73,7 @@ void Group::abort(const ErrorRecord& reason) {
   if (closed_) {
     return;
   }
+  aborted_.store(true, std::memory_order_release);
   ErrorRecord record = reason;
   roster_.identity.sign(record);
   engine_.control().run(Loop::owned(planes_, [&] {

@@ -103,6 +103,25 @@ TEST_P(Held, EndsWithTheGroupsFailureAndIsReleasedInVain) {
   });
 }
 
+TEST_P(Held, NothingThatIsStartedAfterAnAbortSucceedsOnAnyRank) {
+  run(2, [](Rank& self) {
+    std::vector<float> joined(1);
+    awaitEnd(self.group, *self.group.start(allReduceCall(joined)));
+    std::vector<float> values(10, 1);
+    if (self.rank == 0) { // the other one's operation waits for this one
+      ErrorRecord reason;
+      reason.code = ErrorCode::Aborted;
+      reason.peer = 0;
+      reason.summary = "Rank 0 has had enough.";
+      self.group.abort(reason);
+    }
+    const auto operation = self.group.start(allReduceCall(values));
+    awaitEnd(self.group, *operation);
+    ASSERT_TRUE(operation->error());
+    EXPECT_EQ(operation->error()->code, ErrorCode::Aborted);
+  });
+}
+
 TEST_P(Held, OneWhoseInputNeverComesEndsAtItsDeadlineOnAllRanks) {
   run(2, [](Rank& self) {
     std::vector<float> values(10, 1);
