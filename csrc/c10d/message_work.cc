@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "c10d/process_end.h"
 #include "c10d/python_errors.h"
+#include "c10d/without_gil.h"
 
 namespace pycomm {
 
@@ -41,7 +41,7 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  const StayWithin stay;
+  const WithoutGil no_gil;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   waitFor(*owner_->group, *operation_, timeout, deadline);
   {

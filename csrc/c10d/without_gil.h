@@ -2,14 +2,23 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 #include "c10d/process_end.h"
+#include "c10d/python_errors.h"
 
 namespace pycomm {
 
-/// Gives the interpreter's lock back for its scope. In place of pybind11::gil_scoped_release, which does not know of the end.
+/// Gives the interpreter's lock back for its scope, if the calling thread has it: nothing that blocks holds it. In place of
+/// pybind11::gil_scoped_release, which does not know of the end of the process.
 class WithoutGil {
  public:
-  WithoutGil() = default;
+  WithoutGil() {
+    if (interpreterIsUsable() && PyGILState_Check() != 0) {
+      released_.emplace();
+    }
+    stayIfProcessEnds();
+  }
   ~WithoutGil() {
     stayIfProcessEnds();
   }
@@ -17,7 +26,7 @@ class WithoutGil {
   WithoutGil& operator=(const WithoutGil&) = delete;
 
  private:
-  pybind11::gil_scoped_release released_;
+  std::optional<pybind11::gil_scoped_release> released_;
 };
 
 } // namespace pycomm

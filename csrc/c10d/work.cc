@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "base/fault_point.h"
-#include "c10d/process_end.h"
 #include "c10d/named_future.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
+#include "c10d/without_gil.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -56,7 +56,7 @@ struct PycommWork::State {
   std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing`, as is the next
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
   std::mutex finishing; ///< held by the first thread that needs the result, while it runs unpack and profiling_end
-  bool finished = false; ///< that has been done; guarded by `finishing`
+  std::atomic<bool> finished{false}; ///< that has been done; written under `finishing`
   std::mutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -108,6 +108,13 @@ struct PycommWork::State {
     return true;
   }
 
+  bool failed() const {
+    const auto& operations = content.operations;
+    return copy_error ||
+        std::any_of(operations.begin(), operations.end(), [](const auto& each) { return each->error().has_value(); });
+  }
+
+  /// May read the store, so without the interpreter's lock.
   std::optional<ErrorRecord> error() const {
     for (const auto& operation : content.operations) {
       if (auto record = operation->error()) {
@@ -120,9 +127,29 @@ struct PycommWork::State {
     return copy_error;
   }
 
-  /// Call when done(). Not std::call_once: its first call wakes waiters by a system call, whether there are any or not.
+  /// Call when done(). It copies, and a copy may be Python code. Not std::call_once: its first call wakes waiters by a system call, whether
+  /// there are any or not.
   void finish() {
+    const WithoutGil no_gil;
     const std::lock_guard<std::mutex> lock(finishing);
+    finishLocked();
+  }
+
+  /// As finish(), but waits for no other thread: false if one is at it.
+  [[nodiscard]] bool tryToFinish() {
+    if (finished.load(std::memory_order_acquire)) {
+      return true;
+    }
+    const WithoutGil no_gil;
+    const std::unique_lock<std::mutex> lock(finishing, std::try_to_lock);
+    if (!lock) {
+      return false;
+    }
+    finishLocked();
+    return true;
+  }
+
+  void finishLocked() {
     if (finished) {
       return;
     }
@@ -285,16 +312,22 @@ bool PycommWork::isCompleted() {
     handOver(); // who polls may never wait
     return false;
   }
+  return state_->tryToFinish();
+}
+
+void PycommWork::finish() {
   state_->finish();
-  return true;
 }
 
 bool PycommWork::isSuccess() const {
-  return state_->done() && !state_->error();
+  return state_->done() && !state_->failed();
 }
 
 std::exception_ptr PycommWork::exception() const {
-  const auto record = state_->done() ? state_->error() : std::nullopt;
+  const auto record = [&] {
+    const WithoutGil no_gil;
+    return state_->done() ? state_->error() : std::nullopt;
+  }();
   return record ? toException(*record) : nullptr;
 }
 
@@ -330,7 +363,7 @@ void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds
 }
 
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
-  const StayWithin stay;
+  const WithoutGil no_gil;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   const bool only_orders =
       state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group().failure();
@@ -428,8 +461,11 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->waited || state_->content.nccl != nullptr) {
     // With NCCL everything is behind events. And a caller that has waited may count on it: torch's reducer takes the value at once.
     state_->noteWaited();
-    state_->complete(*state_->future);
-    return state_->future;
+    const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
+    lock.unlock(); // an error takes the interpreter's lock, which a thread may have that waits for this one
+    const WithoutGil no_gil;
+    state_->complete(*future);
+    return future;
   }
   const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
   if (!state_->group().engine().belongsToThisProcess()) { // a child of fork has none of the pool's threads

@@ -58,6 +58,7 @@ class PycommWork final : public c10d::Work {
       Content content);
   ~PycommWork() override;
 
+  /// False, too, while another thread copies the outputs: it waits for none, since torch calls it with the interpreter's lock.
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
@@ -82,6 +83,8 @@ class PycommWork final : public c10d::Work {
   void started();
   /// Instead of started(): not all have. Those that have keep the tensors until they end.
   void cancel();
+  /// Copies the outputs, if nobody has. All operations have ended.
+  void finish();
   /// The caller of a synchronous collective runs it in wait(). Without that the engine's own threads do, from now on. Does not block.
   void handOver() const;
 

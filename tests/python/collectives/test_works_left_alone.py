@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -251,8 +252,34 @@ def exit_code(child: int) -> int:
     raise AssertionError("the child hung")
 
 
+class SlowToCopy(torch.Tensor):
+    """Copying into it is Python code, which takes a while."""
+
+    copies = threading.Event()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            cls.copies.set()
+            time.sleep(0.3)
+        plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, cls) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def asked_while_another_thread_copies(rank: int) -> None:
+    """is_completed() waits for no thread: the one that copies may need the interpreter's lock."""
+    tensor = torch.ones(64, 64).t().as_subclass(SlowToCopy)
+    work: Any = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    assert SlowToCopy.copies.wait(LONG_S)
+    assert not work.is_completed()
+    future.wait()
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert torch.equal(tensor.as_subclass(torch.Tensor), torch.full((64, 64), 2.0))
+
+
 @pytest.mark.parametrize(
-    "program", [sparse_without_memory, sparse_of_wide_unsigned, futures_in_a_child]
+    "program", [asked_while_another_thread_copies, sparse_without_memory, sparse_of_wide_unsigned, futures_in_a_child]
 )
 def test_works_in_trouble(program: Any) -> None:
     run_ranks(2, program, timeout_s=90)
