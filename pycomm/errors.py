@@ -249,8 +249,8 @@ class CollectiveMismatchError(PycommBackendError):
     """Ranks called different operations, or one with different shapes, dtypes, reduce ops or roots.
     Both sides are in the text.
 
-    Try: call the same operations in the same order on all ranks. If a hook or a callback issues
-    collectives, use ``comm_hooks.ordered`` (docs/ddp.md).
+    Try: call the same operations in the same order on all ranks. If callbacks of futures issue
+    collectives, add them to the same futures in the same order.
     """
 
 

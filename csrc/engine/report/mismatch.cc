@@ -27,8 +27,8 @@ ErrorRecord mismatch(
   record.numel = mine.numel;
   record.phase = ErrorPhase::Matching;
   record.hint =
-      "make every rank issue the same operations in the same order with the same shapes and dtypes; if a DDP comm hook or a "
-      "future's callback issues collectives, wrap the hook in pycomm.comm_hooks.ordered";
+      "make every rank issue the same operations in the same order with the same shapes and dtypes; if callbacks of futures issue "
+      "collectives, add them to the same futures in the same order";
   return record;
 }
 
