@@ -43,6 +43,10 @@ __all__: list[str] = [
     "last_error",
     "list_interfaces",
     "mix_ids",
+    "name_collected",
+    "named_done_callback",
+    "named_then",
+    "note_waited",
     "post_notice",
     "rank_hosts",
     "refuse_sealed",
@@ -234,6 +238,7 @@ def create_backend(
     group_name: str,
     timeout_ms: int,
     options: dict[typing.Any, typing.Any],
+    starts_world: bool | None,
 ) -> torch._C._distributed_c10d.Backend: ...
 def describe_backend(backend: torch._C._distributed_c10d.Backend) -> str: ...
 def empty_shared(sizes: collections.abc.Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
@@ -252,6 +257,18 @@ def host_identity() -> str: ...
 def last_error(backend: torch._C._distributed_c10d.Backend) -> typing.Any: ...
 def list_interfaces() -> list[typing.Any]: ...
 def mix_ids(ids: torch.Tensor) -> torch.Tensor: ...
+def name_collected(
+    all: torch.Future[typing.Any],
+    parts: collections.abc.Sequence[torch.Future[typing.Any]],
+    promised: bool,
+) -> torch.Future[typing.Any]: ...
+def named_done_callback(
+    future: torch.Future[typing.Any], callback: typing.Any, promise: bool
+) -> bool: ...
+def named_then(
+    future: torch.Future[typing.Any], callback: typing.Any, promise: bool
+) -> torch.Future[typing.Any]: ...
+def note_waited(future: torch.Future[typing.Any]) -> None: ...
 def post_notice(
     store: torch.distributed.distributed_c10d.Store,
     group_name: str,

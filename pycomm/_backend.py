@@ -308,7 +308,7 @@ def _starts_world() -> bool:
     if not dist.is_initialized():
         _default_of_groups = "being made"
         return True
-    default = dist.group.WORLD
+    default = dist.distributed_c10d._get_default_group()
     _default_of_groups = weakref.ref(default)
     if isinstance(before, str):
         return False

@@ -252,9 +252,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
         The hook runs through ``pycomm.comm_hooks.ordered``, on a thread of its own, so buckets come
         one at a time. Over NCCL and over other libraries' groups it runs on the thread of backward,
-        so all ranks issue collectives in one order. It gets gradients in the parameters' dtype. With
-        ``wire_dtype`` over a group of pycomm, sums of float32 that it issues are encoded, without
-        error feedback.
+        so all ranks issue collectives in one order. It gets gradients in the parameters' dtype.
+        With ``wire_dtype`` over a group of pycomm, sums of float32 that it issues are encoded,
+        without error feedback.
 
         Raises:
             RuntimeError: There is a hook already, or training has begun.

@@ -102,6 +102,7 @@ PYTHON_FLOORS = [
     {
         "_build_info",
         "_C",
+        "_callback_names",
         "_error_record",
         "_process_end",
         "_settings",

@@ -74,12 +74,15 @@ std::string textOf(py::error_already_set& error) {
 }
 
 /// torch.futures.Future.then() for a future with a name; null for others.
-std::shared_ptr<FutureWrapper> then(const std::shared_ptr<FutureWrapper>& future, py::function callback, bool promise) {
+std::shared_ptr<FutureWrapper> then(
+    const std::shared_ptr<FutureWrapper>& future,
+    const py::object& callback,
+    bool promise) {
   const Added added = addTo(*future->fut, promise);
   if (added.context == nullptr) {
     return nullptr;
   }
-  auto function = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+  auto function = std::make_shared<torch::jit::PythonFunctionGuard>(callback.cast<py::function>());
   const WithoutGil no_gil;
   const c10::TypePtr value = c10::PyObjectType::get();
   const auto result = future->fut->createInstance(resultOf(*added.context, added.engine, value));
@@ -102,12 +105,12 @@ std::shared_ptr<FutureWrapper> then(const std::shared_ptr<FutureWrapper>& future
 }
 
 /// torch.futures.Future.add_done_callback() for a future with a name; false for others, to which nothing is added.
-bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, py::function callback, bool promise) {
+bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, const py::object& callback, bool promise) {
   const Added added = addTo(*future->fut, promise);
   if (added.context == nullptr) {
     return false;
   }
-  auto function = std::make_shared<torch::jit::PythonFunctionGuard>(std::move(callback));
+  auto function = std::make_shared<torch::jit::PythonFunctionGuard>(callback.cast<py::function>());
   const WithoutGil no_gil;
   addNamed(future->fut, added.context, [future, function] {
     try {

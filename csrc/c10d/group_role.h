@@ -11,7 +11,7 @@
 namespace pycomm {
 
 /// Which of this process's groups a group is: equal on ranks that have made groups of the same descriptions and sizes so far, in the same
-/// order, whoever is in them. So the two halves of a mesh have one role. Ranks whose memberships are not alike have different roles, and
+/// order, of any ranks. So the two halves of a mesh have one role. Ranks whose memberships are not alike have different roles, and
 /// never match by chance.
 ///
 /// Counted from the default group on: a process that joins later, or again, counts like the others. Any thread.

@@ -93,7 +93,13 @@ struct WorkName {
 };
 /// Of a Work whose first operation is `id`. `place`: among all that its strand has issued in the group. `type`: of the Work, as a coalesced
 /// one has the first operation of another.
-[[nodiscard]] WorkName nameOfWork(GroupRole& role, uint32_t group, const OperationId& id, uint64_t place, int type, uint8_t kind);
+[[nodiscard]] WorkName nameOfWork(
+    GroupRole& role,
+    uint32_t group,
+    const OperationId& id,
+    uint64_t place,
+    int type,
+    uint8_t kind);
 /// Of the next message of the group whose future the calling strand asks for. (A message's id is its two ranks' business.)
 [[nodiscard]] WorkName nameOfMessage(GroupRole& role, uint8_t kind);
 

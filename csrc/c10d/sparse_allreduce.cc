@@ -266,8 +266,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
     request.id = begun->request().id;
     request.descriptor.kind = Collective::AllReduce;
     task->whole = std::make_shared<Operation>(std::move(request));
-    task->context = continuationOf(
-        begun->request().id, group_->identity().hash, static_cast<uint8_t>(Collective::AllReduce));
+    task->context =
+        continuationOf(begun->request().id, group_->identity().hash, static_cast<uint8_t>(Collective::AllReduce));
     PycommWork::Content content;
     content.inputs = {tensor};
     content.outputs = {tensor};

@@ -179,8 +179,7 @@ struct PycommWork::State {
         content.unpack();
       }
     } catch (const std::exception&) {
-      copy_error =
-          recordInAnyCase(group().identity(), [&] { return errorOf(caughtOnDevice(), group().identity()); });
+      copy_error = recordInAnyCase(group().identity(), [&] { return errorOf(caughtOnDevice(), group().identity()); });
     }
   }
 
@@ -456,8 +455,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   for (const c10::Stream& stream : state_->sideStreams()) {
     devices.push_back(stream.device());
   }
-  state_->future =
-      c10::make_intrusive<c10::ivalue::Future>(state_->nameFuture(retrieveOpType()), std::move(devices));
+  state_->future = c10::make_intrusive<c10::ivalue::Future>(state_->nameFuture(retrieveOpType()), std::move(devices));
   if (state_->waited || state_->content.nccl != nullptr) {
     // With NCCL everything is behind events. And a caller that has waited may count on it: torch's reducer takes the value at once.
     state_->noteWaited();

@@ -44,7 +44,8 @@ struct FrameHeader {
   uint32_t tag = 0; ///< Descriptor::tag
   uint32_t digest = 0; ///< Descriptor::digest
   uint32_t route = 0; ///< on control links, of questions and answers: see Route
-  uint64_t aux = 0; ///< by type: Credit, last operation's id; of a Waiting the lowest bit: it answers one, the others: CallbackOrigin
+  uint64_t aux =
+      0; ///< by type: Credit, last operation's id; of a Waiting the lowest bit: it answers one, the others: CallbackOrigin
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
   /// 2: the side that connects waits for the HelloReply; Waiting may answer Waiting.

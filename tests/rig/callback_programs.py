@@ -287,9 +287,7 @@ def _value(future: Any) -> float:
     return float((value[0] if isinstance(value, list) else value)[0])
 
 
-def run_programs(
-    rank: int, world_size: int, sources: Sequence[str | int], delay_s: float
-) -> None:
+def run_programs(rank: int, world_size: int, sources: Sequence[str | int], delay_s: float) -> None:
     """Runs texts of programs, or seeds of random ones; raises for the first that fails."""
     groups = make_groups(rank)
     for seed, source in enumerate(sources):

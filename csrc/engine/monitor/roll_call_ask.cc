@@ -115,9 +115,9 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
     }
     ErrorRecord record = mismatch(config_.hosts, config_.job, config_.rank, op.descriptor(), peer, op.id());
     record.summary = "Rank " + std::to_string(record.rank) + " (" + record.host + ") waits in " +
-        op.descriptor().text(config_.job) + " " + operationText(op.id().id, op.id().origin) + ", which " + config_.job.text(peer) +
-        " (" + record.peer_host + ") has not entered; that one waits in " + theirs.text(config_.job) + " " +
-        operationText(op_id, entry.originOf(peer)) + ", which is not entered here.";
+        op.descriptor().text(config_.job) + " " + operationText(op.id().id, op.id().origin) + ", which " +
+        config_.job.text(peer) + " (" + record.peer_host + ") has not entered; that one waits in " +
+        theirs.text(config_.job) + " " + operationText(op_id, entry.originOf(peer)) + ", which is not entered here.";
     output_.fail(std::move(record));
     return false;
   });

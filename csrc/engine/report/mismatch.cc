@@ -41,7 +41,8 @@ ErrorRecord disagreement(
     const Descriptor& theirs,
     const OperationId& id) {
   ErrorRecord record = mismatch(hosts, job, rank, mine, peer, id);
-  const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id, id.origin);
+  const std::string what =
+      mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id, id.origin);
   const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
   record.summary = "The ranks disagree about " + what + ": " + job.text(rank) + " (" + record.host +
       (share ? ") expects as its part of " : ") has ") + mine.text(job, rank, peer) + ", " + job.text(peer) + " (" +

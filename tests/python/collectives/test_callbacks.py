@@ -403,17 +403,16 @@ def promises_of_two_threads(rank: int, world_size: int) -> str:
 
 
 def test_promises_of_two_threads_are_refused() -> None:
-    for text in run_ranks(2, promises_of_two_threads).values():
-        assert "two threads of this process" in text
+    for said in run_ranks(2, promises_of_two_threads).values():
+        assert "two threads of this process" in said
 
 
 def locals_are_freed(rank: int, world_size: int) -> None:
     """A future that is pending keeps nothing of the function that asked for it."""
-    came = torch.zeros(3)
 
     def post() -> tuple[Any, Any]:
         scratch = torch.ones(1000)
-        return dist.irecv(came, 1 - rank, tag=5).get_future(), weakref.ref(scratch)
+        return dist.irecv(torch.zeros(3), 1 - rank, tag=5).get_future(), weakref.ref(scratch)
 
     future, scratch = post()
     assert scratch() is None
@@ -422,7 +421,7 @@ def locals_are_freed(rank: int, world_size: int) -> None:
     value = weakref.ref(future.value()[0])
     kept = dist.all_reduce(torch.ones(3), async_op=True)
     tensor = weakref.ref(kept.get_future().wait()[0])
-    del future, came, kept
+    del future, kept
     dist.barrier()
     end_s = time.monotonic() + 30
     while value() is not None or tensor() is not None:
@@ -476,7 +475,11 @@ def gloo_and_plain_futures(rank: int, world_size: int) -> None:
     def fail(_: Any) -> None:
         raise ArithmeticError("of a callback")
 
-    for of in (promise, future, dist.all_reduce(torch.ones(1), group=ours, async_op=True).get_future()):
+    for of in (
+        promise,
+        future,
+        dist.all_reduce(torch.ones(1), group=ours, async_op=True).get_future(),
+    ):
         with pytest.raises(RuntimeError, match="error when running the callback: ArithmeticError"):
             of.then(fail).wait()
         of.add_done_callback(fail)  # logged, not raised

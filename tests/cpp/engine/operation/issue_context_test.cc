@@ -58,8 +58,7 @@ TEST(OperationIds, AreCountedForEachGroupByItself) {
 
 TEST(OperationIds, AnAmbiguousStrandHasNone) {
   std::atomic<int64_t> counter{0};
-  const IssueScope scope(
-      std::make_shared<IssueContext>(StrandName{7, 0, 0}, CallbackOrigin(), std::nullopt, true));
+  const IssueScope scope(std::make_shared<IssueContext>(StrandName{7, 0, 0}, CallbackOrigin(), std::nullopt, true));
   try {
     static_cast<void>(takeOperationId(counter, 1));
     FAIL() << "no error";
@@ -86,7 +85,8 @@ TEST(CallbackOrigins, TravelInSixtyThreeBits) {
   origin.sequence = 123'456'789;
   origin.group = 4;
   EXPECT_EQ(origin.packed() & 1, 0U);
-  EXPECT_EQ(CallbackOrigin::unpacked(origin.packed()).text(), "issued in callback 2 of all_reduce #123456789 in group 4");
+  EXPECT_EQ(
+      CallbackOrigin::unpacked(origin.packed()).text(), "issued in callback 2 of all_reduce #123456789 in group 4");
   origin.sequence = 0;
   origin.depth = 1;
   EXPECT_EQ(
