@@ -12,6 +12,7 @@ A program is the same text on four ranks. ``row`` is {0, 1} or {2, 3}, ``col`` {
 An operation's input is a number of its rank and its own, plus the value of the future whose
 callback issues it. A callback's value is that of its future plus all that it waited for. So an
 operation that is summed with another one changes numbers. At the end every future is waited for.
+A program that begins with ``chain:`` runs as a hook in ``comm_hooks.ordered`` does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm import _extension
+
 RANKS = 4
 LINES = 20
 """The most that a random program has."""
@@ -40,7 +43,7 @@ _MEMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One statement. ``what``: sum, leaders, ring, then, all or wait."""
+    """One statement. ``what``: sum, leaders, ring, then, all, wait or chain."""
 
     what: str
     name: int = 0
@@ -61,6 +64,8 @@ def _text(line: Line, indent: str) -> str:
     names = " ".join(f"f{each}" for each in line.of)
     if line.what == "wait":
         return f"{indent}wait {names}"
+    if line.what == "chain":
+        return f"{indent}chain:\n" + text(line.body, indent + "    ")
     if line.what == "then":
         body = "\n" + text(line.body, indent + "    ") if line.body else ""
         return f"{indent}f{line.name} = then {names}:{body}"
@@ -80,6 +85,9 @@ def _parse(lines: list[str], indent: int) -> Program:
         words = lines.pop(0).replace("(", " ").replace(")", " ").rstrip(":").split()
         if words[0] == "wait":
             program.append(Line("wait", of=_names(words[1:])))
+            continue
+        if words[0] == "chain":
+            program.append(Line("chain", body=_parse(lines, indent + 4)))
             continue
         name, what, rest = int(words[0][1:]), words[2], words[3:]
         if what in ("then", "all"):
@@ -105,8 +113,10 @@ class _Writer:
         self._names = 0
 
     def program(self) -> Program:
-        self._left = self._random.randint(4, LINES)
-        return self._block([], 0)
+        self._left = self._random.randint(4, LINES - 1)
+        in_chain = self._random.random() < 0.3
+        program = self._block([], 0)
+        return (Line("chain", body=program),) if in_chain else program
 
     def _block(self, outer: list[int], depth: int) -> Program:
         """``outer`` are futures that callbacks of other strands complete."""
@@ -159,7 +169,9 @@ def _by_hand(
     waited = [0.0] * RANKS
     for line in lines:
         inputs = [_number(line.name, rank) + given[rank] for rank in range(RANKS)]
-        if line.what == "wait":
+        if line.what == "chain":
+            _by_hand(line.body, values, given)
+        elif line.what == "wait":
             waited = [waited[rank] + values[rank][line.of[0]] for rank in range(RANKS)]
         elif line.what == "then":
             parents = [values[rank][line.of[0]] for rank in range(RANKS)]
@@ -236,6 +248,10 @@ class Running:
                 future = self._futures[line.of[0]]
                 future.wait()
                 waited += _value(future)
+                continue
+            if line.what == "chain":
+                with _extension.native.IssueChain(7, self._seed, None):
+                    self._run(line.body, given)
                 continue
             made = self._make(line, given)
             with self._lock:
