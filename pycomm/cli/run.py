@@ -416,7 +416,8 @@ class _Launch:
         # A line of a remote end begins with it, and a rank cannot know it.
         self._word = f"pycomm-run-{secrets.token_hex(8)}:"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._lost_ranks: list[tuple[Host, int, int | None]] = []
+        self._ends: list[tuple[Host, int | None, int | None]] = []
+        """Of ranks and of torchruns (None), with their exit codes, in the order of their reports."""
         self._blamed: dict[int, int] = {}
         """The peer that the first error of a rank names."""
         self._over = threading.Event()
@@ -456,11 +457,9 @@ class _Launch:
                 host.errors.append(f"{error.filename}: {error.strerror}")
                 continue
             host.open_streams = 2
-            for number, stream in ((1, host.process.stdout), (2, host.process.stderr)):
-                assert stream is not None
-                threading.Thread(
-                    target=self._read, args=(host, number, stream), daemon=True
-                ).start()
+            for stream, lines in ((1, host.process.stdout), (2, host.process.stderr)):
+                assert lines is not None
+                threading.Thread(target=self._read, args=(host, stream, lines), daemon=True).start()
             host.send(**job)
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -541,12 +540,12 @@ class _Launch:
 
     # Events
 
-    def _read(self, host: Host, number: int, stream: IO[bytes]) -> None:
+    def _read(self, host: Host, stream: int, lines: IO[bytes]) -> None:
         """In a thread per stream."""
         with contextlib.suppress(OSError, ValueError):
-            for line in stream:
-                self._events.put(_Event(host, number, line))
-        self._events.put(_Event(host, number))
+            for line in lines:
+                self._events.put(_Event(host, stream, line))
+        self._events.put(_Event(host, stream))
 
     def _beat(self) -> None:
         """In a thread: the main one may wait for the reader of its output."""
@@ -571,8 +570,9 @@ class _Launch:
         before, word, answer = line.partition(self._word.encode())
         if word:
             values = json.loads(answer)
-            if "rank" in values:
-                self._lost_ranks.append((host, values["rank"], values["code"]))
+            if "rank" in values or "exit" in values:
+                end = values.get("code", values.get("exit"))
+                self._ends.append((host, values.get("rank"), end))
             host.answers.update(values)
         if before and host.begun:
             _print(host, stream, before)
@@ -703,13 +703,7 @@ class _Launch:
     def _a_rank_failed(self) -> bool:
         """Whether one did that torchrun does not start again."""
         restarts = any(word.startswith("--max-restarts") for word in self._arguments.torchrun)
-        return not restarts and any(code not in (0, None) for _, _, code in self._lost_ranks)
-
-    def _lost(self, hosts: Sequence[Host]) -> list[tuple[int, int | None]]:
-        """The ranks of these hosts that have failed and their exit codes, the first one first."""
-        return [
-            (rank, code) for host, rank, code in self._lost_ranks if code != 0 and host in hosts
-        ]
+        return not restarts and any(code not in (0, None) for _, _, code in self._ends)
 
     def _first_rank(self, dead: int) -> int:
         """The rank whose failure has made the rank ``dead`` fail, as the errors of ranks say.
@@ -737,16 +731,15 @@ class _Launch:
         for host in failed:  # the ranks that fail since they have lost it come later
             if "exit" not in host.answers:
                 return f"the connection to {host.name} was lost", 1
-        dead = self._lost(failed)
-        if not dead:
-            code = failed[0].answers["exit"]
-            return f"torchrun on {failed[0].name} failed: exit code {code}", code
-        rank = self._first_rank(dead[0][0])
+        host, dead, code = next(end for end in self._ends if end[2] != 0 and end[0] in failed)
+        if dead is None:
+            return f"torchrun on {host.name} failed{_how(code)}", code or 1
+        rank = self._first_rank(dead)
         # A rank that torchrun ends meanwhile has no exit code of its own.
-        codes = [code for its, code in self._lost(self._hosts) if its == rank]
-        own = codes[0] if codes and codes[0] != -signal.SIGTERM else None
+        codes = [code for _, its, code in self._ends if its == rank and code != -signal.SIGTERM]
+        own = codes[0] if codes else None
         clause = f"rank {rank} on {self._host_of(rank).name} failed first{_how(own)}"
-        return clause, own or dead[0][1] or 1
+        return clause, own or code or 1
 
     def _verdict(self) -> int:
         """Reports what failed first; the exit code."""

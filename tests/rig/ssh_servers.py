@@ -36,30 +36,26 @@ class SshHosts:
 
     def start(self, node: Host) -> None:
         """Starts sshd there, and waits until it listens."""
-        server = subprocess.Popen(
-            node.command(SSHD, "-D", "-e", "-f", str(self.folder / f"{node.name}.conf")),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / f"{node.name}.log").open("wb"),
-        )
-        self.servers[node.name] = server.pid
+        log = self.folder / f"{node.name}.log"
+        log.write_text("")
+        pid = self.folder / f"{node.name}.pid"
+        pid.unlink(missing_ok=True)
+        # It goes into the background by itself, so it is no child of the test that starts it.
+        run(*node.command(SSHD, "-E", str(log), "-f", str(self.folder / f"{node.name}.conf")))
         deadline = time.monotonic() + 20
-        while "listening on" not in (self.folder / f"{node.name}.log").read_text():
-            assert server.poll() is None and time.monotonic() < deadline, "sshd did not start"
+        while "listening on" not in log.read_text() or not pid.exists():
+            assert time.monotonic() < deadline, f"sshd did not start: {log.read_text()}"
             time.sleep(0.02)
+        self.servers[node.name] = int(pid.read_text())
 
     def forget_key(self, node: Host) -> None:
         """The client no longer knows the key of this host."""
-        known = self.folder / "known"
-        lines = known.read_text().splitlines()
-        known.write_text(
-            "".join(f"{line}\n" for line in lines if node.name not in line.split(" ")[0])
-        )
+        self.remember_keys(but=node.name)
 
-    def remember_keys(self) -> None:
-        """The client knows every key again."""
+    def remember_keys(self, but: str = "") -> None:
+        """The client knows every key again, but that of one host."""
         lines = []
-        for node in self.nodes:
+        for node in (node for node in self.nodes if node.name != but):
             public = (self.folder / f"{node.name}.pub").read_text().split()
             lines.append(f"{node.name},{node.address} {public[0]} {public[1]}\n")
         (self.folder / "known").write_text("".join(lines))
@@ -102,7 +98,8 @@ def _write_keys(hosts: SshHosts) -> None:
     shutil.copy(folder / "user.pub", folder / "authorized")
     for node in hosts.nodes:
         (folder / f"{node.name}.conf").write_text(
-            f"ListenAddress {node.address}\nHostKey {folder / node.name}\nPidFile none\n"
+            f"ListenAddress {node.address}\nHostKey {folder / node.name}\n"
+            f"PidFile {folder / node.name}.pid\n"
             f"AuthorizedKeysFile {folder / 'authorized'}\nStrictModes no\nUsePAM no\n"
             "PermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
         )
