@@ -288,6 +288,13 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    def _update_process_group(self, new_process_group: Any) -> None:
+        super()._update_process_group(new_process_group)
+        if self.process_group is new_process_group and not self._use_python_reducer:
+            store = wrapper_store(new_process_group)
+            if store is not None:
+                self.reducer.share_store(store)
+
     def _reducing_group(self) -> Any:
         return self.process_group if self._host_group is None else self._host_group
 

@@ -22,7 +22,7 @@ class AllReduction final : public Reduction {
   [[nodiscard]] bool ended(const Bucket& bucket, size_t index) override {
     const auto& work = works_[index]; // null if its average could not be written
     return work != nullptr && bucket.memory().device().is_cpu() && work->isCompleted() && work->isSuccess() &&
-        bucket.canCommit();
+        bucket.canWrite();
   }
 
   void finish(Bucket& bucket, size_t index) override {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "ddp/shared_state.h"
 #include "ddp/static_graph.h"
 
 namespace pycomm {
@@ -24,8 +25,9 @@ class BackwardPass {
     Reducing,
   };
 
-  /// `accumulate`: passes per reduction.
-  BackwardPass(size_t param_count, int64_t accumulate) : accumulate_(accumulate), ready_(param_count, false) {}
+  /// `accumulate`: passes per reduction. `state`: outlives this.
+  BackwardPass(SharedState& state, int64_t accumulate)
+      : state_(state), accumulate_(accumulate), ready_(state.now().trained.size(), false) {}
 
   [[nodiscard]] Phase phase() const noexcept {
     return phase_;
@@ -50,25 +52,22 @@ class BackwardPass {
   /// The first gradient of a pass has come that a forward pass asked to reduce: it is Reducing, or Local if more passes are accumulated first.
   void begin() {
     phase_ = countPass() ? Phase::Reducing : Phase::Local;
-    if (reducing() && static_graph_.has_value() && !static_graph_->counting()) {
+    if (reducing() && static_graph_.has_value() && !counting()) {
       static_graph_->beginPass();
     }
   }
-  /// Counts a pass. True if it is the one that reduces.
-  [[nodiscard]] bool countPass() noexcept {
-    if (++accumulated_ < accumulate_) {
+  /// Counts a pass. True if it is the one that reduces: it counts once it is committed.
+  [[nodiscard]] bool countPass() {
+    if (state_.now().accumulated + 1 < accumulate_) {
+      state_.change([](SharedValues& values) {
+        ++values.accumulated;
+        ++values.passes;
+      });
       return false;
     }
-    accumulated_ =
-        0; // now and not at the end: if this pass fails, the next one counts from 1 and a saved state can be loaded
+    state_.next().accumulated = 0;
+    ++state_.next().passes;
     return true;
-  }
-  /// Passes since the last one that reduced.
-  [[nodiscard]] int64_t accumulated() const noexcept {
-    return accumulated_;
-  }
-  void setAccumulated(int64_t passes) noexcept {
-    accumulated_ = passes;
   }
 
   /// Whether this gradient is the last that its parameter gets in this reducing pass.
@@ -97,19 +96,23 @@ class BackwardPass {
   // A static graph: see StaticGraph. Its first pass counts gradients and completes none.
   void setStaticGraph() {
     static_graph_.emplace(ready_.size());
+    state_.change([](SharedValues& values) { values.counting = true; });
   }
   [[nodiscard]] bool hasStaticGraph() const noexcept {
     return static_graph_.has_value();
   }
   [[nodiscard]] bool counting() const noexcept {
-    return static_graph_.has_value() && static_graph_->counting();
+    return state_.next().counting;
   }
   void count(size_t param) {
     static_graph_->count(param);
   }
   /// Ends the counting. Trained parameters without a gradient are unreachable from now on.
   void endCounting(const std::vector<bool>& trained) {
-    static_graph_->close();
+    state_.next().counting = false;
+    if (!reducing()) { // nothing is committed after it
+      state_.change([](SharedValues& values) { values.counting = false; });
+    }
     unreachable_ = trainedIf(trained, [this](size_t param) { return !static_graph_->reaches(param); });
   }
 
@@ -125,8 +128,8 @@ class BackwardPass {
     return params;
   }
 
+  SharedState& state_;
   int64_t accumulate_;
-  int64_t accumulated_ = 0;
   Phase phase_ = Phase::Idle;
   std::vector<bool> ready_; ///< by parameter
   std::vector<size_t> unreachable_;

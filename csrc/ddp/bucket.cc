@@ -84,7 +84,7 @@ Verdict Bucket::judge() {
   if (verdict == Verdict::Good || verdict == Verdict::NonFinite) {
     return verdict;
   }
-  // The local gradients are still where they were: commit() overwrites them.
+  // The local gradients are still where they were: write() overwrites them.
   const at::NoGradGuard no_grad;
   packer_->begin();
   if (shadow_) {
@@ -102,7 +102,7 @@ at::Tensor Bucket::sums() const {
   return memory_.sparse() ? memory_.home._values() : memory_.travelling();
 }
 
-bool Bucket::canCommit() const {
+bool Bucket::canWrite() const {
   return !streams_.has_value() && wire_->accepts(memory_.tail());
 }
 
@@ -114,10 +114,9 @@ void Bucket::takeResult(const at::Tensor& result) {
   packer_->takeResult(memory_, result);
 }
 
-void Bucket::commit(const std::vector<size_t>& slots) {
+void Bucket::write(const std::vector<size_t>& slots) {
   const at::NoGradGuard no_grad;
   packer_->unpack(memory_, slots, wire_->unpackFactor(divisor_));
-  wire_->commit();
 }
 
 } // namespace pycomm

@@ -23,7 +23,7 @@ struct BucketOptions {
 /// Gradients of one dtype that are reduced together, and one step of them. BucketMemory has the tensors. Packer fills and empties them.
 /// Wire decides how they travel. A Reduction reduces a full bucket.
 ///
-///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> commit()
+///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> write() -> commit()
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class Bucket {
@@ -65,13 +65,16 @@ class Bucket {
   [[nodiscard]] Verdict judge();
   /// After judge() or takeResult(): the elements that were reduced.
   [[nodiscard]] at::Tensor sums() const;
-  /// Whether commit() can follow now: the bucket is on the CPU, and judge() would accept the sums.
-  [[nodiscard]] bool canCommit() const;
+  /// Whether write() can follow now: the bucket is on the CPU, and judge() would accept the sums.
+  [[nodiscard]] bool canWrite() const;
   /// The result of a comm hook becomes the content of home.
   void takeResult(const at::Tensor& result);
-  /// Writes the averages of these slots to .grad, and takes the scale of the next step. Nothing else in a step changes state of this
-  /// bucket that the next step reads.
-  void commit(const std::vector<size_t>& slots);
+  /// Writes the averages of these slots to .grad.
+  void write(const std::vector<size_t>& slots);
+  /// The step is over on all buckets: see Wire::commit().
+  std::optional<int> commit() noexcept {
+    return wire_->commit();
+  }
 
  private:
   std::unique_ptr<Wire> wire_;

@@ -98,7 +98,7 @@ void BucketPipeline::finishFirst(const IsWritten& is_written) {
       written.push_back(slot);
     }
   }
-  bucket.commit(written);
+  bucket.write(written);
   recorder_.unpacked(index);
   ++first_unfinished_;
 }

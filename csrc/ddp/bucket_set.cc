@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "c10d/call_tag.h"
+#include "ddp/shared_state.h"
 
 namespace pycomm {
 namespace {
@@ -24,7 +25,8 @@ void BucketSet::cut(
     const std::vector<ReducedParam>& params,
     const std::vector<size_t>& order,
     const BucketCaps& caps,
-    const BucketOptions& common) {
+    const BucketOptions& common,
+    const std::vector<int>& exponents) {
   std::vector<at::Tensor> tensors;
   std::vector<BucketMember> members;
   const std::map<std::string, at::Tensor> residuals_before = residuals();
@@ -33,12 +35,6 @@ void BucketSet::cut(
     names_.push_back(param.name);
     tensors.push_back(param.tensor);
     members.push_back({param.tensor.nbytes(), kindOf(param), param.sparse});
-  }
-  std::map<size_t, int> exponents;
-  for (const Bucket& bucket : buckets_) {
-    for (const Slot& slot : bucket.slots()) {
-      exponents[slot.index] = bucket.wire().exponent();
-    }
   }
   const auto planned = planBuckets(order, members, caps);
   buckets_.clear();
@@ -52,21 +48,29 @@ void BucketSet::cut(
       options.wire.dtype = first.wire_dtype;
       options.wire.codec = first.codec;
     }
-    std::optional<int> exponent;
+    int exponent = SharedValues::kUnscaled;
     for (size_t slot = 0; slot < indices.size(); ++slot) {
       places_[indices[slot]] = {buckets_.size(), slot};
-      const auto known = exponents.find(indices[slot]);
-      if (known != exponents.end()) {
-        exponent = std::min(exponent.value_or(known->second), known->second);
-      }
+      exponent = std::min(exponent, exponents[indices[slot]]);
     }
-    options.wire.exponent = exponent.value_or(0);
+    options.wire.exponent = exponent == SharedValues::kUnscaled ? 0 : exponent;
     buckets_.emplace_back(tensors, indices, options, source_);
   }
   for (auto& [param, room] : residuals()) {
     const auto known = residuals_before.find(param);
     if (known != residuals_before.end()) {
       room.copy_(known->second);
+    }
+  }
+}
+
+void BucketSet::commit(std::vector<int>& exponents) noexcept {
+  for (Bucket& bucket : buckets_) {
+    const std::optional<int> exponent = bucket.commit();
+    for (const Slot& slot : bucket.slots()) {
+      if (exponent.has_value()) {
+        exponents[slot.index] = *exponent;
+      }
     }
   }
 }

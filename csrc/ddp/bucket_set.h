@@ -35,12 +35,16 @@ class BucketSet {
   }
 
   /// `order`: the parameters that have a bucket, as their gradients are expected. `common`: the options that all
-  /// buckets share. Each bucket's wire dtype, codec and kind of gradient are those of its parameters.
+  /// buckets share. Each bucket's wire dtype, codec and kind of gradient are those of its parameters. `exponents`: see SharedValues.
   void cut(
       const std::vector<ReducedParam>& params,
       const std::vector<size_t>& order,
       const BucketCaps& caps,
-      const BucketOptions& common);
+      const BucketOptions& common,
+      const std::vector<int>& exponents);
+
+  /// The step is over: writes the exponents of the next one.
+  void commit(std::vector<int>& exponents) noexcept;
 
   /// In launch order.
   [[nodiscard]] std::vector<Bucket>& all() noexcept {

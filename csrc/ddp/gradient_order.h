@@ -5,41 +5,26 @@
 
 namespace pycomm {
 
-/// The order in which gradients are expected, and the order in which those of the first reduction came.
-///
-/// The first expectation is the reverse order of registration: backward reaches the last registered parameters first, more or less.
+/// The order in which the gradients of the first reduction came on this rank. The expected order, which ranks share, is in SharedValues.
 class GradientOrder {
  public:
-  explicit GradientOrder(size_t param_count);
-
-  /// All parameters.
-  [[nodiscard]] const std::vector<size_t>& expected() const noexcept {
-    return expected_;
+  /// A gradient came. May be called several times for one parameter.
+  void came(size_t param) {
+    came_.push_back(param);
   }
-  /// A gradient of the first reduction came. May be called several times for one parameter.
-  void came(size_t param);
-  /// The first reduction is over: the order can be agreed on.
-  void close() noexcept {
-    open_ = false;
-  }
-  [[nodiscard]] bool open() const noexcept {
-    return open_;
+  void clear() noexcept {
+    came_.clear();
   }
 
-  /// expected() in the order of came(): the last time counts. Parameters without a gradient (frozen, or this rank had no
+  /// `expected` in the order of came(): the last time counts. Parameters without a gradient (frozen, or this rank had no
   /// data) go to the end in their present order.
-  [[nodiscard]] std::vector<size_t> seen() const;
-  /// All ranks expect this order from now on. Throws unless it is a permutation of all parameters.
-  void agree(std::vector<size_t> order);
-  [[nodiscard]] bool agreed() const noexcept {
-    return agreed_;
-  }
+  [[nodiscard]] std::vector<size_t> seen(const std::vector<size_t>& expected) const;
 
  private:
-  std::vector<size_t> expected_;
   std::vector<size_t> came_;
-  bool open_ = true;
-  bool agreed_ = false;
 };
+
+/// Throws unless rank 0's `order` is a permutation of `count` parameters.
+void checkOrder(std::vector<size_t> order, size_t count);
 
 } // namespace pycomm

@@ -38,7 +38,7 @@ class PassMarks {
   [[nodiscard]] bool pending() const noexcept {
     return call_.running() && !begun_;
   }
-  /// Whether a pass may begin without a mark: no graph is known that says otherwise, also not of another wrapper of this parameter.
+  /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
   [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
   /// `any`: the next pass begins whatever graph it goes through.
   void expectAnyGraph(bool any) noexcept {

@@ -1,5 +1,6 @@
 #include "ddp/reducer.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -38,18 +39,18 @@ Reducer::Reducer(
     : params_(std::move(params)),
       group_(std::move(group), backend, params_),
       options_(std::move(options)),
-      trained_(std::move(store), group_.rank(), group_.job(), params_),
-      order_(params_.size()),
-      pass_(params_.size(), options_.accumulate),
+      state_(readTrained(params_)),
+      reports_(std::move(store), group_.rank(), group_.job(), trained()),
+      pass_(state_, options_.accumulate),
       marks_(tensorsOf(params_)) {
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   if (options_.find_unused_parameters) {
-    used_.emplace(params_.size());
+    used_.emplace(state_);
   }
   buckets_.setSource(FlatMemory(group_.sharesTensors()));
   cutBuckets();
-  hookGradients(trained_.trained());
+  hookGradients(trained());
 }
 
 void Reducer::hookGradients(const std::vector<bool>& trained) {
@@ -68,8 +69,8 @@ void Reducer::cutBuckets() {
 
 void Reducer::makeBuckets() {
   std::vector<size_t> order;
-  for (const size_t index : order_.expected()) {
-    if (trained_.trained()[index]) {
+  for (const size_t index : state_.now().order) {
+    if (trained()[index]) {
       order.push_back(index);
     }
   }
@@ -81,7 +82,7 @@ void Reducer::makeBuckets() {
   common.wire.hook_averages = hook_ != nullptr;
   common.grads_are_views = options_.gradient_as_bucket_view;
   common.cuda_library = options_.cuda_library;
-  buckets_.cut(params_, order, options_.caps, common);
+  buckets_.cut(params_, order, options_.caps, common, state_.now().exponents);
   if (pipeline_ != nullptr) { // a pass that failed has counted, too
     stats_.add(pipeline_->counts());
   }
@@ -104,18 +105,18 @@ void Reducer::prepareForForward() {
 }
 
 void Reducer::followTrained() {
-  const std::optional<size_t> changed = trained_.changed(params_);
-  if (!changed.has_value()) {
+  std::vector<bool> read = readTrained(params_);
+  const auto [changed, before] = std::mismatch(read.begin(), read.end(), trained().begin());
+  if (changed == read.end()) {
     return;
   }
   if (pass_.hasStaticGraph() && stats_.passes > 0) {
-    raiseFrozen(params_[*changed].name, trained_.trained()[*changed]);
+    raiseFrozen(params_[static_cast<size_t>(changed - read.begin())].name, *before);
   }
-  std::vector<bool> trained = TrainedSet::read(params_);
-  hookGradients(trained); // first: if it throws, the next forward pass finds the same change again
-  trained_.take(std::move(trained));
+  hookGradients(read); // first: if it throws, the next forward pass finds the same change again
+  state_.change([&read](SharedValues& values) { values.trained = read; });
   cutBuckets();
-  trained_.publish();
+  reports_.publishTrained(read);
 }
 
 void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces) {
@@ -157,10 +158,17 @@ bool Reducer::rebuildBuckets() {
     // With unused parameters the order may be another one in every pass.
     const bool stable = !options_.find_unused_parameters || pass_.hasStaticGraph();
     const bool idle = !pass_.reducing() && !failure_.any();
-    if (order_.agreed() || order_.open() || !stable || !idle) {
+    const SharedValues& now = state_.now();
+    if (now.agreed || !now.ordered || !stable || !idle) {
       return false;
     }
-    order_.agree(group_.fromRank0(order_.seen()));
+    const std::vector<size_t> order = group_.fromRank0(order_.seen(now.order));
+    checkOrder(order, params_.size());
+    state_.change([&order](SharedValues& values) {
+      values.order = order;
+      values.agreed = true;
+    });
+    order_.clear();
     cutBuckets();
     return true;
   });
@@ -172,7 +180,7 @@ void Reducer::setStaticGraph() {
       stats_.passes == 0 && pass_.phase() == BackwardPass::Phase::Idle,
       "static_graph must be set before the first backward pass");
   pass_.setStaticGraph();
-  used_.emplace(params_.size());
+  used_.emplace(state_);
 }
 
 void Reducer::setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size) {
@@ -214,13 +222,13 @@ void Reducer::resetState() {
   failure_.forget();
   join_work_.reset();
   post_backward_.clear();
-  order_ = GradientOrder(params_.size());
-  pass_.setAccumulated(0);
+  order_.clear();
+  state_.reset(pass_.hasStaticGraph());
   if (pass_.hasStaticGraph()) {
-    pass_.setStaticGraph();
+    pass_.setStaticGraph(); // counts gradients from 0 again
   }
   if (used_.has_value()) {
-    used_.emplace(params_.size());
+    used_.emplace(state_);
   }
   buckets_.clear(); // scales; and residuals, in which a failed operation may have left anything
   cutBuckets();
@@ -231,8 +239,14 @@ void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   TORCH_CHECK(!pass_.reducing(), "the process group cannot change in the middle of a backward pass");
   group_ = ReducerGroup::withItsBackend(std::move(group), params_);
   buckets_.setSource(FlatMemory(group_.sharesTensors()));
-  trained_.changeRanks(group_.rank());
+  reports_.changeRanks(group_.rank(), group_.job());
   cutBuckets();
+}
+
+void Reducer::shareStore(c10::intrusive_ptr<c10d::Store> store) {
+  const std::lock_guard lock(mutex_);
+  failures_ = 0;
+  reports_.share(std::move(store), trained());
 }
 
 void Reducer::recordSteps(bool on) {
@@ -248,7 +262,7 @@ std::shared_ptr<const StepRecord> Reducer::lastStep() {
 void Reducer::setAccumulated(int64_t passes) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
-  pass_.setAccumulated(passes);
+  state_.change([passes](SharedValues& values) { values.accumulated = values.passes = passes; });
 }
 
 std::map<std::string, at::Tensor> Reducer::residuals() {
@@ -272,7 +286,7 @@ ReducerStats Reducer::stats() {
   const std::lock_guard lock(mutex_);
   ReducerStats stats = stats_;
   stats.add(pipeline_->counts()); // of the pass under way
-  stats.accumulated = pass_.accumulated();
+  stats.accumulated = state_.now().accumulated;
   stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
   return stats;
 }

@@ -20,8 +20,9 @@
 #include "ddp/reduced_param.h"
 #include "ddp/reducer_group.h"
 #include "ddp/reducer_stats.h"
+#include "ddp/shared_state.h"
+#include "ddp/state_reports.h"
 #include "ddp/step_recorder.h"
-#include "ddp/trained_set.h"
 #include "ddp/used_params.h"
 
 namespace pycomm {
@@ -54,7 +55,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
   /// `backend`: pycomm's in `group`, or null; needed if a parameter has a codec. Buckets lie in memory that its ranks share, if they can.
-  /// `store`: for TrainedSet, or null.
+  /// `store`: for StateReports, or null.
   Reducer(
       std::vector<ReducedParam> params,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -96,6 +97,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// newcomer can follow. Replaces buffers that a lost operation might still write.
   void resetState();
   void updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// After updateProcessGroup(): a store of the new group's ranks, for this reducer alone. Throws its errors.
+  void shareStore(c10::intrusive_ptr<c10d::Store> store);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
   /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Not during a backward pass.
@@ -133,8 +136,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void makeBuckets();
   /// Cuts the buckets anew if parameters were frozen or unfrozen.
   void followTrained();
-  /// Of all that ranks must share when a pass begins, and that operations do not show: see Reduction::begin().
-  [[nodiscard]] uint32_t sharedState() const;
+  /// A pass that reduces begins: its operations carry a checksum of state_.
+  void shareState();
+  [[nodiscard]] const std::vector<bool>& trained() const noexcept {
+    return state_.now().trained;
+  }
   void resetStep();
 
   void onEntry(const ForwardMark& mark);
@@ -164,7 +170,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   std::shared_ptr<c10d::CommHookInterface> hook_;
 
-  TrainedSet trained_; ///< a parameter has a bucket if it is trained
+  SharedState state_; ///< before those that borrow it
+  StateReports reports_;
   GradientOrder order_;
   BucketSet buckets_;
   StepRecorder recorder_;
@@ -177,6 +184,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
+
+  SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began
+  int64_t failures_ = 0; ///< that reports_ knows
 
   ReducerStats stats_;
   std::unique_ptr<GradHooks> grad_hooks_; ///< null once removed. Last, so that it goes first: its hooks hold `this`

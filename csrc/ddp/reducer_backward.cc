@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,9 @@ void checkLayout(const at::Tensor& grad, const ReducedParam& param) {
       sparse ? "dense: only those of embeddings with sparse=True may be sparse"
              : "sparse, as those of an embedding with sparse=True are");
 }
+
+// Ranks learn of a mismatch within a second or two of each other.
+constexpr std::chrono::seconds kReportsTimeout{3};
 
 std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const std::vector<size_t>& indices) {
   std::vector<std::string> names;
@@ -66,7 +70,7 @@ void Reducer::enter(const ForwardMark& mark) {
   if (!pass_.hasStaticGraph()) {
     std::vector<size_t> unreachable = mark.unreachable; // of this graph, but others of the same call may reach them
     std::erase_if(unreachable, [&](size_t param) {
-      return std::find(before.begin(), before.end(), param) != before.end() || !trained_.trained()[param];
+      return std::find(before.begin(), before.end(), param) != before.end() || !trained()[param];
     });
     pass_.setUnreachable(std::move(unreachable));
   }
@@ -157,7 +161,7 @@ void Reducer::beginPass() {
   if (!pass_.reducing()) {
     return;
   }
-  pipeline_->shareState(sharedState());
+  shareState();
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
     future->waitAndThrow();
@@ -171,14 +175,14 @@ void Reducer::beginPass() {
   }
 }
 
-// Exponents at the pass's begin: those of a bucket that is packed again change before it is reduced again.
-uint32_t Reducer::sharedState() const {
-  std::string text = order_.agreed() ? "agreed" : "";
-  text += used_.has_value() && used_->kept() ? " kept" : "";
-  for (const Bucket& bucket : buckets_.all()) {
-    text += ' ' + std::to_string(bucket.wire().exponent());
+// When the pass begins: a bucket that is packed again changes its exponent before it is reduced again.
+void Reducer::shareState() {
+  parts_ = state_.now().parts();
+  uint32_t checksum = CallTag::kNoText;
+  for (const uint32_t part : parts_) {
+    checksum = CallTag::of(std::to_string(part), checksum);
   }
-  return CallTag::of(text);
+  pipeline_->shareState(checksum);
 }
 
 void Reducer::delayAllReduce() {
@@ -192,7 +196,7 @@ void Reducer::delayAllReduce() {
 }
 
 void Reducer::endCounting() {
-  pass_.endCounting(trained_.trained());
+  pass_.endCounting(trained());
   if (!pass_.reducing()) {
     return; // accumulating, or inside no_sync()
   }
@@ -213,7 +217,7 @@ void Reducer::markReady(size_t index) {
   if (!pass_.markReady(index)) {
     raiseSecondGradient(params_[index].name, pass_.hasStaticGraph());
   }
-  if (order_.open() && !pass_.hasStaticGraph()) {
+  if (!state_.now().ordered && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
   pipeline_->pack(index);
@@ -266,14 +270,18 @@ bool Reducer::isUsed(size_t index) {
   return !used_.has_value() || used_->anywhere(index);
 }
 
-// The one place where a step changes what the next one reads, with two exceptions: Bucket::commit() has written averages and scales
-// as each bucket ended, and all-reduces write the loss that error feedback keeps.
+// The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
+// that error feedback keeps, which all-reduces write.
 void Reducer::commit() {
   stats_.add(pipeline_->counts());
   pipeline_->clearCounts();
   if (used_.has_value()) {
     stats_.exposed_ns += used_->takeWaitedNs();
-    pass_.hasStaticGraph() ? used_->keep() : used_->clear();
+    if (pass_.hasStaticGraph()) {
+      state_.next().knows_used = true;
+    } else {
+      used_->clear();
+    }
   }
   if (!pipeline_->averagesAreFinite()) {
     // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
@@ -281,7 +289,9 @@ void Reducer::commit() {
     buckets_.scaleResiduals(0);
     ++stats_.forgotten_residuals;
   }
-  order_.close();
+  buckets_.commit(state_.next().exponents);
+  state_.next().ordered = true;
+  state_.commit();
   resetStep();
 }
 
@@ -300,7 +310,7 @@ void Reducer::shadowBackward() {
 
 void Reducer::reduceZeros() {
   try {
-    pipeline_->shareState(sharedState());
+    shareState();
     pipeline_->beginShadow(group_.size());
     if (used_.has_value()) {
       used_->clear();
@@ -319,7 +329,10 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
     return;
   }
   if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
-    const std::optional<std::string> why = trained_.difference(params_, group_.size());
+    std::optional<std::string> why = reports_.trainedDifference(trained(), params_, group_.size());
+    if (!why.has_value()) {
+      why = reports_.partsDifference(parts_, failures_++, group_.size(), kReportsTimeout);
+    }
     if (why.has_value()) {
       failure_.explain(*why);
       addNote(error, *why);
@@ -335,7 +348,7 @@ void Reducer::throwIfUnfinished() const {
   if (!pass_.reducing()) {
     return;
   }
-  raiseMissing(group_.jobRank(), namesOf(params_, pass_.missing(trained_.trained())));
+  raiseMissing(group_.jobRank(), namesOf(params_, pass_.missing(trained())));
 }
 
 } // namespace pycomm

@@ -22,7 +22,7 @@ struct ReductionCounts {
 };
 
 /// Reduces the full buckets of one reducer. launch() gives a bucket to the network. finish() waits until it holds the sums, of which
-/// Bucket::commit() makes averages.
+/// Bucket::write() makes averages.
 ///
 /// All ranks launch the same buckets in the same order and finish them in that order. Not thread-safe.
 class Reduction {

@@ -6,7 +6,7 @@
 namespace pycomm {
 
 /// static_graph=True: the graph is the same in every pass, so the first pass shows how often each parameter's gradient comes, and a
-/// parameter is ready when its gradient has come for the last time.
+/// parameter is ready when its gradient has come for the last time. Whether the first pass is over is in SharedValues.
 class StaticGraph {
  public:
   explicit StaticGraph(size_t param_count) : times_(param_count, 0) {}
@@ -17,13 +17,6 @@ class StaticGraph {
   }
   [[nodiscard]] bool reaches(size_t index) const {
     return times_[index] > 0;
-  }
-  /// The first pass is over.
-  void close() noexcept {
-    counting_ = false;
-  }
-  [[nodiscard]] bool counting() const noexcept {
-    return counting_;
   }
   void beginPass() {
     awaited_ = times_;
@@ -36,7 +29,6 @@ class StaticGraph {
  private:
   std::vector<int> times_; ///< by parameter: its gradients per pass
   std::vector<int> awaited_; ///< by parameter: its gradients still to come in this pass
-  bool counting_ = true;
 };
 
 } // namespace pycomm

@@ -10,16 +10,17 @@
 
 namespace pycomm {
 
-UsedParams::UsedParams(size_t param_count) : here_(at::zeros({static_cast<int64_t>(param_count)}, at::kInt)) {}
+UsedParams::UsedParams(const SharedState& state)
+    : state_(state), here_(at::zeros({static_cast<int64_t>(state.now().trained.size())}, at::kInt)) {}
 
 void UsedParams::mark(size_t index) {
-  if (!kept_) {
+  if (!kept()) {
     here_.mutable_data_ptr<int32_t>()[index] = 1;
   }
 }
 
 void UsedParams::launch(c10d::ProcessGroup& group, c10::Device device) {
-  if (kept_) {
+  if (kept()) {
     return;
   }
   sums_ = here_.to(device, /*non_blocking=*/false, /*copy=*/true);
@@ -48,7 +49,7 @@ void UsedParams::await() {
 }
 
 void UsedParams::clear() {
-  if (!kept_) {
+  if (!kept()) {
     here_.zero_();
   }
 }

@@ -90,10 +90,8 @@ class ScaledWire final : public Wire {
       return false;
     }
   }
-  void commit() noexcept override {
+  std::optional<int> commit() noexcept override {
     scale_.finishStep();
-  }
-  [[nodiscard]] int exponent() const override {
     return scale_.exponent();
   }
 

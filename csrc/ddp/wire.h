@@ -38,8 +38,8 @@ enum class Verdict {
 ///
 /// fp16 is scaled; bf16 and another float dtype are cast; fp8 and int8 are encoded: see makeWire() and bindings/ddp.cc wireOf().
 ///
-/// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent changes
-/// in commit() only. The all-reduce itself writes the loss, because it makes the sums.
+/// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent of the next
+/// step is there after commit(). The all-reduce itself writes the loss, because it makes the sums.
 class Wire {
  public:
   Wire() = default;
@@ -77,12 +77,9 @@ class Wire {
   [[nodiscard]] virtual bool accepts(const at::Tensor& /*tail*/) const {
     return true;
   }
-  /// The averages have been written: the next step's scale holds from now on.
-  virtual void commit() noexcept {}
-
-  /// The s of the fp16 scale, 0 without one.
-  [[nodiscard]] virtual int exponent() const {
-    return 0;
+  /// The step is over: its scale is replaced by the next one's. Returns the s of that, or nothing without an fp16 scale.
+  virtual std::optional<int> commit() noexcept {
+    return std::nullopt;
   }
   /// The loss of this rank's codec that has not been sent yet, in the order of the bucket: undefined without error feedback.
   [[nodiscard]] virtual at::Tensor residual() const {

@@ -15,7 +15,8 @@ using Phase = BackwardPass::Phase;
 const std::vector<bool> kAllOfThree(3, true);
 
 TEST(BackwardPassTest, GradientsOfAnIdlePassStayLocal) {
-  BackwardPass pass(3, 1);
+  SharedState state(std::vector<bool>(3, true));
+  BackwardPass pass(state, 1);
   EXPECT_EQ(pass.phase(), Phase::Idle);
   EXPECT_FALSE(pass.completes(0));
   pass.arm();
@@ -23,7 +24,8 @@ TEST(BackwardPassTest, GradientsOfAnIdlePassStayLocal) {
 }
 
 TEST(BackwardPassTest, EachGradientOfAReducingPassCompletesItsParameter) {
-  BackwardPass pass(3, 1);
+  SharedState state(std::vector<bool>(3, true));
+  BackwardPass pass(state, 1);
   pass.arm();
   pass.begin();
   EXPECT_TRUE(pass.reducing());
@@ -38,7 +40,8 @@ TEST(BackwardPassTest, EachGradientOfAReducingPassCompletesItsParameter) {
 }
 
 TEST(BackwardPassTest, EveryThirdPassReduces) {
-  BackwardPass pass(1, 3);
+  SharedState state(std::vector<bool>(1, true));
+  BackwardPass pass(state, 3);
   std::vector<Phase> phases;
   std::vector<int64_t> accumulated;
   for (int i = 0; i < 4; ++i) {
@@ -46,16 +49,18 @@ TEST(BackwardPassTest, EveryThirdPassReduces) {
     pass.arm();
     pass.begin();
     phases.push_back(pass.phase());
-    accumulated.push_back(pass.accumulated());
+    state.commit();
+    accumulated.push_back(state.now().accumulated);
   }
   EXPECT_THAT(phases, ElementsAre(Phase::Local, Phase::Local, Phase::Reducing, Phase::Local));
   EXPECT_THAT(accumulated, ElementsAre(1, 2, 0, 1));
-  pass.setAccumulated(2); // as a checkpoint had it
+  state.change([](SharedValues& values) { values.accumulated = 2; }); // as a checkpoint had it
   EXPECT_TRUE(pass.countPass());
 }
 
 TEST(BackwardPassTest, AStaticGraphCountsItsFirstPassAndCompletesByTheLastGradientAfterIt) {
-  BackwardPass pass(3, 1);
+  SharedState state(std::vector<bool>(3, true));
+  BackwardPass pass(state, 1);
   pass.setStaticGraph();
   pass.arm();
   pass.begin();
@@ -77,7 +82,8 @@ TEST(BackwardPassTest, AStaticGraphCountsItsFirstPassAndCompletesByTheLastGradie
 }
 
 TEST(BackwardPassTest, AFrozenParameterIsNotUnreachable) {
-  BackwardPass pass(2, 1);
+  SharedState state(std::vector<bool>(2, true));
+  BackwardPass pass(state, 1);
   pass.setStaticGraph();
   pass.count(0);
   pass.endCounting({true, false});

@@ -45,23 +45,55 @@ def test_a_newcomer_and_ranks_that_have_trained_average_alike(options: dict[str,
     assert [gradient for each in first for gradient in each] == pytest.approx([0.002] * 6, rel=0.01)
 
 
-def reset_alone(rank: int, world_size: int) -> str:
-    """Rank 1 alone has its first scale again."""
-    model = wrap(Layers(), wire_dtype="fp16", bucket_cap_mb=0.004)
-    step(model, 0.03)
-    step(model, 0.03)
+def scale_forgotten(model: Any) -> None:
+    model.reducer._reset_state()
+
+
+def passes_loaded(model: Any) -> None:
+    model.load_communication_state_dict({"accumulated": 1, "unsynced": 0})
+
+
+def updated_alone(rank: int, world_size: int, change: Any, options: dict[str, Any]) -> str:
+    """Rank 1 alone changes its state, with the store of a group that replaced the first one."""
+    model = wrap(Layers(), bucket_cap_mb=0.004, **options)
+    model._update_process_group(dist.new_group([0, 1]))
+    for _ in range(4):
+        step(model, 0.03)
     if rank == 1:
-        model.reducer._reset_state()
+        change(model)
     with pytest.raises(Exception) as caught:
-        found = step(model, 0.03)
+        for _ in range(4):
+            found = step(model, 0.03)
         raise AssertionError(f"no error, and gradients {found}")
-    return str(caught.value)
+    with pytest.raises(RuntimeError, match="earlier backward pass failed") as later:
+        step(model, 0.03)
+    return f"{caught.value} {getattr(caught.value, '__notes__', '')} {later.value}"
 
 
-def test_ranks_that_do_not_share_their_state_get_an_error_instead_of_an_average() -> None:
-    found = ranks.run_ranks(2, reset_alone, timeout_s=100, init_timeout_s=20.0, check=False)
+@pytest.mark.parametrize(
+    ("change", "options", "part"),
+    [
+        (scale_forgotten, {"wire_dtype": "fp16"}, "the fp16 scales, "),
+        (scale_forgotten, {}, "whether that order has been agreed on"),
+        (passes_loaded, {"accumulate": 4}, "the number of passes"),
+    ],
+    ids=["scales", "order", "passes"],
+)
+def test_ranks_that_do_not_share_their_state_get_an_error_that_names_the_part(
+    change: Any, options: dict[str, Any], part: str
+) -> None:
+    found = ranks.run_ranks(
+        2,
+        updated_alone,
+        args=(change, options),
+        timeout_s=100,
+        init_timeout_s=20.0,
+        check=False,
+    )
     for rank in range(2):
         assert "COLLECTIVE_MISMATCH" in found[rank].value
+        assert f"the reducers of rank {rank} and rank {1 - rank} differ in" in found[rank].value
+        assert part in found[rank].value
 
 
 def frozen_before_join(rank: int, world_size: int) -> list[float]:
