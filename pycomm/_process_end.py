@@ -79,22 +79,24 @@ def _end_here(error: BaseException) -> None:
 
 
 def _let_threads_return() -> None:
-    """Until the daemon threads that waited in torch for futures are in Python again.
+    """Until the threads that torch has woken no longer want the interpreter's lock.
 
-    They ended with the shutdown. A thread that asks for the interpreter's lock in torch's C++ code
-    when the interpreter is gone aborts the process; one that runs Python code ends in silence.
+    A thread that asks for it in torch's C++ code when the interpreter is gone aborts the process:
+    a daemon thread that waited for a future, which has ended with the shutdown, or one of gloo's
+    that has run the last callback of a comm hook and frees it. One that runs Python code ends in
+    silence.
     """
-    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
     end = time.monotonic() + _SETTLE_S
     looks = 0
-    while others and looks < _LOOKS and time.monotonic() < end:
+    while looks < _LOOKS and time.monotonic() < end:
         time.sleep(0.001)  # without the lock, so that a thread that is awake gets it
-        looks = looks + 1 if all(map(_sleeps, others)) else 0
+        looks = looks + 1 if all(map(_sleeps, Path("/proc/self/task").iterdir())) else 0
 
 
-def _sleeps(thread: threading.Thread) -> bool:
+def _sleeps(task: Path) -> bool:
     try:
-        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-    except OSError:
+        stat = (task / "stat").read_text()
+    except OSError:  # it has ended
         return True
-    return stat.rpartition(")")[2].split()[0] not in "RD"
+    asleep = stat.rpartition(")")[2].split()[0] not in "RD"
+    return asleep or task.name == str(threading.get_native_id())

@@ -172,7 +172,10 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         add_wrapper(self)
 
     def stats(self) -> DDPStats:
-        """Counters since construction. Blocks while another thread is at the end of backward."""
+        """Counters since construction. Never blocks: any thread, signal handler or hook may ask.
+
+        During a backward pass they are those of its begin, or of its last bucket's launch.
+        """
         check_python_reducer(self, "stats()")
         raw = self.reducer.stats()
         everyone = self.global_group if self._sync_every > 1 else self.process_group

@@ -91,6 +91,8 @@ void Reducer::makeBuckets() {
       hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_.get(), buckets_.tags()),
       recorder_);
   resetStep();
+  showBuckets();
+  show();
 }
 
 void Reducer::resetStep() {
@@ -255,8 +257,9 @@ void Reducer::recordSteps(bool on) {
 }
 
 std::shared_ptr<const StepRecord> Reducer::lastStep() {
-  const std::lock_guard lock(mutex_);
-  return recorder_.last();
+  showIfIdle();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.last_step;
 }
 
 void Reducer::setAccumulated(int64_t passes) {
@@ -282,23 +285,44 @@ void Reducer::scaleResiduals(double factor) {
   buckets_.scaleResiduals(factor);
 }
 
-ReducerStats Reducer::stats() {
-  const std::lock_guard lock(mutex_);
+void Reducer::show() {
   ReducerStats stats = stats_;
   stats.add(pipeline_->counts()); // of the pass under way
   stats.accumulated = state_.now().accumulated;
   stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
-  return stats;
+  const std::lock_guard lock(shown_mutex_);
+  shown_.stats = stats;
+  shown_.last_step = recorder_.last();
+}
+
+void Reducer::showBuckets() {
+  auto names = buckets_.names();
+  auto nbytes = buckets_.gradientNbytes();
+  const std::lock_guard lock(shown_mutex_);
+  shown_.bucket_names = std::move(names);
+  shown_.bucket_nbytes = std::move(nbytes);
+}
+
+void Reducer::showIfIdle() {
+  if (const std::unique_lock turn(mutex_, std::try_to_lock); turn.owns_lock()) {
+    show();
+  }
+}
+
+ReducerStats Reducer::stats() {
+  showIfIdle();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.stats;
 }
 
 std::vector<std::vector<std::string>> Reducer::bucketNames() {
-  const std::lock_guard lock(mutex_);
-  return buckets_.names();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.bucket_names;
 }
 
 std::vector<size_t> Reducer::bucketNbytes() {
-  const std::lock_guard lock(mutex_);
-  return buckets_.gradientNbytes();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.bucket_nbytes;
 }
 
 void Reducer::checkHookMayBeSet() const {

@@ -16,6 +16,7 @@
 #include "ddp/grad_hooks.h"
 #include "ddp/gradient_order.h"
 #include "ddp/pass_failure.h"
+#include "ddp/pass_lock.h"
 #include "ddp/pass_marks.h"
 #include "ddp/reduced_param.h"
 #include "ddp/reducer_group.h"
@@ -50,7 +51,9 @@ struct ReducerOptions {
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
 ///
-/// Thread-safe by one mutex. The mutex is held while buckets are launched and awaited, so no caller may hold the GIL.
+/// Thread-safe by a PassLock, which a pass has while buckets are launched and awaited. stats(), lastStep() and the buckets' names and sizes
+/// need no turn: during a pass they are those of its begin, or of its last
+/// launch. So any thread, signal handler or hook may ask for them.
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
@@ -164,7 +167,18 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void throwIfUnfinished() const;
   void checkHookMayBeSet() const;
 
-  std::mutex mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
+  /// What readers see who do not get the turn.
+  struct Shown {
+    ReducerStats stats;
+    std::shared_ptr<const StepRecord> last_step;
+    std::vector<std::vector<std::string>> bucket_names;
+    std::vector<size_t> bucket_nbytes;
+  };
+  void show(); ///< with the turn
+  void showBuckets(); ///< likewise
+  void showIfIdle();
+
+  PassLock mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
   std::vector<ReducedParam> params_;
   ReducerGroup group_;
   ReducerOptions options_;
@@ -189,6 +203,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   int64_t failures_ = 0; ///< that reports_ knows
 
   ReducerStats stats_;
+  std::mutex shown_mutex_; ///< guards shown_; held while it is copied
+  Shown shown_;
   std::unique_ptr<GradHooks> grad_hooks_; ///< null once removed. Last, so that it goes first: its hooks hold `this`
 };
 

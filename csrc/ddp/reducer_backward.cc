@@ -161,6 +161,7 @@ void Reducer::beginPass() {
   if (!pass_.reducing()) {
     return;
   }
+  show();
   shareState();
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
@@ -230,6 +231,7 @@ void Reducer::launchFull() {
 }
 
 void Reducer::queueFinish() {
+  show();
   // Callbacks run when the whole graph has. Queued from within a callback, so that it comes after those that were
   // queued before, which may still produce gradients.
   auto& engine = torch::autograd::Engine::get_default_engine();

@@ -266,7 +266,7 @@ class SlowToCopy(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def asked_while_another_thread_copies(rank: int) -> None:
+def asked_while_another_thread_copies(rank: int, world_size: int) -> None:
     """is_completed() waits for no thread: the one that copies may need the interpreter's lock."""
     tensor = torch.ones(64, 64).t().as_subclass(SlowToCopy)
     work: Any = dist.all_reduce(tensor, async_op=True)
@@ -279,7 +279,13 @@ def asked_while_another_thread_copies(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [asked_while_another_thread_copies, sparse_without_memory, sparse_of_wide_unsigned, futures_in_a_child]
+    "program",
+    [
+        asked_while_another_thread_copies,
+        sparse_without_memory,
+        sparse_of_wide_unsigned,
+        futures_in_a_child,
+    ],
 )
 def test_works_in_trouble(program: Any) -> None:
     run_ranks(2, program, timeout_s=90)
