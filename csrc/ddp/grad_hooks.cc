@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include <algorithm>
 #include <memory>
 #include <unordered_set>
 
@@ -57,6 +58,13 @@ void GradHooks::remove() {
   }
   hooked_.clear();
   index_of_.clear();
+}
+
+bool GradHooks::reach(const std::vector<ReducedParam>& params) const {
+  return std::all_of(hooked_.begin(), hooked_.end(), [&](const Hooked& hooked) {
+    const at::Tensor& param = params[index_of_.at(hooked.accumulator.get())].tensor;
+    return torch::autograd::impl::grad_accumulator(param).get() == hooked.accumulator.get();
+  });
 }
 
 std::vector<size_t> GradHooks::unreachableFrom(const std::vector<at::Tensor>& outputs) const {

@@ -29,6 +29,10 @@ class GradHooks {
   GradHooks& operator=(const GradHooks&) = delete;
   ~GradHooks();
 
+  /// Whether the hooks are on the accumulators that autograd uses: it makes new ones for parameters whose `data` was of another
+  /// dtype or device in between.
+  [[nodiscard]] bool reach(const std::vector<ReducedParam>& params) const;
+
   /// Indices of hooked parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
   [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
 

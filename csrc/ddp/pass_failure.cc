@@ -51,9 +51,20 @@ void raiseMissing(int rank, const std::vector<std::string>& names) {
       ": the last backward pass gave no gradient to ",
       listed(names),
       ", so buckets were not ",
-      "reduced and the other ranks may still be waiting for them. Pass find_unused_parameters=True if these ",
+      "reduced and the other ranks may still be waiting for them. If backward raised an error, look for that one. If not, pass "
+      "find_unused_parameters=True if these ",
       "parameters take no part in every loss; freeze them if they never do; and let every output of forward() enter ",
       "the loss.");
+}
+
+void raiseCutOff(int rank) {
+  TORCH_CHECK(
+      false,
+      "rank ",
+      rank,
+      ": the last backward pass ended with an error after the last gradient had come, and before its averages were written: "
+      "gradients of this rank are its own. Look for that error: it comes from a part of backward that lies before the first "
+      "layer, or from an interrupt. Start again from a checkpoint with a new process group.");
 }
 
 void raiseSecondGradient(const std::string& name, bool static_graph) {
@@ -76,6 +87,18 @@ void raiseFrozen(const std::string& name, bool trained) {
       "' was ",
       trained ? "frozen" : "unfrozen",
       " after the first backward pass, which static_graph=True does not allow: leave it out");
+}
+
+void raiseConverted(const std::string& name, const std::string& before, const std::string& now) {
+  TORCH_CHECK(
+      false,
+      "parameter '",
+      name,
+      "' is ",
+      now,
+      " now, and was ",
+      before,
+      " when the model was wrapped: convert or move a model first, and wrap it then");
 }
 
 std::string listed(const std::vector<std::string>& names) {

@@ -27,11 +27,15 @@ class PassFailure {
 
 /// Throws: these parameters got no gradient in the last pass, so their buckets were never reduced.
 [[noreturn]] void raiseMissing(int rank, const std::vector<std::string>& names);
+/// Throws: all gradients had come, and an error ended the backward pass before its averages were written.
+[[noreturn]] void raiseCutOff(int rank);
 
 /// Throws: a parameter's second gradient in one pass.
 [[noreturn]] void raiseSecondGradient(const std::string& name, bool static_graph);
 /// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.
 [[noreturn]] void raiseFrozen(const std::string& name, bool trained);
+/// Throws: a parameter has another dtype or device than its buckets.
+[[noreturn]] void raiseConverted(const std::string& name, const std::string& before, const std::string& now);
 
 /// "'a', 'b' and 3 more parameters": the first ten names.
 [[nodiscard]] std::string listed(const std::vector<std::string>& names);

@@ -17,6 +17,8 @@ struct ReducedParam {
   Codec codec =
       Codec::None; ///< encodes the sums: those of the comm hook if there is one, else those of a wire dtype of fp32
   bool sparse = false; ///< its gradients are sparse
+  at::ScalarType dtype = tensor.scalar_type(); ///< at construction, as `device` is
+  at::Device device = tensor.device();
 };
 
 } // namespace pycomm

@@ -9,6 +9,10 @@
 namespace pycomm {
 namespace {
 
+std::string textOf(at::ScalarType dtype, at::Device device) {
+  return std::string(c10::toString(dtype)) + " on " + device.str();
+}
+
 void castToFp16(std::vector<ReducedParam>& params) {
   for (const ReducedParam& param : params) {
     TORCH_CHECK(
@@ -107,9 +111,17 @@ void Reducer::prepareForForward() {
 }
 
 void Reducer::followTrained() {
+  for (const ReducedParam& param : params_) {
+    if (param.tensor.scalar_type() != param.dtype || param.tensor.device() != param.device) {
+      raiseConverted(param.name, textOf(param.dtype, param.device), textOf(param.tensor.scalar_type(), param.tensor.device()));
+    }
+  }
   std::vector<bool> read = readTrained(params_);
   const auto [changed, before] = std::mismatch(read.begin(), read.end(), trained().begin());
   if (changed == read.end()) {
+    if (grad_hooks_ != nullptr && !grad_hooks_->reach(params_)) {
+      hookGradients(trained());
+    }
     return;
   }
   if (pass_.hasStaticGraph() && stats_.passes > 0) {

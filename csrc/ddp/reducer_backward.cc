@@ -27,6 +27,15 @@ void checkLayout(const at::Tensor& grad, const ReducedParam& param) {
       " gradient; every rank expects it to be ",
       sparse ? "dense: only those of embeddings with sparse=True may be sparse"
              : "sparse, as those of an embedding with sparse=True are");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      grad.scalar_type() == param.dtype,
+      "parameter '",
+      param.name,
+      "' of ",
+      param.dtype,
+      " has a gradient of ",
+      grad.scalar_type(),
+      ": pycomm.DistributedDataParallel reduces gradients in their parameter's dtype only. Leave Tensor.grad_dtype as it is");
 }
 
 // Ranks learn of a mismatch within a second or two of each other.
@@ -350,7 +359,11 @@ void Reducer::throwIfUnfinished() const {
   if (!pass_.reducing()) {
     return;
   }
-  raiseMissing(group_.jobRank(), namesOf(params_, pass_.missing(trained())));
+  const std::vector<size_t> missing = pass_.missing(trained());
+  if (missing.empty()) {
+    raiseCutOff(group_.jobRank());
+  }
+  raiseMissing(group_.jobRank(), namesOf(params_, missing));
 }
 
 } // namespace pycomm

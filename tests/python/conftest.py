@@ -44,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs", type=int, default=250, help="how many random programs of collectives run"
     )
+    parser.addoption(
+        "--trainings", default="300", help="how many random training programs run, or first:last"
+    )
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(

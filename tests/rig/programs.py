@@ -9,22 +9,18 @@ A program that breaks a group, or hangs, ends the processes; the next one gets n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
+import rank_pool
 import torch
 import torch.distributed as dist
 from collective_calls import ALIKE, Call, Launched, bits, difference, launch
 from idle import check_idle
-from ranks import Ranks, start_ranks
 
 WORLD = 5
 # Every group that a program may use; the ranks open all of them at the start.
@@ -108,84 +104,31 @@ def run_program(rank: int, program: Program, groups: dict[Any, Any]) -> list[Out
     return outcomes
 
 
-def serve(rank: int, world_size: int, address: str) -> None:
-    """A rank: runs what comes until there is nothing more."""
+def serve_programs(rank: int, world_size: int, address: str) -> None:
+    """A rank of the pool."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in GROUPS}
-    with Client(address) as parent:
-        parent.send(rank)
-        while (program := parent.recv()) is not None:
-            try:
-                answer: Any = run_program(rank, program, groups)
-            except Exception:
-                answer = traceback.format_exc()
-            parent.send(answer)
+    rank_pool.serve(address, rank, lambda program: run_program(rank, program, groups))
 
 
-class ProgramRanks:
-    """The rank processes, started when first needed and again after a program has broken them."""
+class ProgramRanks(rank_pool.RankPool):
+    """The rank processes for such programs."""
 
     def __init__(self) -> None:
-        self._open = contextlib.ExitStack()
-        self._connections: list[Connection] = []
-        self._running: Ranks | None = None
-
-    def __enter__(self) -> ProgramRanks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start(self) -> None:
-        folder = self._open.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-programs-"))
-        address = str(Path(folder) / "socket")
-        listener = self._open.enter_context(Listener(address, backlog=WORLD))
-        self._running = self._open.enter_context(
-            start_ranks(WORLD, serve, args=(address,), init_timeout_s=_CALL_TIMEOUT_S)
+        super().__init__(
+            WORLD,
+            serve_programs,
+            patience_s=_PROGRAM_TIMEOUT_S,
+            init_timeout_s=_CALL_TIMEOUT_S,
         )
-        by_rank: dict[int, Connection] = {}
-        listener._listener._socket.settimeout(60.0)  # type: ignore[attr-defined]
-        for _ in range(WORLD):
-            connection = self._open.enter_context(listener.accept())
-            by_rank[connection.recv()] = connection
-        self._connections = [by_rank[rank] for rank in range(WORLD)]
-
-    def close(self) -> None:
-        """Ends the ranks, orderly where they are."""
-        if self._running is not None:
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.send(None)
-            self._running.collect(10.0)
-        self._connections, self._running = [], None
-        self._open.close()
 
     def outcomes(self, program: Program) -> list[list[Outcome | None]]:
         """Runs a program. Raises AssertionError, with every rank's story, if a rank does not."""
-        if self._running is None:
-            self._start()
-        connections = self._connections[: program.ranks]
-        for connection in connections:
-            connection.send(program)
-        answers: list[Any] = []
-        for connection in connections:
-            try:
-                ready = connection.poll(_PROGRAM_TIMEOUT_S)
-                answers.append(connection.recv() if ready else "no answer: it hangs")
-            except (EOFError, ConnectionError):
-                answers.append("no answer: the process has ended")
-        broken = [
-            f"--- rank {rank}\n{answer}"
-            for rank, answer in enumerate(answers)
-            if isinstance(answer, str)
-        ]
-        if broken:
-            if any("no answer" in answer for answer in broken):
-                assert self._running is not None
-                broken.append(self._running.collect(0.0).describe())
-            self.close()
-            raise AssertionError("\n".join(broken))
+        answers = self.answers(program, program.ranks)
+        if broken := rank_pool.stories(answers):
+            self.close()  # a group may have failed
+            raise AssertionError(broken)
         return answers
 
     def check(self, program: Program) -> None:

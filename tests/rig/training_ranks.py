@@ -1,0 +1,779 @@
+"""One rank of a random training program, beside a plain model and averages by hand in float64.
+
+Each pass runs through a plain copy of the model, too, with the same parameters and this rank's
+batch. Its gradients, in float64, are this rank's share. Shares, and digests of what the wrapper
+made, travel between the ranks through a store of torch's, so that pycomm carries no part of the
+answer that it is compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import rank_pool
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from training_models import Ignored, Sum, batch_of
+from training_programs import NOT_YET, WRAPPER, Program, Step
+
+Array = npt.NDArray[Any]
+
+TIMEOUT_S = 10.0
+_LR = 0.05
+_ROUNDING = {
+    torch.float64: 1e-12,
+    torch.complex64: 2e-6,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-9,
+}
+_LEAST = {torch.float16: 2.0**-22}
+"""Half of the smallest number above zero, a few times."""
+_WIRE_ROUNDING = {"bf16": 2.0**-6, "fp16": 2.0**-8}
+_OF_LARGEST = {"fp16": 2.0**-19, "int8": 0.05, "fp8": 0.2}
+"""Of an average: how far it may be from the mean, as a part of the largest gradient so far."""
+ENCODED = ("int8", "fp8")
+_SPIKE = 1e25
+
+
+class Over(Exception):
+    """The program has ended with the error that it had to end with."""
+
+
+class Exchange:
+    """Objects from each rank to each, in one order. It ends when one of them has failed."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank, self._turns = store, rank, 0
+
+    def all(self, mine: Any, members: Sequence[int]) -> list[Any]:
+        """What these ranks gave in this turn. A turn that a rank has no part in is ``skip``."""
+        self._turns += 1
+        self._store.set(f"{self._turns}/{self._rank}", pickle.dumps(mine))
+        return [pickle.loads(self._wait_for(f"{self._turns}/{rank}")) for rank in members]
+
+    def skip(self, turns: int) -> None:
+        self._turns += turns
+
+    def fail(self) -> None:
+        self._store.set("failed", str(self._rank))
+
+    def _wait_for(self, key: str) -> bytes:
+        deadline = time.monotonic() + 2 * TIMEOUT_S
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=0.5))
+                found: bytes = self._store.get(key)
+                return found
+            except RuntimeError:
+                if self._store.check(["failed"]):
+                    raise AssertionError("another rank has failed") from None
+                if time.monotonic() > deadline:
+                    raise
+
+
+def numbers(tensor: torch.Tensor) -> Array:
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    wide = torch.complex128 if dense.is_complex() else torch.float64
+    return dense.to(wide).numpy().copy()
+
+
+def bits(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain)
+        digest.update(plain.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Trainer:
+    """The program's state on this rank, as it is and as it must be."""
+
+    def __init__(self, program: Program, rank: int, exchange: Exchange) -> None:
+        import pycomm
+        from pycomm import _averaging
+
+        self.program, self.rank, self.exchange = program, rank, exchange
+        self.everyone = list(range(program.ranks))
+        self.wrapped = program.trainer == WRAPPER
+        options = dict(program.options)
+        self.accumulate = options.get("accumulate", 1)
+        self.sync_every = options.get("sync_every", 1)
+        self.static = options.get("static_graph", False)
+        self.tracks_use = self.static or options.get("find_unused_parameters", False)
+        self.hosts = self.wrapped and self.sync_every > 1
+        self.mates = [each for each in self.everyone if not self.hosts or each % 2 == rank % 2]
+        _averaging.host_identity = lambda: f"host {rank % 2}"
+        Ignored.rank = rank
+        self.plain = Sum(program.parts, program.seed)
+        net = copy.deepcopy(self.plain)
+        ignored = [
+            f"parts.{index}.{name}" for index in net.which("ignored") for name in ("shard", "own")
+        ]
+        self.ignored = set(ignored)
+        self.local: Any = None
+        if self.wrapped:
+            TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ignored)
+            self.model: Any = pycomm.DistributedDataParallel(net, **options)
+            if program.hook:
+                self.model.register_comm_hook(None, self._hook(program.hook))
+        else:
+            self.model = net
+            self.local = getattr(pycomm, program.trainer)(net, **options)
+        self.optimizer = torch.optim.SGD(self._trained().values(), lr=_LR)
+        self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)  # type: ignore[attr-defined]
+        self.grads: dict[str, Array] = {}
+        """What ``.grad`` must hold here, by name."""
+        self.used: set[str] = set()
+        """With a gradient on this rank since the last reduction."""
+        self.always_used: set[str] | None = None
+        """Of a static graph: by any rank."""
+        self.kept: dict[str, Any] = {}
+        """What error feedback keeps on the ranks of this host, added up."""
+        self.largest = 0.0
+        self.dirty = False
+        """Whether some ``.grad`` is this rank's own, which no optimizer may apply."""
+        self.armed = False
+        """Whether a forward outside no_sync() has had no backward."""
+        self.count = self.steps = self.passes = self.batches = 0
+        self.steps_at_sync = self.since_sync = 0
+        self.last_forward, self.trains_in_mode = (0, True), True
+        self.saved: Any = None
+
+    # The model
+
+    @property
+    def net(self) -> Sum:
+        found: Sum = self.model.module if self.wrapped else self.model
+        return found
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.net.named_parameters())
+
+    def _owned(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self._parameters().items() if n not in self.ignored}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: each for name, each in self._parameters().items() if each.requires_grad}
+
+    def _frozen_parts(self) -> set[int]:
+        trained = self._trained()
+        return {
+            index
+            for index in range(len(self.program.parts))
+            if not any(name.startswith(f"parts.{index}.") for name in trained)
+        }
+
+    def _wire(self, name: str) -> str | None:
+        return self.program.wire_of(int(name.split(".")[1]))
+
+    def _feeds_back(self, part: int) -> bool:
+        feeds: bool = self.program.option("error_feedback", True)
+        return self.program.wire_of(part) in ENCODED and feeds and not self.program.hook
+
+    def _hook(self, kind: str) -> Callable[..., Any]:
+        ranks = dist.get_world_size()
+
+        def again(state, bucket):  # type: ignore[no-untyped-def]
+            def second(future):  # type: ignore[no-untyped-def]
+                total = future.value()[0]
+                dist.all_reduce(total)
+                return total.div_(ranks**2)
+
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(second)
+
+        def two_futures(state, bucket):  # type: ignore[no-untyped-def]
+            def second(future):  # type: ignore[no-untyped-def]
+                time.sleep(torch.rand(()).item() / 1000)
+                total = future.value()[0]
+                dist.all_reduce(total)
+                return total.div_(ranks**2)
+
+            halves = bucket.buffer().tensor_split(2)
+            futures = [
+                dist.all_reduce(half, async_op=True).get_future().then(second) for half in halves
+            ]
+            whole = torch.futures.collect_all(futures)
+            return whole.then(lambda _: bucket.buffer())
+
+        def asks(state, bucket):  # type: ignore[no-untyped-def]
+            self.model.stats()
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        allreduce = default_hooks.allreduce_hook
+        hooks = {"allreduce": allreduce, "again": again, "two futures": two_futures, "asks": asks}
+        return hooks[kind]
+
+    # Steps
+
+    def run(self, step: Step) -> None:
+        getattr(self, step.what.replace(" ", "_"))(step)
+
+    def _left_out(self, step: Step) -> tuple[int, ...]:
+        """What this rank leaves out: something trained must be left on each rank."""
+        if not step.without:
+            return ()
+        parts = set(range(len(self.program.parts)))
+        trained = parts - self._frozen_parts()
+        if "unused encoded" in NOT_YET:
+            everywhere = set.intersection(*(set(each) for each in step.without))
+            kept = {part for part in everywhere if self._feeds_back(part)}
+        else:
+            kept = set()
+        # `owned`: a wrapper with nothing to reduce on one rank is a mismatch of the program's.
+        owned = trained - set(self.plain.which("ignored"))
+        mine = set(step.without[self.rank]) - kept
+        return tuple(sorted(mine)) if owned - mine else ()
+
+    def pass_(self, step: Step) -> None:
+        self._pass(self._left_out(step))
+
+    def full_step(self, step: Step) -> None:
+        self.zero(Step("zero", "to none"))
+        while True:
+            self._pass(self._left_out(step))
+            if not self.wrapped or not self.dirty:
+                break
+        self.step(step)
+
+    def local_pass(self, step: Step) -> None:
+        if self.armed and "local after unused forward" in NOT_YET:
+            return
+        with self.model.no_sync():
+            self._pass(self._left_out(step), reduces=False)
+
+    def unused_forward(self, step: Step) -> None:
+        self._forward(self._left_out(step))
+        self.armed = True
+
+    def look(self, step: Step) -> None:
+        with torch.no_grad():
+            self.model(self._batch())
+
+    def two_backwards(self, step: Step) -> None:
+        if self.static:
+            return
+        if step.how == "in no_sync":
+            if self.armed and "local after unused forward" in NOT_YET:
+                return
+            with self.model.no_sync():
+                self._pass((), reduces=False, backwards=2)
+            return
+        if "two backwards" in NOT_YET or self.accumulate > 1:
+            return
+        forwards = 1 if step.how == "of one forward" else 2
+        losses = [self._forward(()) for _ in range(forwards)]
+        shares = [self._share(batch, ()) for batch in (self.batch_used,) * forwards]
+        try:
+            for _ in range(2):
+                losses[0 if forwards == 1 else _].backward(retain_graph=forwards == 1)
+                self._add(shares[0 if forwards == 1 else _])
+                self._reduced(self.mates, len(self.mates))
+        except RuntimeError as error:
+            assert "backward" in str(error), error
+            raise Over from error
+
+    def step(self, step: Step) -> None:
+        if self.wrapped and self.dirty:
+            return
+        self.optimizer.step()
+        if self.local is not None:
+            self.since_sync += 1
+            due = self.since_sync == self.sync_every
+            before = self._everyones_parameters() if due else []
+            self.local.step()
+            if due:
+                self.since_sync = 0
+                self._check_local_sync(before)
+
+    def zero(self, step: Step) -> None:
+        to_none = step.how == "to none"
+        self.model.zero_grad(set_to_none=to_none)
+        self.grads = {} if to_none else {n: np.zeros_like(g) for n, g in self.grads.items()}
+        self.dirty = False
+
+    def freeze(self, step: Step) -> None:
+        frozen = self._frozen_parts() | set(self.plain.which("ignored"))
+        if self.dirty or len({*range(len(self.program.parts))} - frozen - {step.part}) == 0:
+            return
+        if self._feeds_back(step.part) and "freeze encoded" in NOT_YET:
+            return
+        if "ignored" == self.program.parts[step.part]:
+            return
+        self._set_trained(step.part, trained=False)
+
+    def thaw(self, step: Step) -> None:
+        if self.dirty or (self.local is not None and "thawed between syncs" in NOT_YET):
+            return
+        self._set_trained(step.part, trained=True)
+
+    def _set_trained(self, part: int, *, trained: bool) -> None:
+        if (part in self._frozen_parts()) != trained:
+            return
+        self.net.parts[part].requires_grad_(trained)
+        self.plain.parts[part].requires_grad_(trained)
+        if self.static and self.passes > 0:
+            self._ends_with(rf"'parts\.{part}\..*static_graph", lambda: self._forward(()))
+
+    def mode(self, step: Step) -> None:
+        self.model.train(step.how == "train")
+
+    def stats(self, step: Step) -> None:
+        found = self.model.stats() if self.wrapped else self.local.stats()
+        if self.wrapped:
+            assert (found.steps, found.passes) == (self.steps, self.passes), found
+            position = self.model.communication_state_dict()
+            assert position["accumulated"] == self.count, position
+
+    def save(self, step: Step) -> None:
+        if self.dirty or self.count:
+            return
+        self.saved = copy.deepcopy(
+            {
+                "model": self.model.state_dict(),
+                "wrapper": self.model.communication_state_dict() if self.wrapped else None,
+                "local": self.local.state_dict() if self.local is not None else None,
+                "kept": self.kept,
+                "frozen": self._frozen_parts(),
+                "position": (self.steps - self.steps_at_sync, self.since_sync),
+            }
+        )
+
+    def load(self, step: Step) -> None:
+        if self.saved is None or self.dirty or self.count:
+            return
+        encoded = any(self._feeds_back(part) for part in range(len(self.program.parts)))
+        if encoded and self.saved["frozen"] != self._frozen_parts() and "freeze encoded" in NOT_YET:
+            return
+        saved = copy.deepcopy(self.saved)
+        self.model.load_state_dict(saved["model"])
+        unsynced, self.since_sync = saved["position"]
+        if self.wrapped:
+            self.model.load_communication_state_dict(saved["wrapper"])
+            self.kept = saved["kept"]
+            self.steps_at_sync = self.steps - unsynced
+        else:
+            self.local.load_state_dict(saved["local"])
+
+    def adopt(self, step: Step) -> None:
+        known = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        new = [each for each in self._trained().values() if id(each) not in known]
+        if new:
+            self.optimizer.add_param_group({"params": new})
+
+    def callback(self, step: Step) -> None:
+        if "callbacks" in NOT_YET:
+            return
+        ranks = self.program.ranks
+
+        def second(future: Any) -> torch.Tensor:
+            total: torch.Tensor = future.value()[0]
+            dist.all_reduce(total)
+            return total
+
+        future = dist.all_reduce(torch.ones(5), async_op=True).get_future().then(second)
+        assert future.wait().tolist() == [float(ranks**2)] * 5
+
+    def sync(self, step: Step) -> None:
+        before = self._everyones_parameters()
+        if self.local is not None:
+            self.local.sync()
+            self.since_sync = 0
+            self._check_local_sync(before, landed=True)
+        else:
+            self.model.sync()
+            if self.hosts:
+                self._check_sync(before)
+                if self.program.option("broadcast_buffers", True):
+                    buffers = [b for n, b in self.net.named_buffers() if n not in self.ignored]
+                    assert len(set(self.exchange.all(bits(buffers), self.everyone))) == 1
+
+    def clip(self, step: Step) -> None:
+        if self.dirty:
+            return
+        owned = [each for each in self._owned().values() if each.grad is not None]
+        owned = [each for each in owned if not each.grad.is_sparse]
+        if not owned or any(each.is_complex() for each in owned):
+            return
+        norm = float(torch.nn.utils.clip_grad_norm_(owned, 0.1))
+        self._scale_kept(min(1.0, 0.1 / (norm + 1e-6)))
+        self._take_real()
+
+    def _scale_kept(self, factor: float) -> None:
+        self.model.scale_residuals(factor)
+        self.kept = {name: each * factor for name, each in self.kept.items()}
+
+    def scaled(self, step: Step) -> None:
+        """A step of a GradScaler, with a batch that diverges on rank 0, or without."""
+        if self.accumulate > 1 or {"fp16", "complex", "sparse", "ignored"} & set(self.program.parts):
+            return
+        self.zero(Step("zero", "to none"))
+        self.scaler.scale(torch.ones(()))  # makes the scale a tensor, as for any loss
+        before = self.scaler.get_scale()
+        largest, self.largest = self.largest, self.largest * before
+        self._scale_kept(before)
+        if step.how:
+            self._spoiled(scale=before, infinite=True)
+        else:
+            self._pass(self._left_out(step), scale=before)
+        groups = self.optimizer.param_groups
+        if any(each.grad is not None for group in groups for each in group["params"]):
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self._scale_kept(1.0 / before)  # the next pass may have no scale, or another
+        self.largest = max(largest, self.largest / before)
+        self._take_real()
+        self.zero(Step("zero", "to none"))
+
+    def dropped(self, step: Step) -> None:
+        """A step that the program throws away, by a rule of its own."""
+        if self.accumulate > 1:
+            return
+        self.zero(Step("zero", "to none"))
+        infinite = step.how == "one Inf"
+        self._spoiled(scale=1.0, infinite=infinite)
+        if not infinite:
+            self._scale_kept(0.0)
+        self.zero(Step("zero", "to none"))
+
+    def _spoiled(self, *, scale: float, infinite: bool) -> None:
+        scales: list[float] = []
+        if self.rank == 0:
+            scales = [_SPIKE] * len(self.program.parts)
+            trained = set(range(len(self.program.parts))) - self._frozen_parts()
+            if infinite:
+                scales[min(trained - set(self.plain.which("ignored")))] = float("inf")
+        self._pass((), scale=scale, scales=scales, spoiled=True)
+        if infinite and 0 in self.mates:
+            self.kept = {}
+
+    def copy(self, step: Step) -> None:
+        if self.dirty or self.count or self.program.hook:
+            return
+        if self.hosts:
+            self._refuses("sync_every", lambda: copy.deepcopy(self.model))
+            return
+        self.model = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.SGD(self._trained().values(), lr=_LR)
+        self.grads, self.kept, self.used, self.always_used = {}, {}, set(), None
+        self.steps = self.passes = 0
+        self.armed = False
+        self._take_real()
+
+    def join(self, step: Step) -> None:
+        if self.dirty or self.count:
+            return
+        if self.hosts:
+            self._refuses("sync_every", self.model.join)
+            return
+        self.zero(Step("zero", "to none"))
+        counts = [each * self.accumulate for each in step.counts]
+        by_all = not step.how or bool(self.program.hook)  # hooks divide by themselves
+        mine, most = counts[self.rank], max(counts)
+        turns = 0
+        with self.model.join(divide_by_initial_world_size=by_all):
+            for batch in range(mine):
+                left = [rank for rank in self.everyone if counts[rank] > batch]
+                if batch % self.accumulate == 0:
+                    self.zero(Step("zero", "to none"))
+                self._pass((), members=left, divisor=self.program.ranks if by_all else len(left))
+                self.step(step)
+        turns = (most - mine) // self.accumulate
+        self.exchange.skip(turns)
+        self.batches += most - mine
+        if self.static and most:
+            self.always_used = self.always_used or set(self._trained())
+        self.zero(Step("zero", "to none"))
+        self.used = set()
+        self.armed = self.armed and min(counts) == 0
+        kept = self.exchange.all(self._residuals(), self.mates)
+        self.kept = {name: sum(each[name] for each in kept) for name in kept[0]}
+        assert len(set(self.exchange.all(bits(self._owned().values()), self.mates))) == 1
+
+    # Programs that cannot go on
+
+    def careless(self, step: Step) -> None:
+        """A pass without a part, and without find_unused_parameters."""
+        owned = set(range(len(self.program.parts))) - self._frozen_parts()
+        owned -= set(self.plain.which("ignored"))
+        if self.tracks_use or self.accumulate > 1 or step.part not in owned or len(owned) < 2:
+            return
+        self._forward((step.part,)).backward()
+        self._ends_with(rf"'parts\.{step.part}\.", lambda: self._forward(()))
+
+    def broken(self, step: Step) -> None:
+        """A backward that raises after the last gradient."""
+        if self.static or self.accumulate > 1:
+            return
+        loss = self._forward((), breaks=True)
+        try:
+            loss.backward()
+        except ArithmeticError:
+            wanted = r"ended with an error|gave no gradient to 'parts"
+            self._ends_with(wanted, lambda: self._forward(()))
+        raise AssertionError("backward did not raise")
+
+    def _ends_with(self, wanted: str, what: Callable[[], Any]) -> None:
+        try:
+            what()
+        except Exception as error:
+            assert re.search(wanted, str(error), re.DOTALL), f"{wanted!r} is not in: {error}"
+            raise Over from error
+        raise AssertionError(f"there was no error with {wanted!r}")
+
+    def _refuses(self, wanted: str, what: Callable[[], Any]) -> None:
+        with contextlib.suppress(Over):
+            self._ends_with(wanted, what)
+
+    # Passes
+
+    def _batch(self) -> torch.Tensor:
+        self.batches += 1
+        return batch_of(self.rank, self.batches)
+
+    def _forward(self, without: Sequence[int], **more: Any) -> torch.Tensor:
+        """The loss of the next batch, after the sync that may be due."""
+        self.batch_used = self._batch()
+        due = False
+        if self.hosts:
+            training = self.model.module.training
+            steps_then, mode_then = self.last_forward
+            if self.steps != steps_then:
+                self.trains_in_mode = mode_then
+            self.last_forward = (self.steps, training)
+            due = self.steps - self.steps_at_sync >= self.sync_every
+            due = due and (training or not self.trains_in_mode)
+        before = self._everyones_parameters() if due else []
+        loss: torch.Tensor = self.model(self.batch_used, without, **more)
+        if due:
+            self._check_sync(before)
+        return loss
+
+    def _share(
+        self, batch: torch.Tensor, without: Sequence[int], scale: float = 1.0, **more: Any
+    ) -> dict[str, Array]:
+        """This rank's own gradients, by the plain model with the parameters of now."""
+        with torch.no_grad():
+            for mine, real in zip(self.plain.parameters(), self.net.parameters(), strict=True):
+                mine.copy_(real)
+            for mine, real in zip(self.plain.buffers(), self.net.buffers(), strict=True):
+                mine.copy_(real)
+        self.plain.train(self.net.training)
+        self.plain.zero_grad()
+        (self.plain(batch, without, **more) * scale).backward()
+        return {n: numbers(p.grad) for n, p in self.plain.named_parameters() if p.grad is not None}
+
+    def _pass(
+        self,
+        without: Sequence[int],
+        *,
+        reduces: bool = True,
+        backwards: int = 1,
+        scale: float = 1.0,
+        scales: Sequence[float] = (),
+        spoiled: bool = False,
+        members: Sequence[int] = (),
+        divisor: int = 0,
+    ) -> None:
+        members = members or self.mates
+        loss = self._forward(without, scales=scales)
+        share = self._share(self.batch_used, without, scale, scales=scales)
+        for turn in range(backwards):
+            (loss * scale).backward(retain_graph=turn + 1 < backwards)
+            self._add(share)
+        self.dirty = True
+        if self.wrapped and reduces:
+            self.armed = False
+            self.passes += 1
+            self.count += 1
+            if self.count == self.accumulate:
+                self.count = 0
+                self._reduced(members, divisor or len(members), spoiled=spoiled)
+                return
+        self._check_own(self._parameters())
+
+    def _add(self, share: dict[str, Array]) -> None:
+        for name, each in share.items():
+            self.grads[name] = self.grads[name] + each if name in self.grads else each
+        self.used |= share.keys()
+
+    def _take_real(self) -> None:
+        self.grads = {n: numbers(p.grad) for n, p in self._parameters().items() if p.grad is not None}
+
+    def _check_own(self, those: Iterable[str]) -> None:
+        parameters = self._parameters()
+        for name in those:
+            grad, wanted = parameters[name].grad, self.grads.get(name)
+            if wanted is None:
+                assert grad is None, f"{name} has a gradient"
+                continue
+            assert grad is not None, f"{name} has no gradient"
+            close(name, numbers(grad), wanted, 3 * _ROUNDING[grad.dtype] * np.abs(wanted).max(initial=0) + 1e-7)
+
+    def _residuals(self) -> dict[str, Array]:
+        if not any(self._feeds_back(part) for part in range(len(self.program.parts))):
+            return {}
+        found = self.model.communication_state_dict().get("residuals", {})
+        return {name: numbers(each) for name, each in found.items()}
+
+    def _reduced(self, members: Sequence[int], divisor: int, *, spoiled: bool = False) -> None:
+        """Compares what a reduction has left in ``.grad`` with the mean of all shares."""
+        self.steps += 1
+        trained = {n: p for n, p in self._owned().items() if p.requires_grad}
+        self._check_own(self._parameters().keys() - trained.keys())
+        mine = {
+            "shares": {name: each for name, each in self.grads.items() if name in trained},
+            "used": self.used,
+            "kept": self._residuals(),
+            "trained": sorted(trained),
+            "bits": {n: bits([p.grad]) for n, p in trained.items() if p.grad is not None},
+            "parameters": bits(self._owned().values()),
+        }
+        found = self.exchange.all(mine, members)
+        for what in ("trained", "bits", "parameters"):
+            first = found[0][what]
+            for rank, each in zip(members, found, strict=True):
+                assert each[what] == first, f"{what} of ranks {members[0]} and {rank} differ"
+        used = set.union(*(each["used"] for each in found))
+        if self.static:
+            used = self.always_used = self.always_used or used
+        if not spoiled:
+            largest = [np.abs(v).max(initial=0) for each in found for v in each["shares"].values()]
+            self.largest = max([self.largest, *largest])
+        whole = len(members) == len(self.mates)
+        for name, parameter in trained.items():
+            if self.tracks_use and name not in used and parameter.grad is None:
+                assert name not in self.grads, f"{name} has lost its gradient"
+                if whole and not spoiled:
+                    self._check_kept(name, found, 0.0)
+                continue
+            nothing = np.zeros(parameter.shape)
+            rows = [each["shares"].get(name, nothing) for each in found]
+            mean = sum(rows) / divisor
+            assert parameter.grad is not None, f"{name} has no average"
+            assert parameter.grad.dtype == parameter.dtype
+            if spoiled:
+                continue
+            arrived = numbers(parameter.grad)
+            sizes = sum(np.abs(row) for row in rows) / divisor
+            close(name, arrived, mean, self._bound(name, parameter.dtype, sizes))
+            if whole:
+                self._check_kept(name, found, arrived - mean)
+        self._take_real()
+        self.used = set()
+        self.dirty = False
+
+    def _bound(self, name: str, dtype: torch.dtype, sizes: Array) -> Array:
+        wire = self._wire(name) or ""
+        rounding = _ROUNDING[dtype] + _WIRE_ROUNDING.get(wire, 0.0)
+        # Passes that cancelled each other have left roundings of their own sizes.
+        bound: Array = rounding * sizes + _LEAST.get(dtype, 1e-12)
+        bound = bound + _ROUNDING[dtype] * np.abs(sizes).max(initial=0)
+        return bound + _OF_LARGEST.get(wire, 0.0) * self.largest
+
+    def _check_kept(self, name: str, found: list[Any], more: Any) -> None:
+        """Arrived and kept values add up to the given ones and those kept before."""
+        if not self._feeds_back(int(name.split(".")[1])):
+            return
+        kept = sum(each["kept"].get(name, 0.0) for each in found)
+        wanted = self.kept.get(name, 0.0)
+        dtype = self._parameters()[name].dtype
+        bound = (1e-5 + (2.0**-7 if dtype != torch.float32 else 0.0)) * self.largest + 1e-9
+        close(f"{name}: arrived and kept", kept + more, wanted, bound)
+        self.kept[name] = kept
+
+    # Syncs
+
+    def _everyones_parameters(self) -> list[dict[str, Array]]:
+        mine = {name: numbers(each) for name, each in self._owned().items()}
+        self.shards = bits(self._parameters()[n] for n in sorted(self.ignored & self._parameters().keys()))
+        return self.exchange.all(mine, self.everyone)
+
+    def _check_sync(self, before: list[dict[str, Array]]) -> None:
+        self.steps_at_sync = self.steps
+        for name, parameter in self._owned().items():
+            mean = sum(each[name] for each in before) / len(before)
+            bound = 3 * _ROUNDING[parameter.dtype] * (np.abs(mean) + 1e-3)
+            close(f"{name} after a sync", numbers(parameter), mean, bound)
+        self._check_same()
+
+    def _check_local_sync(self, before: list[dict[str, Array]], *, landed: bool = False) -> None:
+        if self.program.trainer == "LocalSGD":
+            self._check_sync(before)
+        elif landed or self.program.trainer != "StreamingDiLoCo":
+            self._check_same()
+
+    def _check_same(self) -> None:
+        for name, parameter in self._owned().items():
+            assert len(set(self.exchange.all(bits([parameter]), self.everyone))) == 1, (
+                f"{name} differs between ranks after a sync"
+            )
+        parameters = self._parameters()
+        shards = bits(parameters[name] for name in sorted(self.ignored & parameters.keys()))
+        assert shards == self.shards, "a sync has changed an ignored parameter"
+        own = [each for name, each in self.net.named_buffers() if name in self.ignored]
+        assert all((each == self.rank).all() for each in own), "an ignored buffer has changed"
+
+
+def close(name: str, found: Any, wanted: Any, bound: Any) -> None:
+    wrong = np.abs(np.asarray(found) - wanted)
+    if not (wrong <= bound).all():
+        worst = int(np.argmax(wrong - bound)) if np.isfinite(wrong).all() else 0
+        at = np.broadcast_to(np.asarray(found), wrong.shape).flatten()[worst]
+        must = np.broadcast_to(np.asarray(wanted), wrong.shape).flatten()[worst]
+        raise AssertionError(f"{name}: element {worst} is {at} and must be {must}")
+
+
+setattr(Trainer, "pass", Trainer.pass_)
+
+
+def run_program(rank: int, port: int, request: tuple[int, Program]) -> str:
+    """Returns how the program has ended, "" if by its last step."""
+    number, program = request
+    os.environ["PYCOMM_TRANSPORT"] = program.transport
+    timeout = timedelta(seconds=TIMEOUT_S)
+    server = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
+    of_program = dist.PrefixStore(f"{number}/oracle", server)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"{number}/job", server)  # type: ignore[attr-defined]
+    exchange = Exchange(of_program, rank)
+    dist.init_process_group(
+        "pycomm", store=store, rank=rank, world_size=program.ranks, timeout=timeout
+    )
+    index, step = 0, Step("made")
+    try:
+        trainer = Trainer(program, rank, exchange)
+        for index, step in enumerate(program.steps, 1):
+            trainer.run(step)
+        return ""
+    except Over as over:
+        return str(over.__cause__)
+    except Exception as error:
+        exchange.fail()
+        raise AssertionError(f"rank {rank} in step {index}: {step}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def serve_training(rank: int, world_size: int, address: str, port: int) -> None:
+    """A rank of the pool."""
+    torch.set_num_threads(1)
+    import pycomm  # noqa: F401
+
+    rank_pool.serve(address, rank, lambda request: run_program(rank, port, request))
