@@ -224,6 +224,17 @@ def reducible(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Paramet
     }
 
 
+def sent_buffers(module: nn.Module, ignored: Iterable[str]) -> list[torch.Tensor]:
+    """Buffers that a sync replaces by rank 0's: all but ignored ones."""
+    left_out = set(ignored)
+    return [each for name, each in module.named_buffers() if not {name, f".{name}"} & left_out]
+
+
+def ignored_names(module: nn.Module) -> frozenset[str]:
+    """What ``_set_params_and_buffers_to_ignore_for_model`` of torch's wrapper has named."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 def bucket_caps(listed: Sequence[int], cap: int | None, by_nccl: bool) -> dict[str, Any]:
     """Caps in bytes of the first, second … bucket, of which the last holds for all others.
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycomm._averaging import average_, ring_nbytes
+from pycomm._ddp_options import ignored_names, reducible, sent_buffers
 from pycomm._model_check import (
     check_same_on_all_ranks,
     checksum_of,
@@ -38,6 +39,7 @@ from pycomm._model_check import (
 )
 from pycomm._outer_step import MakeOptimizer, anchors_differ, have_moved
 from pycomm._saved_state import check_outer, check_tensors, part_of
+from pycomm.errors import UnsupportedError
 
 _BUFFERS_NBYTES = 32 << 20
 """Sent in one broadcast, at most."""
@@ -64,12 +66,14 @@ class LocalSGD:
     """Averages the parameters of all workers every ``sync_every`` steps.
 
     Args:
-        model: Its trainable parameters are averaged. At construction, parameters and buffers become
-            those of rank 0, unless ``init_sync`` is false.
+        model: Its trainable parameters are averaged, also those that are unfrozen later, on all
+            ranks alike. At construction, parameters and buffers become those of rank 0, unless
+            ``init_sync`` is false. What the model tells torch's wrapper to ignore is left alone.
         sync_every: Steps from one sync to the next, 1 or more.
         process_group: The workers, a group of any backend; the default group if None.
         init_sync: Whether to broadcast rank 0's parameters and buffers at construction. If not,
             ``DiLoCo`` and the others need equal parameters on all ranks.
+        broadcast_buffers: Whether each sync replaces buffers by those of rank 0.
 
     Raises:
         ValueError: ``sync_every`` is no whole number from 1, or no parameter is trainable.
@@ -85,16 +89,17 @@ class LocalSGD:
         sync_every: int,
         process_group: Any = None,
         init_sync: bool = True,
+        broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(sync_every, int) or sync_every < 1:
             raise ValueError(f"sync_every={sync_every!r} is not a whole number from 1")
         self._model = model
         self._group: Any = dist.group.WORLD if process_group is None else process_group
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self._broadcast_buffers = broadcast_buffers
+        ignored = ignored_names(model)
+        mine = reducible(model, ignored)
+        self._parameters = {name: each for name, each in mine.items() if each.requires_grad}
+        self._frozen = {name: each for name, each in mine.items() if not each.requires_grad}
         if not self._parameters:
             raise ValueError("the model has no trainable parameter: there is nothing to average")
         self._sync_every = sync_every
@@ -106,14 +111,18 @@ class LocalSGD:
         check_same_on_all_ranks(
             self._group,
             next(iter(self._parameters.values())).device,
-            options={"class": type(self).__name__, "sync_every": sync_every},
+            options={
+                "class": type(self).__name__,
+                "sync_every": sync_every,
+                "broadcast_buffers": broadcast_buffers,
+            },
             parameters=self._parameters.items(),
-            buffers=model.named_buffers(),
+            buffers=[(name, each) for name, each in model.named_buffers() if name not in ignored],
         )
         if init_sync:
             root: int = dist.get_process_group_ranks(self._group)[0]
             with torch.no_grad():
-                for tensor in [*model.parameters(), *model.buffers()]:
+                for tensor in [*mine.values(), *sent_buffers(model, ignored)]:
                     dist.broadcast(tensor.detach(), root, group=self._group)
 
     def step(self) -> bool:
@@ -124,6 +133,7 @@ class LocalSGD:
         Returns:
             Whether it synced. Collective when it does.
         """
+        self._take_unfrozen()
         self._steps += 1
         self._since_sync += 1
         if self._since_sync < self._sync_every:
@@ -134,12 +144,22 @@ class LocalSGD:
     def sync(self) -> None:
         """Averages now, at any count: before you save or evaluate the model. Collective.
 
-        Buffers become those of rank 0 in each sync, as in ``DistributedDataParallel.sync``.
+        Buffers become those of rank 0 in each sync, as in ``DistributedDataParallel.sync``, unless
+        ``broadcast_buffers`` is false.
         ``DiLoCo`` and ``SparseLoCo`` do nothing if no rank has trained since the last sync.
         """
         self._sync(due=False)
 
+    def _take_unfrozen(self) -> None:
+        """Parameters that were frozen until now, and are trained."""
+        for name in [name for name, each in self._frozen.items() if each.requires_grad]:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        self._parameters[name] = self._frozen.pop(name)
+
     def _sync(self, *, due: bool) -> None:
+        self._take_unfrozen()
         begin = time.perf_counter()
         with torch.no_grad():
             if self._average(due):
@@ -149,8 +169,8 @@ class LocalSGD:
         self._seconds += time.perf_counter() - begin
 
     def _send_buffers(self) -> None:
-        buffers = list(self._model.buffers())
-        if buffers:
+        buffers = sent_buffers(self._model, ignored_names(self._model))
+        if buffers and self._broadcast_buffers:
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
                 self._group, buffers, _BUFFERS_NBYTES, 0
             )
@@ -178,18 +198,32 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a checkpoint besides the model's and the optimizer's; save each rank's."""
-        return {"since_sync": self._since_sync}
+        return {"since_sync": self._since_sync, "parameters": list(self._parameters)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of ``state_dict()``."""
         self._since_sync = int(part_of(state, "since_sync"))
+        for name in state.get("parameters", ()):
+            if name in self._frozen:  # unfrozen then, and trained since the last sync
+                self._add(name)
 
 
-class DiLoCo(LocalSGD):
+class FixedParameters(LocalSGD):
+    """The base of those that keep a state for each parameter from construction on."""
+
+    def _add(self, name: str) -> None:
+        raise UnsupportedError(
+            f"parameter {name!r} is trained now and was frozen when {type(self).__name__} was made,"
+            " which keeps no state for it: it would differ between ranks. Try: unfreeze it first, "
+            f"on all ranks, and make a new {type(self).__name__}"
+        )
+
+
+class DiLoCo(FixedParameters):
     """Every ``sync_every`` steps an outer optimizer applies the mean of the workers' movements.
 
     Args:
-        model, sync_every, process_group, init_sync: As ``LocalSGD``.
+        model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks. By default
             SGD with learning rate 0.7 and Nesterov momentum 0.9, as in the paper.
 
@@ -209,9 +243,14 @@ class DiLoCo(LocalSGD):
         outer_optimizer: MakeOptimizer | None = None,
         process_group: Any = None,
         init_sync: bool = True,
+        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__(
-            model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
+            model,
+            sync_every=sync_every,
+            process_group=process_group,
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers,
         )
         self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         make = nesterov if outer_optimizer is None else outer_optimizer

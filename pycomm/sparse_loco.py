@@ -26,14 +26,14 @@ from pycomm._outer_step import anchors_differ, have_moved
 from pycomm._saved_state import check_options, check_tensors, part_of
 from pycomm._sparse_rows import GROUP, ROW, pack, rows_of, select, unpack
 from pycomm.errors import CollectiveMismatchError
-from pycomm.local_sgd import LocalSGD
+from pycomm.local_sgd import FixedParameters
 
 __all__ = ["SparseLoCo"]
 
 _MOST_ENTRIES = 1024
 
 
-class SparseLoCo(LocalSGD):
+class SparseLoCo(FixedParameters):
     """Every ``sync_every`` steps workers exchange the largest entries of their movements.
 
     A worker adds its movement to its error, sends the ``top_k`` largest of every 4,096
@@ -41,7 +41,8 @@ class SparseLoCo(LocalSGD):
     has the same effect.
 
     Args:
-        model, sync_every, process_group, init_sync: As ``LocalSGD``. Parameters are real.
+        model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``. Parameters
+            are real.
         top_k: Entries sent of each 4,096 neighbours of a parameter, a multiple of 16 from 16 to
             1024. A parameter is filled up to a multiple of 4,096: small ones are sent more densely.
         error_decay: The factor of the error before each sync, from 0 to 1; β in the paper.
@@ -77,6 +78,7 @@ class SparseLoCo(LocalSGD):
         outer_optimizer: None = None,
         process_group: Any = None,
         init_sync: bool = True,
+        broadcast_buffers: bool = True,
     ) -> None:
         _check_options(top_k, error_decay, outer_lr, outer_optimizer)
         for name, parameter in model.named_parameters():
@@ -85,7 +87,11 @@ class SparseLoCo(LocalSGD):
                     f"parameter {name!r} is {parameter.dtype}: SparseLoCo sends real numbers only"
                 )
         super().__init__(
-            model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
+            model,
+            sync_every=sync_every,
+            process_group=process_group,
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers,
         )
         self._top_k = top_k
         self._decay = float(error_decay)

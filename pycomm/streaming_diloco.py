@@ -27,6 +27,7 @@ from torch import nn
 
 from pycomm._backend import native_backend
 from pycomm._ddp_group import report_unused_codec
+from pycomm._ddp_options import ignored_names, reducible
 from pycomm._fragments import cut
 from pycomm._model_check import check_same_on_all_ranks, gather_numbers
 from pycomm._outer_step import (
@@ -39,12 +40,12 @@ from pycomm._outer_step import (
 )
 from pycomm._saved_state import check_options, check_outer, check_tensors, part_of
 from pycomm._wire_patterns import WireDtype, named_wire_dtype
-from pycomm.local_sgd import LocalSGD, nesterov
+from pycomm.local_sgd import FixedParameters, nesterov
 
 __all__ = ["StreamingDiLoCo"]
 
 
-class StreamingDiLoCo(LocalSGD):
+class StreamingDiLoCo(FixedParameters):
     """Syncs one fragment of the model at a time, while training goes on.
 
     With H = ``sync_every``, P fragments and τ = ``fragment_sync_delay``, fragment p of 0 … P − 1 is
@@ -52,7 +53,7 @@ class StreamingDiLoCo(LocalSGD):
     later. With P = 1 and τ = 0 it is ``DiLoCo``, bit by bit.
 
     Args:
-        model, sync_every, process_group, init_sync: As ``LocalSGD``.
+        model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``.
         fragments: Their number; the blocks of the model's longest ``ModuleList`` or ``Sequential``
             are dealt out in turn, other parameters to the lightest. Or a list of modules, one for
             each fragment, which together hold every trainable parameter once. ``sync_every`` is a
@@ -99,14 +100,20 @@ class StreamingDiLoCo(LocalSGD):
         outer_optimizer: MakeOptimizer | None = None,
         process_group: Any = None,
         init_sync: bool = True,
+        broadcast_buffers: bool = True,
     ) -> None:
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        mine = reducible(model, ignored_names(model))
+        trained = {name: each for name, each in mine.items() if each.requires_grad}
         parts = cut(model, trained, fragments) if trained else []
         _check_steps(sync_every, len(parts), fragment_sync_delay)
         alpha = _alpha_of(fragment_update_alpha, fragment_sync_delay)
         wire = _wire_of(wire_dtype, process_group)
         super().__init__(
-            model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
+            model,
+            sync_every=sync_every,
+            process_group=process_group,
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers,
         )
         make = nesterov if outer_optimizer is None else outer_optimizer
         self._fragments = [
@@ -162,6 +169,7 @@ class StreamingDiLoCo(LocalSGD):
                 outer step; nothing was changed. On every rank alike.
         """
         begin = time.perf_counter()
+        self._take_unfrozen()
         place = self._since_sync + 1
         self._steps += 1
         self._since_sync = place % self._sync_every
@@ -191,6 +199,7 @@ class StreamingDiLoCo(LocalSGD):
         Call it before you save or evaluate the model. Collective; raises as ``step``. If Ctrl-C
         interrupts it, or ``step``, a fragment in flight lands in the next call.
         """
+        self._take_unfrozen()
         begin = time.perf_counter()
         with torch.no_grad():
             if self._flight is not None:

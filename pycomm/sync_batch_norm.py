@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -25,7 +26,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Each training step costs one all_gather of 2 C + 1 numbers in forward and one all_reduce of
     2 C in backward, for C channels. Statistics are computed in fp32, for fp64 inputs in fp64. They
-    are combined in rank order, so all ranks get the same bits.
+    are combined in rank order, so all ranks get the same bits. As torch's layer, it has no second
+    derivative: a gradient penalty or a Hessian through it raises a RuntimeError.
 
         model = pycomm.SyncBatchNorm.convert_sync_batchnorm(model)
     """
@@ -173,6 +175,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         normalized, weight, inverse, total = ctx.saved_tensors
         dims, shape = ctx.dims, ctx.shape

@@ -288,15 +288,17 @@ class ServerCore:
         with self._changed:
             terms = Terms(**state["terms"])
             layout = Layout(self._model, terms.servers, sliced=terms.sliced)
-            if layout.digest != terms.digest:
-                # Checkpoints of older versions do not have the parameters' shapes.
+            # Checkpoints of older versions do not have the parameters' shapes, or another digest.
+            known = state.get("parameters")
+            same = layout.digest == terms.digest if known is None else layout.described == known
+            if not same:
                 where = ""
-                if (known := state.get("parameters")) is not None:
+                if known is not None:
                     here = in_words(layout.described)
                     where = f": first difference {first_difference(here, in_words(known))}"
                 raise ValueError(f"it holds another model than this server{where}")
-            begun = self._begin(terms, layout)
-            begun.shard.load_state_dict(state["shard"])
+            begun = self._begin(dataclasses.replace(terms, digest=layout.digest), layout)
+            begun.shard.load_state_dict({**state["shard"], "digest": layout.digest})
             begun.schedule.load_state_dict(state["schedule"])
             ended = {int(worker) for worker in state.get("ended", ())}
             if len(ended) < self._workers:  # else the job is over, and its file begins another one

@@ -72,12 +72,13 @@ def place(shapes: Sequence[Shape], servers: int, *, sliced: bool = True) -> list
     ]
 
 
-def digest(slices: Sequence[Slice], dtypes: Sequence[str]) -> str:
-    """Equal for two processes exactly if they have the same slices with the same dtypes."""
-    text = "\n".join(
-        f"{each.name} {each.start} {each.stop} {each.server} {dtype}"
-        for each, dtype in zip(slices, dtypes, strict=True)
-    )
+def digest(slices: Sequence[Slice], parameters: Sequence[Any]) -> str:
+    """Equal for two processes exactly if they have the same slices of the same parameters.
+
+    ``parameters``: lists of [name, shape, dtype].
+    """
+    cuts = [f"{each.name} {each.start} {each.stop} {each.server}" for each in slices]
+    text = "\n".join([*in_words(parameters), *cuts])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -55,9 +55,7 @@ class Layout:
         ]
         """Name, shape and dtype of each parameter: names the difference between two models."""
         self.slices: list[Slice] = place(shapes, servers, sliced=sliced)
-        self.digest: str = digest(
-            self.slices, [str(self.parameters[each.name].dtype) for each in self.slices]
-        )
+        self.digest: str = digest(self.slices, self.described)
 
     def of(self, server: int) -> list[Slice]:
         return [each for each in self.slices if each.server == server]

@@ -22,8 +22,6 @@ NOT_YET: dict[str, str] = {
     "two futures": "a hook with two futures at once whose callbacks issue",
     "asks in backward": "stats() in a hook, while backward waits",
     "callbacks": "a plain future's callback that issues a collective",
-    "thawed between syncs": "LocalSGD and the others do not take in what is thawed later",
-    "complex hook": "a complex parameter and torch's allreduce_hook",
 }
 
 WRAPPER, LOCAL = "DistributedDataParallel", ("LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo")
@@ -152,7 +150,7 @@ def _draw_wrapper(draw: random.Random, parts: list[str], options: dict[str, Any]
     if draw.random() < 0.2:
         options["broadcast_buffers"] = False
     hook = "" if "sync_every" in options else draw.choice(HOOKS)  # theirs is the default group
-    if _HOOK_KIND.get(hook) in NOT_YET or (hook and "complex" in parts and "complex hook" in NOT_YET):
+    if _HOOK_KIND.get(hook) in NOT_YET:
         return ""
     return hook
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_models import Ignored, Sum, batch_of
-from training_programs import NOT_YET, WRAPPER, Program, Step
+from training_programs import LOCAL, NOT_YET, WRAPPER, Program, Step
 
 Array = npt.NDArray[Any]
 
@@ -278,12 +278,15 @@ class Trainer:
         if "two backwards" in NOT_YET or self.accumulate > 1:
             return
         forwards = 1 if step.how == "of one forward" else 2
-        losses = [self._forward(()) for _ in range(forwards)]
-        shares = [self._share(batch, ()) for batch in (self.batch_used,) * forwards]
+        losses, shares = [], []
+        for _ in range(forwards):
+            losses.append(self._forward(()))
+            shares.append(self._share(self.batch_used, ()))
         try:
-            for _ in range(2):
-                losses[0 if forwards == 1 else _].backward(retain_graph=forwards == 1)
-                self._add(shares[0 if forwards == 1 else _])
+            for loss, share in zip(losses * (3 - forwards), shares * (3 - forwards), strict=True):
+                loss.backward(retain_graph=forwards == 1)
+                self._add(share)
+                self.passes += 1
                 self._reduced(self.mates, len(self.mates))
         except RuntimeError as error:
             assert "backward" in str(error), error
@@ -314,14 +317,17 @@ class Trainer:
             return
         if self._feeds_back(step.part) and "freeze encoded" in NOT_YET:
             return
-        if "ignored" == self.program.parts[step.part]:
+        if self.program.parts[step.part] == "ignored":
             return
         self._set_trained(step.part, trained=False)
 
     def thaw(self, step: Step) -> None:
-        if self.dirty or (self.local is not None and "thawed between syncs" in NOT_YET):
+        if self.dirty or self.program.parts[step.part] == "ignored":
             return
+        new = step.part in self._frozen_parts() and self.program.parts[step.part] == "base"
         self._set_trained(step.part, trained=True)
+        if new and self.program.trainer in LOCAL[1:]:
+            self._ends_with(rf"'parts\.{step.part}\.", self.local.step)
 
     def _set_trained(self, part: int, *, trained: bool) -> None:
         if (part in self._frozen_parts()) != trained:
@@ -421,7 +427,8 @@ class Trainer:
 
     def scaled(self, step: Step) -> None:
         """A step of a GradScaler, with a batch that diverges on rank 0, or without."""
-        if self.accumulate > 1 or {"fp16", "complex", "sparse", "ignored"} & set(self.program.parts):
+        without_scale = {"fp16", "complex", "sparse", "ignored"}
+        if self.accumulate > 1 or without_scale & set(self.program.parts):
             return
         self.zero(Step("zero", "to none"))
         self.scaler.scale(torch.ones(()))  # makes the scale a tensor, as for any loss
@@ -487,7 +494,6 @@ class Trainer:
         counts = [each * self.accumulate for each in step.counts]
         by_all = not step.how or bool(self.program.hook)  # hooks divide by themselves
         mine, most = counts[self.rank], max(counts)
-        turns = 0
         with self.model.join(divide_by_initial_world_size=by_all):
             for batch in range(mine):
                 left = [rank for rank in self.everyone if counts[rank] > batch]
@@ -495,8 +501,7 @@ class Trainer:
                     self.zero(Step("zero", "to none"))
                 self._pass((), members=left, divisor=self.program.ranks if by_all else len(left))
                 self.step(step)
-        turns = (most - mine) // self.accumulate
-        self.exchange.skip(turns)
+        self.exchange.skip((most - mine) // self.accumulate)
         self.batches += most - mine
         if self.static and most:
             self.always_used = self.always_used or set(self._trained())
@@ -615,7 +620,8 @@ class Trainer:
         self.used |= share.keys()
 
     def _take_real(self) -> None:
-        self.grads = {n: numbers(p.grad) for n, p in self._parameters().items() if p.grad is not None}
+        parameters = self._parameters().items()
+        self.grads = {n: numbers(p.grad) for n, p in parameters if p.grad is not None}
 
     def _check_own(self, those: Iterable[str]) -> None:
         parameters = self._parameters()
@@ -625,7 +631,8 @@ class Trainer:
                 assert grad is None, f"{name} has a gradient"
                 continue
             assert grad is not None, f"{name} has no gradient"
-            close(name, numbers(grad), wanted, 3 * _ROUNDING[grad.dtype] * np.abs(wanted).max(initial=0) + 1e-7)
+            bound = 3 * _ROUNDING[grad.dtype] * np.abs(wanted).max(initial=0) + 1e-7
+            close(name, numbers(grad), wanted, bound)
 
     def _residuals(self) -> dict[str, Array]:
         if not any(self._feeds_back(part) for part in range(len(self.program.parts))):
@@ -703,8 +710,11 @@ class Trainer:
 
     def _everyones_parameters(self) -> list[dict[str, Array]]:
         mine = {name: numbers(each) for name, each in self._owned().items()}
-        self.shards = bits(self._parameters()[n] for n in sorted(self.ignored & self._parameters().keys()))
+        self.shards = self._bits_of_shards()
         return self.exchange.all(mine, self.everyone)
+
+    def _bits_of_shards(self) -> str:
+        return bits(each for name, each in self._parameters().items() if name in self.ignored)
 
     def _check_sync(self, before: list[dict[str, Array]]) -> None:
         self.steps_at_sync = self.steps
@@ -725,9 +735,7 @@ class Trainer:
             assert len(set(self.exchange.all(bits([parameter]), self.everyone))) == 1, (
                 f"{name} differs between ranks after a sync"
             )
-        parameters = self._parameters()
-        shards = bits(parameters[name] for name in sorted(self.ignored & parameters.keys()))
-        assert shards == self.shards, "a sync has changed an ignored parameter"
+        assert self._bits_of_shards() == self.shards, "a sync has changed an ignored parameter"
         own = [each for name, each in self.net.named_buffers() if name in self.ignored]
         assert all((each == self.rank).all() for each in own), "an ignored buffer has changed"
 
@@ -756,17 +764,18 @@ def run_program(rank: int, port: int, request: tuple[int, Program]) -> str:
     dist.init_process_group(
         "pycomm", store=store, rank=rank, world_size=program.ranks, timeout=timeout
     )
-    index, step = 0, Step("made")
+    where = "construction"
     try:
         trainer = Trainer(program, rank, exchange)
         for index, step in enumerate(program.steps, 1):
+            where = f"step {index}: {step}"
             trainer.run(step)
         return ""
     except Over as over:
         return str(over.__cause__)
     except Exception as error:
         exchange.fail()
-        raise AssertionError(f"rank {rank} in step {index}: {step}") from error
+        raise AssertionError(f"rank {rank} in {where}") from error
     finally:
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from pathlib import Path
@@ -290,3 +291,82 @@ def sync_batch_norm_and_hooks(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sync_batch_norm_beside_a_hook_is_one_process_with_the_whole_batch(world_size: int) -> None:
     run_ranks(world_size, sync_batch_norm_and_hooks)
+
+
+# Parameters that a wrapper cannot follow, and results that it can
+
+
+def converted(rank: int, world_size: int) -> None:
+    model = wrap(layers())
+    model(batch(rank, 0)).sum().backward()
+    model.double().float()  # autograd forgets its accumulators, and with them hooks on them
+    model.zero_grad()
+    model(batch(rank, 1)).sum().backward()
+    reference = layers()
+    for each in range(world_size):
+        (reference(batch(each, 1)).sum() / world_size).backward()
+    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"'0.weight' is Double on cpu now, and was Float"):
+        model(batch(rank, 2).double())
+
+
+def wide_gradients(rank: int, world_size: int) -> None:
+    net = nn.Linear(3, 2, dtype=torch.bfloat16)
+    for each in net.parameters():
+        each.grad_dtype = torch.float32
+    with pytest.raises(RuntimeError, match=r"has a gradient of Float.*grad_dtype"):
+        wrap(net)(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+
+
+def complex_result(rank: int, world_size: int) -> None:
+    model = wrap(nn.Linear(3, 2, dtype=torch.complex64))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    batches = [torch.full((1, 3), complex(each, 1 + each)) for each in range(world_size)]
+    for _ in range(2):
+        model.zero_grad()
+        model(batches[rank]).sum().abs().backward()
+    reference = copy.deepcopy(model.module)
+    reference.zero_grad()
+    for each in batches:
+        (reference(each).sum().abs() / world_size).backward()
+    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+def cut_off(rank: int, world_size: int) -> str:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError
+
+    model = wrap(layers())
+    before = Raises.apply(batch(rank, 0).requires_grad_())  # type: ignore[no-untyped-call]
+    with pytest.raises(ArithmeticError):
+        model(before).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(batch(rank, 1))
+    return str(caught.value)
+
+
+def test_a_converted_model_is_reduced_or_refused() -> None:
+    run_ranks(2, converted)
+
+
+def test_gradients_of_another_dtype_are_refused() -> None:
+    run_ranks(2, wide_gradients)
+
+
+def test_torchs_hook_averages_complex_gradients() -> None:
+    run_ranks(2, complex_result)
+
+
+def test_an_error_behind_the_last_gradient_is_named() -> None:
+    for text in run_ranks(2, cut_off).values():
+        assert "ended with an error after the last gradient" in text
+        assert "find_unused_parameters" not in text

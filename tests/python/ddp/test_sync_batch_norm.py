@@ -157,3 +157,18 @@ def nothing_to_normalize(rank: int, size: int) -> None:
 
 def test_too_few_values() -> None:
     run_ranks(2, nothing_to_normalize)
+
+
+def twice_differentiated(rank: int, size: int) -> None:
+    import pycomm
+
+    layers = torch.nn.Sequential(torch.nn.Linear(3, CHANNELS), pycomm.SyncBatchNorm(CHANNELS))
+    batch = torch.randn(4, 3, requires_grad=True)
+    loss = layers(batch).square().sum()
+    (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    run_ranks(2, twice_differentiated).check()

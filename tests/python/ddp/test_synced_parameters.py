@@ -80,8 +80,39 @@ def evaluated(rank: int, world_size: int) -> dict[str, bool]:
     return {"syncs": model.stats().syncs == 1}
 
 
+def unfrozen(rank: int, world_size: int) -> dict[str, bool]:
+    """Frozen at construction: the average takes it in, and the others refuse it by name."""
+    import pycomm
+
+    found = {}
+    for name in ("LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo"):
+        net = Tower(rank)
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["table.shard", "table.own"])
+        net.trunk.weight.requires_grad_(False)
+        net.register_buffer("seen", torch.full((2,), float(rank)))
+        local = getattr(pycomm, name)(net, sync_every=2, broadcast_buffers=False)
+        assert (net.seen == 0).all()
+        net.seen += rank
+        net.trunk.weight.requires_grad_(True)
+        train(net, rank, 1)
+        try:
+            local.step()
+            if name == "LocalSGD":
+                state = local.state_dict()
+                net.trunk.weight.requires_grad_(False)
+                local.load_state_dict(state)
+            local.sync()
+            found[name] = same(net.trunk.weight) and same(net.head.weight) and name == "LocalSGD"
+            found["buffers stay"] = bool((net.seen == rank).all())
+        except pycomm.errors.UnsupportedError as error:
+            found[name] = "'trunk.weight'" in str(error) and name in str(error)
+        found[f"{name}'s own"] = bool((net.table.shard == rank).all())
+    return found
+
+
 def in_turn(rank: int, world_size: int) -> dict[str, bool]:
-    return {**frozen(rank, world_size), **evaluated(rank, world_size)}
+    of_wrapper = {**frozen(rank, world_size), **evaluated(rank, world_size)}
+    return {**of_wrapper, **unfrozen(rank, world_size)}
 
 
 def test_a_sync_covers_what_was_trained_since_the_last_one() -> None:

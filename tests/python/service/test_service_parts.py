@@ -252,6 +252,12 @@ def test_models_that_the_service_does_not_take() -> None:
         Layout(model, 1, sliced=True)
 
 
+def test_two_models_of_equal_sizes_and_other_shapes_are_told_apart() -> None:
+    wide, long = (Layout(nn.Embedding(*shape), 1, sliced=True) for shape in ((100, 20), (200, 10)))
+    assert wide.digest != long.digest
+    assert wide.digest == Layout(nn.Embedding(100, 20), 1, sliced=True).digest
+
+
 @pytest.mark.parametrize("servers", [1, 3])
 def test_a_shard_saved_and_loaded_goes_on_bit_by_bit(servers: int) -> None:
     def made(seed: int) -> tuple[Layout, list[Shard]]:
