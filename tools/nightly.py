@@ -54,6 +54,7 @@ STEPS = [
         for share in (1, 2, 3)
     ),
     Step("security_mutations", "{python} tests/cpp/proof/programs/security_mutations.py", 30),
+    Step("host_mutations", "{python} tests/cpp/proof/programs/host_mutations.py", 8),
     Step("simulator", "{python} tools/simulate.py --seeds 100000 --remember-failures", 15),
     Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
     Step(

@@ -178,7 +178,6 @@ HostInPlace::AdvanceResult HostInPlace::advance(const HostOperation& op, bool en
   }
   if (!finished_) {
     finished_ = true;
-    own.staged.store(base_ + 1, std::memory_order_seq_cst);
     own.reduced.store(base_ + 1, std::memory_order_seq_cst); // after the last byte that this rank reads or writes
     return AdvanceResult::Moved;
   }

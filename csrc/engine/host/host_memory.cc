@@ -1,18 +1,6 @@
 #include "engine/host/host_memory.h"
 
-#include <utility>
-
 namespace pycomm {
-
-HostMemory::HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, const GroupIdentity& identity)
-    : arena_(std::move(arena)),
-      heaps_(std::move(heaps)),
-      view_{
-          arena_->at(0),
-          heaps_.own == nullptr ? nullptr : heaps_.ranges.data(),
-          identity.rank,
-          identity.size,
-          &identity.job} {}
 
 void HostMemory::commitStage() {
   if (!staged_) {

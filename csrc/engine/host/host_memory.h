@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/buffer_view.h"
@@ -23,7 +24,15 @@ struct HostHeaps {
 class HostMemory {
  public:
   /// `arena` begins with HostView::totalNbytes(size) for this; the first HostView::commonNbytes(size) of them exist.
-  HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, const GroupIdentity& identity);
+  HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, const GroupIdentity& identity)
+      : arena_(std::move(arena)),
+        heaps_(std::move(heaps)),
+        view_{
+            arena_->at(0),
+            heaps_.own == nullptr ? nullptr : heaps_.ranges.data(),
+            identity.rank,
+            identity.size,
+            &identity.job} {}
   HostMemory(const HostMemory&) = delete; ///< the view points into it
   HostMemory& operator=(const HostMemory&) = delete;
 

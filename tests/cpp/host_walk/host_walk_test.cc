@@ -91,6 +91,7 @@ TEST(HostWalk, OneAfterAnother) {
   const Act in_place = actOf(Collective::AllReduce, 1, ReduceOp::Sum, true);
   walk({2, {sent, scattered}});
   walk({2, {in_place, gathered, sent}});
+  walk({2, {in_place, in_place, gathered}});
 }
 
 TEST(HostWalk, OneThatLeavesOrFails) {
@@ -116,6 +117,9 @@ TEST(HostWalk, OneThatWaitsIsWoken) {
   walk({2, {actOf(Collective::AllReduce, 0, ReduceOp::Sum)}, 0, true});
   walk({2, {actOf(Collective::Broadcast, 0), actOf(Collective::Barrier, 0)}, -1, true});
   walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, -1, true});
+  walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum)}, -1, true, false});
+  const Act barrier = actOf(Collective::Barrier, 0);
+  walk({3, {barrier}, -1, true, false});
 }
 
 // These take seconds each: a fifth of them on each day.
@@ -123,7 +127,7 @@ TEST(HostWalk, Deep) {
   std::vector<Plot> plots;
   for (const Case& each : kFew) {
     plots.push_back({3, {actOf(each.kind, 3, each.op)}, -1, false, false}); // a stage is written for the second time
-    plots.push_back({2, {actOf(each.kind, 3, each.op)}, 0});
+    plots.push_back({2, {actOf(each.kind, 2, each.op)}, 0});
     plots.push_back({3, {actOf(each.kind, 1, each.op, true)}});
   }
   plots.push_back({4, {actOf(Collective::Broadcast, 2)}, -1, false, false});

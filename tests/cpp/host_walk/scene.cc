@@ -56,7 +56,8 @@ bool isCounter(const void* word) {
 void beforeStore(const void* word, uint64_t is, uint64_t will_be) {
   const HostScene::Word which = HostScene::current().wordAt(word);
   if (which.counter && will_be < is) {
-    Walk::current().wrong(std::string(which.name) + " falls from " + std::to_string(is) + " to " + std::to_string(will_be));
+    Walk::current().wrong(
+        std::string(which.name) + " falls from " + std::to_string(is) + " to " + std::to_string(will_be));
   }
   if (counts(which)) {
     Walk::current().pauseToStore(word, which.name);
@@ -319,6 +320,29 @@ void HostScene::leave(int rank, bool fails) {
   }
 }
 
+// The one that is waited for wakes who waits, and not a third one, later: else ranks would wake one after another.
+void HostScene::checkNobodySleepsFor(int rank) const {
+  for (int other = 0; other < plot_.size; ++other) {
+    const HostPlane* const plane = selves_[static_cast<size_t>(other)].plane;
+    if (plane == nullptr || !Walk::current().sleeps(other) || plane->queue_.head_ == plane->queue_.entered_) {
+      continue;
+    }
+    const HostTransfer& oldest = plane->queue_.queue_[plane->queue_.head_].transfer;
+    if (oldest.phase_ == HostTransfer::Phase::Matching && oldest.matched_ == rank &&
+        oldest.op_.view.slot(rank, oldest.ticket()).ticket.peek() == oldest.ticket()) {
+      Walk::current().wrong("has entered what rank " + std::to_string(other) + " sleeps for, and did not wake it");
+    }
+  }
+}
+
+// A slot that is not entered, or not whole, must not be read: what it says may look like another operation's.
+void HostScene::checkNotAstray(int rank) const {
+  const HostQueue& queue = selves_[static_cast<size_t>(rank)].plane->queue_;
+  if (queue.head_ < queue.queue_.size() && queue.queue_[queue.head_].transfer.astray()) {
+    Walk::current().wrong("finds another operation in a slot, and there is none");
+  }
+}
+
 void HostScene::body(int rank) {
   Walk& walk = Walk::current();
   Self& self = selves_[static_cast<size_t>(rank)];
@@ -363,6 +387,8 @@ void HostScene::body(int rank) {
     first = false;
     before = state;
     (void)plane.drive(*self.operations[self.ended], Deadline::after(0));
+    checkNobodySleepsFor(rank);
+    checkNotAstray(rank);
     if (plot_.sleeps && stateOf(rank) == before) {
       plane.sleep(Deadline::never());
     }

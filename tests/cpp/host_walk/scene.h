@@ -90,6 +90,8 @@ class HostScene : public Scene {
   [[nodiscard]] bool groupFails(int rank) const noexcept;
   [[nodiscard]] int waysOf(int rank) const noexcept;
   void look(int rank);
+  void checkNobodySleepsFor(int rank) const;
+  void checkNotAstray(int rank) const;
   void leave(int rank, bool fails);
 
   static HostScene* current_;

@@ -81,6 +81,9 @@ class Walk {
     return draining_;
   }
   void wrong(const std::string& what);
+  [[nodiscard]] bool sleeps(int rank) const noexcept {
+    return ranks_[static_cast<size_t>(rank)].asleep != nullptr;
+  }
   /// Between two calls, and not in the middle of one.
   [[nodiscard]] bool between(int rank) const noexcept {
     return ranks_[static_cast<size_t>(rank)].between;

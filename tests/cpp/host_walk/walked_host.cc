@@ -15,16 +15,6 @@ namespace pycomm {
 
 // The scene has committed all. There is no thread but the ranks' own.
 
-HostMemory::HostMemory(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, const GroupIdentity& identity)
-    : arena_(std::move(arena)),
-      heaps_(std::move(heaps)),
-      view_{
-          arena_->at(0),
-          heaps_.own == nullptr ? nullptr : heaps_.ranges.data(),
-          identity.rank,
-          identity.size,
-          &identity.job} {}
-
 void HostMemory::commitStage() {}
 
 // No rank is stopped in the walk, so each one ends its step while the others wait for that.

@@ -84,6 +84,10 @@ class WalkedWord {
     value_ = value;
     testing::afterStore();
   }
+  /// For the scene itself.
+  [[nodiscard]] T peek() const noexcept {
+    return value_;
+  }
   T fetch_add(T by, std::memory_order) noexcept {
     testing::beforeStore(this, value_, value_ + by);
     const T before = value_;

@@ -21,8 +21,8 @@ SOURCES = Path("csrc")
 LIMIT_S = 300  # of one run of tests; without a check some wait for what never comes
 CONFIGURE = ("-DPYCOMM_PRECOMPILE=OFF", "-DCMAKE_UNITY_BUILD=ON")
 WALK = "host_walk"
-"""This program compiles engine/host once more. Its mutations are in a second copy of that folder, so
-that nothing else is compiled for them."""
+"""This program compiles engine/host once more. Its mutations are in a second copy of that folder:
+nothing else is compiled for them."""
 WALKED = Path("walked")
 
 

@@ -369,6 +369,44 @@ MUTATIONS = [
         "onData([peer](DataPlane& data) { data.peerLeft(peer); });",
         "static_cast<void>(peer);",
     ),
+    # ---- what an idle group keeps
+    Mutation(
+        "receives that have their message are kept",
+        "messages.cc",
+        "    unmatched_.erase(match.ticket); // only now",
+        "    // only now",
+    ),
+    Mutation(
+        "tags are kept that nothing waits under",
+        "point_to_point.cc",
+        "own : any), from, name});\n"
+        "  if (under.messages.empty() && under.receives.empty()) {\n    tags_.erase(tag);\n  }\n",
+        "own : any), from, name});\n",
+    ),
+    Mutation(
+        "staging that is released counts",
+        "staging_pool.cc",
+        "    pool_->taken_nbytes_ -= nbytes_;\n",
+        "",
+    ),
+    Mutation(
+        "credit of operations that have ended is kept",
+        "credits.cc",
+        "    noLongerAhead(edge);\n  }\n  ops_.erase(found);\n}\n\nvoid Credits::forget(",
+        "    noLongerAhead(edge);\n  }\n}\n\nvoid Credits::forget(",
+    ),
+    Mutation(
+        "credit of operations that were unexpected is kept",
+        "credits.cc",
+        "  unexpected_.erase(found);\n",
+        "",
+    ),
+    Mutation(
+        "past operations of peers have no bound",
+        "credits.cc",
+        "  while (!to.past.empty() && to.past.front().sent < over) {\n",
+        "  while (false) {\n",
+    ),
     Mutation(
         "used eager bytes stay in the pool",
         "credits.cc",

@@ -1,0 +1,63 @@
+"""Mutations that named tests notice: each must still apply, and its tests must be there."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "tests" / "cpp" / "proof" / "programs"))
+machinery = importlib.import_module("mutated_tests")
+security = importlib.import_module("security_mutations")
+host = importlib.import_module("host_mutations")
+
+PASSED = "[ RUN      ] A.B\n[       OK ] A.B (1 ms)\n"
+FAILED = "[ RUN      ] A.C\nx.cc:1: Failure\n[  FAILED  ] A.C (2 ms)\n"
+SKIPPED = "[ RUN      ] A.D\n[  SKIPPED ] A.D (0 ms)\n"
+
+
+@pytest.mark.parametrize("mutations", [security.MUTATIONS, host.MUTATIONS])
+def test_every_mutation_applies(mutations: Sequence[Any]) -> None:
+    assert machinery.misplaced(ROOT, mutations) == []
+    names = [mutation.name for mutation in mutations]
+    assert len(set(names)) == len(names)
+
+
+def test_one_that_no_longer_applies_or_has_no_test_is_named(tmp_path: Path) -> None:
+    mutation = security.MUTATIONS[0]
+    for part in ("csrc/transport", "csrc/engine", "tests/cpp/transport", "tests/cpp/engine"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    source = tmp_path / "csrc" / "transport" / "secure" / mutation.file
+    source.write_text(source.read_text().replace(mutation.old, ""))
+    tests = tmp_path / "tests" / "cpp" / "transport" / "secure" / "tls_link_test.cc"
+    _, _, name = mutation.tests.partition(".")
+    tests.write_text(tests.read_text().replace(name, "Renamed"))
+    place = source.relative_to(tmp_path)
+    assert machinery.misplaced(tmp_path, security.MUTATIONS) == [
+        f"{mutation.name}: its text stands 0 times in {place}, not once",
+        f"{mutation.name}: there is no test {mutation.tests}",
+    ]
+
+
+def test_what_is_not_as_expected_is_a_complaint() -> None:
+    mutation = security.MUTATIONS[0]._replace(tests="A.C")
+    green, red = machinery.judged(0, PASSED), machinery.judged(1, PASSED + FAILED)
+    assert red.failed == ("A.C",)
+    assert machinery.verdict(mutation, green, red) == (f"| {mutation.name} | A.C |", "")
+    assert machinery.verdict(mutation, green, green)[1] == "A.C does not notice it"
+    both = mutation._replace(tests="A.B:A.C")
+    assert machinery.verdict(both, green, red)[1] == "A.B does not notice it"
+    assert machinery.verdict(both, green, machinery.Ran(0, machinery.HANGS))[1] == ""
+    assert machinery.verdict(mutation, red, red)[1] == "without it: failed: A.C"
+    assert machinery.verdict(mutation, green, None)[1] == "does not compile"
+    none, skipped = machinery.judged(0, ""), machinery.judged(0, PASSED + SKIPPED)
+    assert machinery.verdict(mutation, none, red)[1] == "without it: no test ran"
+    assert machinery.verdict(mutation, skipped, red)[1] == "without it: skipped: A.D"
+    assert machinery.verdict(mutation, green, skipped)[1] == "skipped: A.D"
+    assert machinery.judged(-11, "[ RUN      ] A.B\n").failed == ("A.B (died with -11)",)
