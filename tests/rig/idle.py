@@ -22,11 +22,11 @@ def check_idle() -> None:
     from pycomm import _backend, _extension
 
     deadline = time.monotonic() + _PATIENCE_S
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend = _backend.native_backend(group)
-        except (ValueError, RuntimeError):  # another backend's
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        if ":pycomm" not in world.pg_backend_config[group]:  # "cpu:gloo,cuda:nccl"
             continue
+        backend = _backend.native_backend(group)
         while held := _extension.native.held_text(backend):
             if _extension.native.last_error(backend) is not None:
                 break

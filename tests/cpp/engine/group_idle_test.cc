@@ -2,6 +2,8 @@
 // them ends with them: runRanks() looks at every group after each test (expectIdle).
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "expect_done.h"
@@ -21,16 +23,35 @@ Group::Call allToAllCall(std::vector<float>& mine, std::vector<float>& theirs, i
   return call;
 }
 
-// A peer's frame makes the lane look for operations in shared memory (recall), and finds them under way.
+template <typename Condition>
+void waitUntil(const Condition& condition) {
+  const Deadline most = Deadline::after(20000);
+  while (!condition() && !most.expired()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ASSERT_TRUE(condition());
+}
+
+// A peer's frame makes the lane look for operations in shared memory (recall), and finds the sum under way.
 TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf) {
-  runRanks(2, [](Rank& self) {
+  std::atomic<int> here{0};
+  runRanks(2, [&](Rank& self) {
     std::vector<float> sums(1 << 20, 1);
     std::vector<float> mine(2, 1);
     std::vector<float> theirs(2);
-    for (int i = 0; i < 20; ++i) {
-      const auto sum = self.group.start(allReduceCall(sums));
+    for (int i = 0; i < 5; ++i) {
+      Group::Call call = allReduceCall(sums);
+      call.held = self.rank == 1; // so that rank 0 cannot end it before it has seen rank 1's frame
+      const auto sum = self.group.start(call);
+      if (self.rank == 0) {
+        waitUntil([&] { return self.group.usage().on_host > 0; }); // the lane watches the sum
+      }
       const auto exchange = self.group.start(allToAllCall(mine, theirs, self.size));
       ASSERT_TRUE(self.group.wait(*exchange, Deadline::after(20000)));
+      waitForAll(here, 2 * (i + 1));
+      if (self.rank == 1) {
+        self.group.release(sum);
+      }
       ASSERT_TRUE(self.group.wait(*sum, Deadline::after(20000)));
     }
   });
@@ -40,8 +61,8 @@ TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf) {
 TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatARankWasLateFor) {
   std::atomic<int> here{0};
   runRanks(2, [&](Rank& self) {
-    if (self.rank == 1) { // rank 0 asks after 50 ms; nothing else tells that it has
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (self.rank == 1) {
+      waitUntil([&] { return self.group.usage().protocol.unexpected > 0; }); // rank 0 has asked
     }
     for (int i = 0; i < 100; ++i) { // more than the lane finds when it looks
       const auto barrier = self.group.start(barrierCall());

@@ -658,6 +658,10 @@ class InPlacePair {
   HostPlane& plane() {
     return host_.plane(0);
   }
+  /// Rank 0's.
+  const Operation& operation() const {
+    return *first_;
+  }
   HostProgress& progress(int rank) {
     return host_.view(0).progress(rank);
   }
@@ -958,7 +962,10 @@ TEST(HostPlane, WhileAFailureTakesTensorsAwayNobodyElseWaits) {
   std::atomic<int64_t> counter{1};
   (void)post(pair.plane(), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(other), viewOf(other), true);
   EXPECT_WITHIN_MS(elapsedMs(delayed), 500); // a thread that issues an operation would wait
-  EXPECT_EQ(ended.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  EXPECT_FALSE(pair.operation().done()) << "its memory is not the user's yet";
+  ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  ASSERT_TRUE(pair.operation().error());
+  EXPECT_EQ(pair.operation().error()->code, ErrorCode::PeerUnresponsive);
 }
 
 // The group has failed, and the user closes it before the plane's thread has run.
