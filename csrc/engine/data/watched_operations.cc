@@ -16,12 +16,12 @@ void WatchedOperations::hold(const std::shared_ptr<Operation>& operation) {
 void WatchedOperations::watch(const std::shared_ptr<Operation>& operation) {
   const Operation::Request& request = operation->request();
   host_->tellEnd(*operation); // first: if it ends meanwhile, the lane runs hostEnded() after this
-  stuck_.emplace(request.id.id, operation);
+  watched_.emplace(request.id.id, operation);
   try {
     protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
     protocol_.asksOnly(request.id.id, {}, Clock::now());
   } catch (...) { // nobody would look at its deadline
-    stuck_.erase(request.id.id);
+    watched_.erase(request.id.id);
     throw;
   }
 }
@@ -31,7 +31,7 @@ void WatchedOperations::stuck(const std::shared_ptr<Operation>& operation, uint6
     return;
   }
   const uint64_t op_id = operation->request().id.id;
-  if (stuck_.count(op_id) == 0) {
+  if (watched_.count(op_id) == 0) {
     watch(operation);
   }
   std::vector<int> ranks;
@@ -44,7 +44,7 @@ void WatchedOperations::stuck(const std::shared_ptr<Operation>& operation, uint6
 }
 
 void WatchedOperations::hostEnded(const OperationId& id, const Descriptor& descriptor) {
-  if (stuck_.erase(id.id) != 0) {
+  if (watched_.erase(id.id) != 0) {
     protocol_.ended(id.id);
   } else {
     protocol_.passed(id, descriptor);
@@ -54,16 +54,15 @@ void WatchedOperations::hostEnded(const OperationId& id, const Descriptor& descr
 // A question is kept until its operation is entered here. If that will be in shared memory, its end tells.
 void WatchedOperations::recall(const FrameHeader& header) {
   const uint64_t op_id = header.op_id;
-  if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0 || stuck_.count(op_id) != 0) {
+  if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0 || watched_.count(op_id) != 0) {
     return;
   }
-  if (header.type == FrameType::Waiting && static_cast<int64_t>(op_id) > told_up_to_) {
-    told_up_to_ = static_cast<int64_t>(op_id);
-    host_->tellEndsUpTo(told_up_to_);
+  if (header.type == FrameType::Waiting) {
+    host_->tellEndsUpTo(static_cast<int64_t>(op_id));
   }
   for (const std::shared_ptr<Operation>& operation : host_->recent()) {
     const OperationId id = operation->request().id;
-    if (id.sequence <= recalled_ || stuck_.count(id.id) != 0) {
+    if (id.sequence <= recalled_ || watched_.count(id.id) != 0) {
       continue;
     }
     if (operation->done()) {
@@ -97,7 +96,7 @@ std::shared_ptr<Operation> WatchedOperations::unfollow(uint64_t op_id) {
 }
 
 void WatchedOperations::endAll(const std::function<void(Operation&)>& end) noexcept {
-  stuck_.clear();
+  watched_.clear();
   for (const auto& entry : std::exchange(followed_, {})) {
     end(*entry.second);
   }
@@ -113,7 +112,7 @@ bool WatchedOperations::has(const Operation& operation) const noexcept {
 }
 
 std::optional<ErrorRecord> WatchedOperations::overdue(uint64_t op_id) {
-  if (const auto found = stuck_.find(op_id); found != stuck_.end()) {
+  if (const auto found = watched_.find(op_id); found != watched_.end()) {
     const std::shared_ptr<Operation> operation = found->second;
     if (!operation->done()) {
       return overdueOnHost(*operation);

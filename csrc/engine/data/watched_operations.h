@@ -68,7 +68,7 @@ class WatchedOperations {
     size_t followed = 0;
   };
   [[nodiscard]] Usage usage() const noexcept {
-    return {held_.size(), stuck_.size(), followed_.size()};
+    return {held_.size(), watched_.size(), followed_.size()};
   }
 
  private:
@@ -80,10 +80,10 @@ class WatchedOperations {
   Protocol& protocol_;
   HostPlane* host_ = nullptr;
   std::set<std::shared_ptr<Operation>> held_;
-  std::unordered_map<uint64_t, std::shared_ptr<Operation>> stuck_; ///< and the recalled
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>>
+      watched_; ///< in shared memory: they wait for long, or a peer asked for them
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> followed_;
   int64_t recalled_ = 0; ///< the protocol knows those of the HostPlane up to this number
-  int64_t told_up_to_ = 0; ///< see HostPlane::tellEndsUpTo
   TimePoint next_deadline_ = TimePoint::max(); ///< no held one's is earlier, but for those that have been reported
 };
 

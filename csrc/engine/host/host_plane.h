@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -97,7 +98,9 @@ class HostPlane {
   /// The same of each operation up to this number that is posted from now on. One that was posted before is among recent(), unless 64
   /// others came after it.
   void tellEndsUpTo(int64_t sequence) noexcept {
-    tell_up_to_.store(sequence, std::memory_order_relaxed); // the inbox's mutex is between this and recent()
+    const int64_t before = tell_up_to_.load(std::memory_order_relaxed); // the lane alone stores it
+    tell_up_to_.store(
+        std::max(before, sequence), std::memory_order_relaxed); // the inbox's mutex is between this and recent()
   }
   /// Operations that were posted and have not ended.
   [[nodiscard]] uint64_t pending() const noexcept {
