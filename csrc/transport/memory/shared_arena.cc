@@ -24,8 +24,9 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-constexpr size_t kPieceNbytes = 4 << 20; // takes the kernel a millisecond or two
-constexpr size_t kReserveNbytes = 32 << 20; // a piece of each of eight ranks
+constexpr size_t kPieceNbytes = 512 << 10; // takes the kernel some tenths of a millisecond
+constexpr size_t kMostAtOnce = 64; // ranks of a host that share memory in one group, or that use as many cores
+constexpr size_t kReserveNbytes = kMostAtOnce * kPieceNbytes;
 
 [[noreturn]] void throwNoRoom(size_t nbytes, int error_number, const std::string& left) {
   ErrorRecord record = systemError(ErrorCode::NoSharedMemory, "", error_number);
@@ -94,10 +95,10 @@ SharedArena SharedArena::attach(UniqueFd fd, std::optional<size_t> nbytes) {
 
 void SharedArena::commit(size_t offset, size_t nbytes) const {
   const size_t end = offset + nbytes;
-  // All ranks of a host may want the same at the same time: so each looks before every piece, and leaves the others some room.
-  const size_t reserve = std::min(nbytes, kReserveNbytes);
+  // All ranks of a host may want the same at the same time, and each may have looked before the others took a piece. So each looks before
+  // every piece, and leaves room for one of every other rank, however little it wants itself.
   while (offset < end) {
-    const size_t wanted = end - offset + reserve;
+    const size_t wanted = end - offset + kReserveNbytes;
     const MemoryHeadroom headroom = memoryHeadroom(wanted);
     if (!headroom.has(wanted)) {
       throwNoRoom(nbytes, ENOMEM, headroom.limit + " leaves " + std::to_string(headroom.nbytes >> 10) + " KiB");

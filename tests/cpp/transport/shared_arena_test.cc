@@ -91,6 +91,32 @@ TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
   EXPECT_EQ(status, 0);
 }
 
+// Of 64 ranks each may have looked before the others took their piece.
+TEST(SharedArena, ASmallCommitLeavesRoomForAPieceOfEveryOtherRank) {
+  const MemoryLimit limit(64 << 20);
+  if (!limit.made()) {
+    GTEST_SKIP() << "no control group with a memory limit can be made here";
+  }
+  int status = 0;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr size_t kSmall = size_t{1} << 20;
+    const SharedArena arena = SharedArena::create(64 * kSmall);
+    size_t taken = 0;
+    try {
+      for (bool joined = limit.join(); joined && taken < 64; ++taken) {
+        arena.commit(taken * kSmall, kSmall);
+      }
+    } catch (const Error& error) {
+      ::_exit(error.record().code == ErrorCode::NoSharedMemory && taken > 16 && taken <= 32 ? 0 : 1);
+    }
+    ::_exit(2);
+  }
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_FALSE(WIFSIGNALED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
 // Kernels before 6.9 take back what an interrupted call has allocated. So a call that takes longer than the time between two signals (of
 // a profiler) would never end.
 TEST(SharedArena, ASignalCostsAPieceAndNotTheWhole) {
@@ -106,7 +132,7 @@ TEST(SharedArena, ASignalCostsAPieceAndNotTheWhole) {
   struct stat status{};
   ASSERT_EQ(::fstat(arena.fd(), &status), 0);
   EXPECT_EQ(status.st_blocks * 512, static_cast<int64_t>(kLarge));
-  EXPECT_EQ(calls, 5) << "four pieces, one of them twice";
+  EXPECT_EQ(calls, 33) << "32 pieces, one of them twice";
 }
 
 TEST(SharedArena, AChildOfForkDoesNotInheritIt) {
