@@ -76,4 +76,8 @@ int64_t StoreAdapter::add(const std::string& key, int64_t amount) {
   return translated("add", Deadline::never(), [&] { return store_->add(key, amount); });
 }
 
+bool StoreAdapter::remove(const std::string& key) {
+  return translated("delete_key", Deadline::never(), [&] { return store_->deleteKey(key); });
+}
+
 } // namespace pycomm

@@ -16,6 +16,7 @@ class StoreAdapter final : public Store {
   [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override;
   [[nodiscard]] bool has(const std::string& key) override;
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override;
+  bool remove(const std::string& key) override;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;

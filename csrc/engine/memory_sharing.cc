@@ -148,7 +148,7 @@ std::vector<std::string> MemorySharing::vote(Deadline deadline, Opened& opened) 
       open(deadline, opened);
       vote = opened.vote();
     }
-    votes = exchangeTexts(store_, roster_.claim, identity_.size, "shared_memory", vote, deadline, failed_);
+    votes = exchangeTexts(store_, roster_.claim, identity_.size, kSharedMemoryRound, vote, deadline, failed_);
   } catch (...) {
     withdraw();
     throw;

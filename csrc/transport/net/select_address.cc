@@ -172,7 +172,9 @@ AddressChoice chooseOfFamily(
   for (size_t other = 0; other < everyone.size(); ++other) {
     const SocketAddress& route = everyone[other].route;
     if (other != rank && !route.isLoopback()) {
-      const std::string why = "route to rank " + std::to_string(other) + " at " + route.ip();
+      const int named = everyone[other].job_rank;
+      const std::string why =
+          "route to rank " + std::to_string(named < 0 ? static_cast<int>(other) : named) + " at " + route.ip();
       if (auto choice = towards(route.withPort(9), policy, network, why)) {
         return *choice;
       }

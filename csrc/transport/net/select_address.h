@@ -40,6 +40,7 @@ struct AddressChoice {
 struct RankRoute {
   HostIdentity identity;
   SocketAddress route; ///< its chooseRoute(); may be loopback
+  int job_rank = -1; ///< what reports call it; -1: its place in the list
 };
 
 /// First guess, made before the other ranks are known: the spec's interface, else the source address of the route to

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/printable.h"
 #include "transport/frame_header.h"
+#include "transport/net/name_lookup.h"
 #include "transport/net/select_address.h"
 #include "transport/random_bytes.h"
 #include "transport/rendezvous/address_round.h"
@@ -32,8 +33,8 @@
 //   3. every rank writes  port/<rank>;                          rank 0 reads them all and writes  port/all
 //
 // So N ranks exchange their records in O(N) store calls instead of N^2. Waiting costs more: each rank polls the list
-// and `error`, with pauses of 1 to 100 ms. Ranks other than 0 also poll up to 32 single records each time, so that they
-// find a mismatch with an existing record without waiting for a late rank. An error that ends the rendezvous on one
+// and `error`, with pauses of 1 to 100 ms. Ranks other than 0 also poll a few single records each time, so that they
+// find a mismatch with an existing record without waiting for a late rank (store_round.h). An error that ends the rendezvous on one
 // rank is written to `error` and ends it on all.
 //
 // In a sealed store (SealedStore) a record of another job, which the same secret has sealed, might be put in place of one. Each member
@@ -231,19 +232,26 @@ std::vector<Member> membersOf(
   return members;
 }
 
+/// Of all groups of this process. Never destroyed: a name server may answer while the process ends.
+NameLookups& nameLookups() {
+  static NameLookups& lookups = *new NameLookups();
+  return lookups;
+}
+
 Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   AddressPolicy policy;
   policy.spec = config.spec;
   policy.family = config.family;
   policy.store_host = config.store_host;
-  const HostNetwork network = HostNetwork::ofThisHost();
+  HostNetwork network = HostNetwork::ofThisHost();
+  network.lookUp = [&](const std::string& host) { return nameLookups().find(host, config.deadline, round.abort); };
   UnixSockets sockets(config.unix_sockets && config.size > 1);
   const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address, sockets.name(), round.store.sealed());
   const auto [records, transcript, nonce] = introduce(round, mine);
 
   std::vector<RankRoute> routes;
   for (const RankRecord& record : records) {
-    routes.push_back({record.identity, record.route});
+    routes.push_back({record.identity, record.route, record.job_rank});
   }
   const AddressChoice choice = chooseAddress(policy, network, routes, static_cast<size_t>(config.rank));
   Rendezvous met;
@@ -352,6 +360,23 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   }
 }
 
+void refuseToJoin(Store& store, const RendezvousConfig& config, const std::string& reason) noexcept {
+  try {
+    const TimePoint begin = Clock::now();
+    const AbortToken none;
+    checkConfig(config);
+    const std::string prefix = "pycomm/" + config.group_name + "/";
+    const RankClaim claim = claimRank(store, prefix, config.rank, config.job, config.takeover, config.deadline, none);
+    if (claim.generation > 0) { // else only rank 0's next claim would tell which one it is
+      ErrorRecord record = describe(Error(ErrorCode::ConfigMismatch, reason), config, begin);
+      record = roundOf(store, none, claim).failTogether(std::move(record));
+      acknowledgeFailure(store, claim, config, record);
+    }
+    leave(store, claim);
+  } catch (const std::exception&) { // the caller raises the reason
+  }
+}
+
 ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record) noexcept {
   try {
     const AbortToken none;
@@ -390,6 +415,27 @@ std::vector<std::string> exchangeTexts(
     text = printable(text, kMaxTextNbytes);
   }
   return texts;
+}
+
+// A rank that tries again after a failure finds by its old record that it was told of it: so after a failure all of them stay.
+void forget(Store& store, const RankClaim& claim, int size) noexcept {
+  try {
+    const std::string keys = keysOf(claim);
+    const std::vector<std::string> rounds = {
+        "member", claim.binding + "address", claim.binding + "port", claim.binding + kSharedMemoryRound};
+    // Rank 0's first record stays with the list: ranks with another secret, or of another world size, find out by it.
+    for (size_t i = claim.rank == 0 ? 1 : 0; i < rounds.size(); ++i) {
+      (void)store.remove(keys + rounds[i] + "/" + std::to_string(claim.rank));
+    }
+    if (store.add(keys + "over", 1) == size) {
+      (void)store.remove(keys + "member/0");
+      for (const std::string& round : rounds) {
+        removeList(store, keys, round);
+      }
+      (void)store.remove(keys + "over");
+    }
+  } catch (const std::exception&) { // the store is gone, with what it held
+  }
 }
 
 void throwIfFailed(Store& store, const RankClaim& claim) {

@@ -90,12 +90,18 @@ struct Rendezvous {
 /// Reports a failure between meet() and the first connections: the ranks that wait for this one read it. Returns the
 /// record that counts, which is another rank's if that came first.
 [[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record) noexcept;
+/// For a rank that must not join because of `reason`, which it knows before meet(): the ranks of its group read it as they read an error of
+/// meet(), and fail with ConfigMismatch, at once. Stays like meet() if it serves the store. After a launcher's restart this does so on rank 0 alone;
+/// the launcher ends the other ranks. Ignores a store that fails, and a rank that is taken.
+void refuseToJoin(Store& store, const RendezvousConfig& config, const std::string& reason) noexcept;
 /// For a rank that met the others and knows why the group failed after that: FailureReaders::acknowledge().
 void acknowledgeFailure(
     Store& store,
     const RankClaim& claim,
     const RendezvousConfig& config,
     const ErrorRecord& record) noexcept;
+/// The round in which the ranks of a host agree on memory that they share.
+inline constexpr const char* kSharedMemoryRound = "shared_memory";
 /// One more exchange between the ranks that met: publishes `mine` under `key` and returns the texts of all ranks, in
 /// rank order, printable() and at most 512 bytes each. Throws as meet() does.
 [[nodiscard]] std::vector<std::string> exchangeTexts(
@@ -106,6 +112,9 @@ void acknowledgeFailure(
     const std::string& mine,
     Deadline deadline,
     const AbortToken& abort);
+/// Deletes the records by which this rank met the others, who have read them, and the lists if it is the last to do so. After a group was
+/// made and has ended well, with leave(). What stays of a group in the store is one claim per rank. Ignores a store that fails.
+void forget(Store& store, const RankClaim& claim, int size) noexcept;
 /// Throws a failure that another rank has reported with tellFailure().
 void throwIfFailed(Store& store, const RankClaim& claim);
 

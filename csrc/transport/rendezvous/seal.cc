@@ -34,7 +34,7 @@ int rankIn(const std::string& text) {
   return number ? std::stoi(text) : -1;
 }
 
-// The rank that writes a key, -1 for no rank: ".../member/RANK", ".../member/all" (rank 0), ".../owner/RANK/CLAIM", ".../end/RANK/CLAIM".
+// The rank that writes a key, -1 for no rank: ".../member/RANK", ".../member/all" and ".../member/all/PART" (rank 0), ".../owner/RANK/CLAIM", ".../end/RANK/CLAIM".
 int writerOf(std::string key) {
   const std::string last = takeLastPart(key);
   const std::string before = takeLastPart(key);
@@ -42,7 +42,7 @@ int writerOf(std::string key) {
   if (kind == "owner" || kind == "end") {
     return rankIn(before);
   }
-  return last == "all" ? 0 : rankIn(last);
+  return last == "all" || before == "all" ? 0 : rankIn(last);
 }
 
 Error badSeal(

@@ -32,6 +32,10 @@ int64_t SealedStore::add(const std::string& key, int64_t amount) {
   return store_.add(key, amount);
 }
 
+bool SealedStore::remove(const std::string& key) {
+  return store_.remove(key);
+}
+
 void SealedStore::setUnsealed(const std::string& key, const std::string& value) {
   store_.setUnsealed(key, value);
 }

@@ -24,6 +24,7 @@ class SealedStore final : public Store {
   [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override;
   [[nodiscard]] bool has(const std::string& key) override;
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override;
+  bool remove(const std::string& key) override;
   [[nodiscard]] bool sealed() const noexcept override {
     return true;
   }

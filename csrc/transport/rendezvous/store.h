@@ -27,6 +27,11 @@ class Store {
   /// Adds to a counter that starts at 0 and returns the new value, atomically.
   [[nodiscard]] virtual int64_t add(const std::string& key, int64_t amount) = 0;
 
+  /// Deletes a value or a counter. False if there was none, or if this store cannot delete.
+  virtual bool remove(const std::string& /*key*/) {
+    return false;
+  }
+
   /// Every value was written by a process that has the secret of this one, or get() throws (SealedStore). Counters are not: anybody
   /// may have added to one.
   [[nodiscard]] virtual bool sealed() const noexcept {

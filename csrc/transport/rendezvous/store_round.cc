@@ -18,7 +18,9 @@ constexpr int kFirstRoundPauseMs = 1; // between two polls of the store, doubled
 constexpr int kLastRoundPauseMs = 100;
 constexpr int kRoundSliceMs = 50; // longest part of a pause without a check of the abort token
 constexpr int kLooksOfRankZero = 256; // single texts polled between two pauses
-constexpr int kLooksOfOthers = 32;
+constexpr int kLooksOfOthers = 8;
+constexpr size_t kReadByOthers = 1 + 32; // rank 0 and the next ones
+constexpr size_t kPartNbytes = 1 << 20; // of a list
 constexpr int kLooksForLine = 64; // single texts looked for to log a slow wait
 constexpr size_t kMaxNamed = 16; // ranks listed one by one in a report
 constexpr size_t kMaxReasons = 2; // notices in it: ranks of one host often have the same
@@ -33,6 +35,11 @@ std::string listed(const std::vector<std::string>& names) {
 
 std::string keyOf(const std::string& prefix, const std::string& key, size_t rank) {
   return prefix + key + "/" + std::to_string(rank);
+}
+
+// Part 0 is the one that is written last.
+std::string listKey(const std::string& prefix, const std::string& key, size_t part) {
+  return prefix + key + "/all" + (part == 0 ? "" : "/" + std::to_string(part));
 }
 
 } // namespace
@@ -70,17 +77,21 @@ std::vector<std::string> StoreRound::gather(
       throwIfFailed();
     }
     if (has_new_error) { // of a rank with another secret, and of this run
-      look(key, size, next, texts, judge);
+      (void)look(key, size, texts.size(), next, texts, judge);
     }
     if (is_over) {
       throw GenerationOver{};
     }
-    if (!over) {
-      look(key, rank == 0 ? kLooksOfRankZero : kLooksOfOthers, next, texts, judge);
+    bool found = false;
+    if (rank == 0) {
+      found = look(key, kLooksOfRankZero, texts.size(), next, texts, judge);
+    } else if (!over) {
+      found = look(key, kLooksOfOthers, std::min(texts.size(), kReadByOthers), next, texts, judge);
     }
+    pause_ms = found ? kFirstRoundPauseMs : pause_ms; // ranks that come at the same time are read without pauses of 100 ms
     const bool complete = std::find(texts.begin(), texts.end(), "") == texts.end();
     if (rank == 0 && complete) {
-      store.set(prefix + key + "/all", joinTexts(texts));
+      giveAll(key, texts);
       return texts;
     }
     if (deadline.expired()) {
@@ -95,6 +106,11 @@ std::vector<std::string> StoreRound::gather(
       abort.throwIfAborted();
       (void)::poll(nullptr, 0, end.remainingMs(kRoundSliceMs));
     }
+  }
+}
+
+void removeList(Store& store, const std::string& prefix, const std::string& key) {
+  for (size_t part = 0; store.remove(listKey(prefix, key, part)); ++part) {
   }
 }
 
@@ -156,11 +172,33 @@ std::string StoreRound::read(const std::string& key) const {
   return text;
 }
 
+void StoreRound::giveAll(const std::string& key, const Texts& texts) const {
+  std::vector<std::string> parts(1);
+  for (const std::string& text : texts) {
+    const std::string joined = joinTexts({text});
+    if (parts.back().size() + joined.size() > kPartNbytes) {
+      parts.emplace_back();
+    }
+    parts.back() += joined;
+  }
+  for (size_t part = parts.size(); part-- > 0;) { // who sees the first finds the others
+    store.set(listKey(prefix, key, part), parts[part]);
+  }
+}
+
 bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judge) const {
-  if (!store.has(prefix + key + "/all")) {
+  if (!store.has(listKey(prefix, key, 0))) {
     return false;
   }
-  const auto all = splitTexts(read(prefix + key + "/all"));
+  auto all = splitTexts(read(listKey(prefix, key, 0)));
+  for (size_t part = 1; all && all->size() < texts.size() && store.has(listKey(prefix, key, part)); ++part) {
+    const auto more = splitTexts(read(listKey(prefix, key, part)));
+    if (!more) {
+      all.reset();
+      break;
+    }
+    all->insert(all->end(), more->begin(), more->end());
+  }
   // Judged before counted: if the world sizes differ, only the single records show the mismatch.
   for (size_t other = 0; all && other < all->size(); ++other) {
     if (other != static_cast<size_t>(rank)) {
@@ -186,18 +224,29 @@ bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judg
   return true;
 }
 
-void StoreRound::look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const {
-  for (size_t tried = 0; tried < texts.size() && budget > 0; ++tried, next = (next + 1) % texts.size()) {
-    if (!texts[next].empty()) {
+bool StoreRound::look(
+    const std::string& key,
+    int budget,
+    size_t among,
+    size_t& next,
+    Texts& texts,
+    const Judge& judge) const {
+  bool found = false;
+  for (size_t tried = 0; tried < among && budget > 0; ++tried, ++next) {
+    next = next < among ? next : 0;
+    const size_t other = next == 0 ? 0 : (static_cast<size_t>(rank) + next) % texts.size();
+    if (!texts[other].empty()) {
       continue;
     }
     --budget;
-    if (store.has(keyOf(prefix, key, next))) {
-      const std::string text = read(keyOf(prefix, key, next));
-      judge(static_cast<int>(next), text);
-      texts[next] = text;
+    if (store.has(keyOf(prefix, key, other))) {
+      const std::string text = read(keyOf(prefix, key, other));
+      judge(static_cast<int>(other), text);
+      texts[other] = text;
+      found = true;
     }
   }
+  return found;
 }
 
 Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& name) const {

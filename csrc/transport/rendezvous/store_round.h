@@ -16,8 +16,8 @@
 
 namespace pycomm {
 
-/// Upper bound of a group's size.
-inline constexpr int kMaxRanks = 1 << 20;
+/// Upper bound of a group's size: so many records have been exchanged through one store in a test (StoreRound.TakesAsManyRanksAsAllowed).
+inline constexpr int kMaxRanks = 1 << 16;
 
 /// gather() throws it if this generation was left to an earlier run (StoreRound::over).
 struct GenerationOver {};
@@ -36,6 +36,11 @@ class NotInList final : public Error {
 
 /// Exchanges texts in the store between the ranks of one generation of a group. Its references are valid for one call
 /// of meet().
+///
+/// Each rank writes `KEY/RANK`. Rank 0 reads them all and writes the list, which the others read: `KEY/all`, and what does not fit into its
+/// 1 MiB, before it, to `KEY/all/1`, `KEY/all/2`, … A list in one piece would outgrow what torch's store takes (8 MiB) at a few thousand
+/// ranks. While they wait, the others read rank 0's text and those of the 32 ranks after their own, which is enough: in a ring in which each
+/// rank compares itself with its neighbours no two kinds of ranks stay undiscovered.
 struct StoreRound {
   Store& store;
   const AbortToken& abort;
@@ -85,12 +90,17 @@ struct StoreRound {
   [[nodiscard]] std::optional<std::string> findErrorText() const;
   [[nodiscard]] ErrorRecord errorIn(const std::string& text) const;
   [[nodiscard]] std::string read(const std::string& key) const;
+  void giveAll(const std::string& key, const Texts& texts) const;
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
-  void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
+  /// Looks for the texts of up to `budget` ranks that are not read yet, of `among` ranks: 0, and those after this one. True if one was there.
+  bool look(const std::string& key, int budget, size_t among, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;
   [[nodiscard]] bool isMissing(const std::string& key, const Texts& texts, size_t other) const;
   [[nodiscard]] std::string ofWhich() const; ///< of a group that is not the job: ": 1, 3"
   void logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const;
 };
+
+/// Deletes the list of a round that is over.
+void removeList(Store& store, const std::string& prefix, const std::string& key);
 
 } // namespace pycomm

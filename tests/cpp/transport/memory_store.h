@@ -46,6 +46,16 @@ class MemoryStore final : public Store {
     return counters_[key] += amount;
   }
 
+  bool remove(const std::string& key) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++calls_;
+    return values_.erase(key) + counters_.erase(key) > 0;
+  }
+
+  [[nodiscard]] std::map<std::string, std::string> values() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return values_;
+  }
   [[nodiscard]] int64_t calls() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return calls_;

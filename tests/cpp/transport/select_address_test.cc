@@ -183,6 +183,9 @@ TEST(ChooseAddress, OnTheStoresHostFollowsTheOtherHosts) {
   const AddressChoice choice = chooseAddress(policy("alpha"), kAlpha, kTwoHosts, 0);
   EXPECT_EQ(choice.address.ip(), "10.0.0.1");
   EXPECT_EQ(choice.why, "route to rank 1 at 10.0.0.2");
+  std::vector<RankRoute> of_a_job = kTwoHosts;
+  of_a_job[1].job_rank = 7;
+  EXPECT_EQ(chooseAddress(policy("alpha"), kAlpha, of_a_job, 0).why, "route to rank 7 at 10.0.0.2");
 }
 
 TEST(ChooseAddress, NeverIsLoopbackBetweenHosts) {
