@@ -88,7 +88,8 @@ std::vector<std::string> StoreRound::gather(
     } else if (!over) {
       found = look(key, kLooksOfOthers, std::min(texts.size(), kReadByOthers), next, texts, judge);
     }
-    pause_ms = found ? kFirstRoundPauseMs : pause_ms; // ranks that come at the same time are read without pauses of 100 ms
+    pause_ms =
+        found ? kFirstRoundPauseMs : pause_ms; // ranks that come at the same time are read without pauses of 100 ms
     const bool complete = std::find(texts.begin(), texts.end(), "") == texts.end();
     if (rank == 0 && complete) {
       giveAll(key, texts);
@@ -224,13 +225,8 @@ bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judg
   return true;
 }
 
-bool StoreRound::look(
-    const std::string& key,
-    int budget,
-    size_t among,
-    size_t& next,
-    Texts& texts,
-    const Judge& judge) const {
+bool StoreRound::look(const std::string& key, int budget, size_t among, size_t& next, Texts& texts, const Judge& judge)
+    const {
   bool found = false;
   for (size_t tried = 0; tried < among && budget > 0; ++tried, ++next) {
     next = next < among ? next : 0;
