@@ -134,13 +134,13 @@ def test_each_way_of_issuing(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_random_programs(transport: str) -> None:
-    seeds = list(range(140)) if transport == "shm" else list(range(140, 240))
+    seeds = list(range(250)) if transport == "shm" else list(range(250, 500))
     run_ranks(RANKS, run_programs, args=(seeds, 0.004), pg_options={"transport": transport})
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(240, 5240, 500))
+@pytest.mark.parametrize("first", range(500, 5500, 500))
 def test_more_random_programs(first: int) -> None:
     transport = "shm" if first // 500 % 2 else "tcp"
     seeds = list(range(first, first + 500))
