@@ -210,7 +210,7 @@ class Trainer:
                 dist.all_reduce(half, async_op=True).get_future().then(second) for half in halves
             ]
             whole = torch.futures.collect_all(futures)
-            return whole.then(lambda _: bucket.buffer())
+            return whole.then(lambda both: torch.cat([each.value() for each in both.value()]))
 
         def asks(state, bucket):  # type: ignore[no-untyped-def]
             self.model.stats()

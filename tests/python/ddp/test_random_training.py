@@ -9,10 +9,70 @@ import pytest
 import rank_pool
 import torch.distributed as dist
 from ranks import TORCH_DDP
-from training_programs import Program, random_program, smaller
+from training_programs import NOT_YET, WRAPPER, Program, Step, random_program, smaller
 from training_ranks import TIMEOUT_S, serve_training
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(7200)]
+
+_TABLE = {"wire_dtype": {"parts.0.*": "int8"}}
+_FULL = Step("full step")
+
+
+def _named(
+    parts: str,
+    steps: list[Step],
+    ranks: int = 2,
+    hook: str = "",
+    trainer: str = WRAPPER,
+    **options: Any,
+) -> Program:
+    kinds = tuple(parts.split())
+    return Program(0, ranks, "tcp", kinds, trainer, tuple(options.items()), hook, tuple(steps))
+
+
+# What random programs found first; by kind of program, so that NOT_YET leaves them out, too.
+NAMED: dict[str, Program] = {
+    "ignored": _named("linear ignored", [_FULL, _FULL, _FULL, Step("sync")], sync_every=2),
+    "frozen between syncs": _named(
+        "linear linear", [_FULL, _FULL, Step("freeze", part=0), _FULL, Step("sync")], sync_every=4
+    ),
+    "in eval": _named("linear", [Step("mode", "eval"), _FULL, _FULL, _FULL, _FULL], sync_every=2),
+    "dropped": _named("table linear", [_FULL, Step("dropped", "one Inf"), _FULL, _FULL], **_TABLE),
+    "join after freezing": _named(
+        "linear linear", [_FULL, Step("freeze", part=0), Step("join", counts=(0, 3, 0))], ranks=3
+    ),
+    "copy": _named("linear", [_FULL, _FULL, Step("copy"), _FULL, _FULL], static_graph=True),
+    "error behind the last gradient": _named("linear", [_FULL, Step("broken")]),
+    "complex": _named("complex linear", [_FULL, _FULL], hook="allreduce"),
+    "thawed between syncs": _named(
+        "base linear",
+        [_FULL, Step("thaw", part=0), Step("adopt"), _FULL, Step("sync")],
+        trainer="LocalSGD",
+        sync_every=4,
+    ),
+    "local after unused forward": _named(
+        "linear",
+        [Step("unused forward"), Step("local pass"), Step("pass"), Step("pass")],
+        accumulate=2,
+    ),
+    "two backwards": _named(
+        "linear",
+        [Step("two backwards", "of two forwards"), _FULL, Step("two backwards", "of one forward")],
+    ),
+    "freeze encoded": _named(
+        "table linear",
+        [_FULL, Step("freeze", part=0), _FULL, Step("thaw", part=0), _FULL],
+        **_TABLE,
+    ),
+    "unused encoded": _named(
+        "table linear",
+        [_FULL, *[Step("full step", without=((0,), (0,)))] * 2, _FULL],
+        find_unused_parameters=True,
+        **_TABLE,
+    ),
+    "two futures": _named("linear table", [_FULL] * 8, hook="two futures"),
+    "asks in backward": _named("linear", [_FULL, _FULL], hook="asks"),
+}
 
 MOST_RANKS = 4
 _SHORTENING_S = 60.0
@@ -54,6 +114,13 @@ class TrainingRanks(rank_pool.RankPool):
                     program, wrong, shorter = candidate, found, True
                     break
         return f"{program}\n{wrong}"
+
+
+def test_programs_that_were_wrong_once() -> None:
+    with TrainingRanks() as ranks:
+        for name in NAMED.keys() - NOT_YET.keys():
+            wrong = ranks.wrong(NAMED[name])
+            assert not wrong, f"{name}\n{NAMED[name]}\n{wrong}"
 
 
 def test_random_training(request: pytest.FixtureRequest) -> None:
