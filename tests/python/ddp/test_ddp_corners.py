@@ -316,8 +316,9 @@ def wide_gradients(rank: int, world_size: int) -> None:
     net = nn.Linear(3, 2, dtype=torch.bfloat16)
     for each in net.parameters():
         each.grad_dtype = torch.float32
+    model = wrap(net)
     with pytest.raises(RuntimeError, match=r"has a gradient of Float.*grad_dtype"):
-        wrap(net)(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
 
 
 def complex_result(rank: int, world_size: int) -> None:
