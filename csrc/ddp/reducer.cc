@@ -113,7 +113,8 @@ void Reducer::prepareForForward() {
 void Reducer::followTrained() {
   for (const ReducedParam& param : params_) {
     if (param.tensor.scalar_type() != param.dtype || param.tensor.device() != param.device) {
-      raiseConverted(param.name, textOf(param.dtype, param.device), textOf(param.tensor.scalar_type(), param.tensor.device()));
+      raiseConverted(
+          param.name, textOf(param.dtype, param.device), textOf(param.tensor.scalar_type(), param.tensor.device()));
     }
   }
   std::vector<bool> read = readTrained(params_);

@@ -1,10 +1,7 @@
-"""Runs programs of collectives on rank processes that stay alive from one program to the next.
+"""Runs programs of collectives on the rank processes of a ``RankPool``, against an oracle.
 
-    parent                                  rank 0 … 4
-    ProgramRanks.run(program)   -- pickle -->  run_program: launch, wait, compare with the oracle
-    compares digests of ranks  <-- pickle --   [Outcome, …], one a call
-
-A program that breaks a group, or hangs, ends the processes; the next one gets new ones.
+Each rank launches its calls, waits for them and compares with the oracle; the parent compares the
+digests of all ranks. A program that breaks a group ends the processes.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
@@ -42,7 +43,7 @@ class RankPool:
     Args:
         world_size: Processes.
         target: ``target(rank, world_size, address, *args)`` calls ``serve``.
-        patience_s: A rank that gives no answer for so long hangs.
+        patience_s: Ranks that give no answer for so long hang.
         options: Of ``start_ranks``.
     """
 
@@ -90,9 +91,10 @@ class RankPool:
             connection.send(program)
         answers: list[Any] = []
         lost = False
+        deadline = time.monotonic() + self._patience_s
         for connection in connections:
             try:
-                ready = connection.poll(self._patience_s)
+                ready = connection.poll(max(0.0, deadline - time.monotonic()))
                 answers.append(connection.recv() if ready else Broken("no answer: it hangs"))
                 lost = lost or not ready
             except (EOFError, ConnectionError):

@@ -13,7 +13,7 @@ from typing import Any
 
 from training_models import PARTS
 
-# What is not right yet, by the name of a kind of program: the generator draws none of these.
+# Kinds of program that are wrong today: the generator draws none of them.
 NOT_YET: dict[str, str] = {
     "local after unused forward": "a forward without backward, then a pass in no_sync()",
     "two backwards": "two forwards, or one, before two backwards that reduce",
@@ -172,7 +172,7 @@ _OFTEN = {
     "zero": 6,
     "full step": 8,
     "freeze": 3,
-    "thaw": 3,
+    "unfreeze": 3,
     "mode": 2,
     "look": 2,
     "stats": 1,
@@ -210,7 +210,7 @@ def _draw_step(
             without = tuple([some[0]] * ranks if alike else some)
         how = draw.choice(["", "one Inf"]) if what == "scaled" else ""
         return Step(what, how, without=without, part=part if what == "careless" else -1)
-    if what in ("freeze", "thaw"):
+    if what in ("freeze", "unfreeze"):
         return Step(what, part=part)
     if what == "zero":
         return Step(what, draw.choice(["to none", "to zeros"]))

@@ -321,7 +321,7 @@ class Trainer:
             return
         self._set_trained(step.part, trained=False)
 
-    def thaw(self, step: Step) -> None:
+    def unfreeze(self, step: Step) -> None:
         if self.dirty or self.program.parts[step.part] == "ignored":
             return
         new = step.part in self._frozen_parts() and self.program.parts[step.part] == "base"

@@ -371,3 +371,33 @@ def test_an_error_behind_the_last_gradient_is_named() -> None:
     for text in run_ranks(2, cut_off).values():
         assert "ended with an error after the last gradient" in text
         assert "find_unused_parameters" not in text
+
+
+# Over a group of another backend
+
+
+def over_gloo(rank: int, world_size: int) -> None:
+    from pycomm._ddp_group import wrapper_store
+
+    group = dist.group.WORLD
+    first, second = wrapper_store(group), wrapper_store(group)
+    first.set(str(rank), f"of rank {rank}")
+    dist.barrier()
+    assert first.get(str(1 - rank)) == f"of rank {1 - rank}".encode()
+    assert not second.check([str(rank)])  # another wrapper's
+    net, reference = layers(), layers()
+    model = wrap(net)
+    for step in range(3):
+        net[0].requires_grad_(step != 1)  # published through the store
+        model.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        reference.zero_grad()
+        for each in range(world_size):
+            (reference(batch(each, step)).square().mean() / world_size).backward()
+        for mine, wanted in zip(net.parameters(), reference.parameters(), strict=True):
+            if mine.requires_grad:
+                torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+def test_wrappers_over_gloo_have_a_store_each() -> None:
+    run_ranks(2, over_gloo, backend="gloo")

@@ -30,7 +30,7 @@ def _named(
     return Program(0, ranks, "tcp", kinds, trainer, tuple(options.items()), hook, tuple(steps))
 
 
-# What random programs found first; by kind of program, so that NOT_YET leaves them out, too.
+# Random programs found these first. The names are kinds of program, so NOT_YET leaves some out.
 NAMED: dict[str, Program] = {
     "ignored": _named("linear ignored", [_FULL, _FULL, _FULL, Step("sync")], sync_every=2),
     "frozen between syncs": _named(
@@ -44,9 +44,9 @@ NAMED: dict[str, Program] = {
     "copy": _named("linear", [_FULL, _FULL, Step("copy"), _FULL, _FULL], static_graph=True),
     "error behind the last gradient": _named("linear", [_FULL, Step("broken")]),
     "complex": _named("complex linear", [_FULL, _FULL], hook="allreduce"),
-    "thawed between syncs": _named(
+    "unfrozen between syncs": _named(
         "base linear",
-        [_FULL, Step("thaw", part=0), Step("adopt"), _FULL, Step("sync")],
+        [_FULL, Step("unfreeze", part=0), Step("adopt"), _FULL, Step("sync")],
         trainer="LocalSGD",
         sync_every=4,
     ),
@@ -61,7 +61,7 @@ NAMED: dict[str, Program] = {
     ),
     "freeze encoded": _named(
         "table linear",
-        [_FULL, Step("freeze", part=0), _FULL, Step("thaw", part=0), _FULL],
+        [_FULL, Step("freeze", part=0), _FULL, Step("unfreeze", part=0), _FULL],
         **_TABLE,
     ),
     "unused encoded": _named(
@@ -98,7 +98,7 @@ class TrainingRanks(rank_pool.RankPool):
         )
 
     def wrong(self, program: Program) -> str:
-        """What the ranks have to complain of, or ""."""
+        """The complaints of the ranks, or ""."""
         self._programs += 1
         answers: list[Any] = self.answers((self._programs, program), program.ranks)
         return rank_pool.stories(answers)
