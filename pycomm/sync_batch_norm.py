@@ -175,7 +175,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         normalized, weight, inverse, total = ctx.saved_tensors
         dims, shape = ctx.dims, ctx.shape

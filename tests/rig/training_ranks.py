@@ -232,7 +232,7 @@ class Trainer:
         parts = set(range(len(self.program.parts)))
         trained = parts - self._frozen_parts()
         if "unused encoded" in NOT_YET:
-            everywhere = set.intersection(*(set(each) for each in step.without))
+            everywhere = set.intersection(*(set(step.without[each]) for each in self.mates))
             kept = {part for part in everywhere if self._feeds_back(part)}
         else:
             kept = set()
@@ -467,7 +467,7 @@ class Trainer:
             trained = set(range(len(self.program.parts))) - self._frozen_parts()
             if infinite:
                 scales[min(trained - set(self.plain.which("ignored")))] = float("inf")
-        self._pass((), scale=scale, scales=scales, spoiled=True)
+        self._pass((), scale=scale, scales=scales, spoiled=0 in self.mates)
         if infinite and 0 in self.mates:
             self.kept = {}
 
@@ -752,12 +752,11 @@ def close(name: str, found: Any, wanted: Any, bound: Any) -> None:
 setattr(Trainer, "pass", Trainer.pass_)
 
 
-def run_program(rank: int, port: int, request: tuple[int, Program]) -> str:
+def run_program(rank: int, server: Any, request: tuple[int, Program]) -> str:
     """Returns how the program has ended, "" if by its last step."""
     number, program = request
     os.environ["PYCOMM_TRANSPORT"] = program.transport
     timeout = timedelta(seconds=TIMEOUT_S)
-    server = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
     of_program = dist.PrefixStore(f"{number}/oracle", server)  # type: ignore[attr-defined]
     store = dist.PrefixStore(f"{number}/job", server)  # type: ignore[attr-defined]
     exchange = Exchange(of_program, rank)
@@ -785,4 +784,7 @@ def serve_training(rank: int, world_size: int, address: str, port: int) -> None:
     torch.set_num_threads(1)
     import pycomm  # noqa: F401
 
-    rank_pool.serve(address, rank, lambda request: run_program(rank, port, request))
+    # One connection for all programs: now and then torch takes 5 s for one.
+    timeout = timedelta(seconds=TIMEOUT_S)
+    server = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
+    rank_pool.serve(address, rank, lambda request: run_program(rank, server, request))
