@@ -181,7 +181,10 @@ void Reducer::beginPass() {
     return;
   }
   for (const size_t unreachable : pass_.unreachable()) {
-    markReady(unreachable);
+    // A static graph's first pass, if it is in no_sync(), does not see what was frozen before it.
+    if (trained_.trained()[unreachable]) {
+      markReady(unreachable);
+    }
   }
 }
 

@@ -42,6 +42,11 @@ NAMED: dict[str, Program] = {
         "linear linear", [_FULL, Step("freeze", part=0), Step("join", counts=(0, 3, 0))], ranks=3
     ),
     "copy": _named("linear", [_FULL, _FULL, Step("copy"), _FULL, _FULL], static_graph=True),
+    "static graph that begins in no_sync": _named(
+        "linear embedding",
+        [Step("freeze", part=0), Step("local pass"), Step("pass"), _FULL],
+        static_graph=True,
+    ),
     "error behind the last gradient": _named("linear", [_FULL, Step("broken")]),
     "complex": _named("complex linear", [_FULL, _FULL], hook="allreduce"),
     "unfrozen between syncs": _named(
