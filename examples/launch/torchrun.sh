@@ -4,6 +4,8 @@
 #     sh examples/launch/torchrun.sh 0 alpha 2      # on alpha: number of this machine, first machine, how many
 #     sh examples/launch/torchrun.sh 1 alpha 2      # on beta
 #
+# With ssh to each machine, one command does it: python -m pycomm run -H alpha:2,beta:2 examples/train_digits.py
+#
 # alpha is a name or an address of the first machine that all others can reach. NPROC is the number of ranks per machine.
 set -eu
 number=${1:?number of this machine, from 0}

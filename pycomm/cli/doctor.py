@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from pycomm import errors
 from pycomm.doctor.flow import MAX_SECONDS
 from pycomm.doctor.join import NoStoreError, join, report_alone
 from pycomm.doctor.meeting import NoDoctorError, Place, Plan
-from pycomm.doctor.report import Report
+from pycomm.doctor.report import NOT_READY, Report
 from pycomm.doctor.run import examine, examine_alone
 from pycomm.doctor.screen import as_text
 from pycomm.doctor.system import is_of_this_host, resolve, socket_options, variables_in_force
@@ -38,6 +39,8 @@ Exit codes: 0 ready or not judged, 1 would not start, 2 wrong usage, 3 starts, b
 _HOSTS_HELP = "Run this on host A. It prints the command for each other host."
 _RANKS_HELP = "without a launcher: ranks that the job will have on each host; default: 1"
 _WAIT_HELP = "seconds for all hosts to come; default: 60, with --hosts 600"
+_HOSTFILE_HELP = """\
+Write the hosts and their ranks to this file, for pycomm run, unless the verdict is NOT READY"""
 _SECONDS_HELP = """\
 Length of each measurement in the first round; later rounds take half. Default: %(default)s"""
 
@@ -61,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of your model, for the predicted sync; default: %(default)s",
     )
     add("--reach-only", action="store_true", help="send nothing at full speed")
+    add("--hostfile", metavar="PATH", help=_HOSTFILE_HELP)
     add("--strict", action="store_true", help="exit 1 instead of 0 if nothing could be judged")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -70,10 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         place = find_place(arguments, os.environ)
         if place is None:
-            return _print(examine_alone(os.environ, _plan(arguments)), arguments)
+            report = examine_alone(os.environ, _plan(arguments))
+            _write_hostfile(report, arguments)
+            return _print(report, arguments)
         if arguments.hosts:
             _print_lines(arguments, place, variables_in_force(os.environ))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"pycomm doctor: {error}", file=sys.stderr)
         return 2
     prints = place.rank == 0 or place.by_hand
@@ -91,7 +97,26 @@ def run(arguments: argparse.Namespace) -> int:
     except (errors.PycommError, dist.DistError, OSError, TimeoutError) as error:
         print(f"pycomm doctor: rank {place.rank}: {error}", file=sys.stderr)
         return 1
+    if place.rank == 0:
+        try:
+            _write_hostfile(report, arguments)
+        except OSError as error:
+            print(f"pycomm doctor: {error}", file=sys.stderr)
+            return 2
     return _print(report, arguments) if prints else report.exit_code
+
+
+def _write_hostfile(report: Report, arguments: argparse.Namespace) -> None:
+    """A line per host, in the order of ranks. By hand, the hosts have the names of ``--hosts``."""
+    if not arguments.hostfile or report.verdict == NOT_READY:
+        return
+    by_hand = arguments.hosts or report.alone
+    lines = []
+    for host in sorted(report.hosts, key=lambda host: min(host.ranks)):
+        name = arguments.hosts[min(host.ranks)] if arguments.hosts else host.name
+        count = arguments.ranks_per_host if by_hand else len(host.ranks)
+        lines.append(f"{name}:{count}" + (f"  # {host.address}" if host.address else ""))
+    Path(arguments.hostfile).write_text("".join(f"{line}\n" for line in lines))
 
 
 def find_place(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:

@@ -417,7 +417,7 @@ class _Launch:
         self._word = f"pycomm-run-{secrets.token_hex(8)}:"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._ends: list[tuple[Host, int | None, int | None]] = []
-        """Of ranks and of torchruns (None), with their exit codes, in the order of their reports."""
+        """Of ranks and of torchruns (None), with the exit codes, in the order of the reports."""
         self._blamed: dict[int, int] = {}
         """The peer that the first error of a rank names."""
         self._over = threading.Event()
