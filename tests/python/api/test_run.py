@@ -90,6 +90,32 @@ def test_this_host_alone_needs_no_ssh_and_passes_arguments_and_exit_codes(tmp_pa
     assert re.search(r"^\[localhost\] .*exitcode", done.stderr, re.MULTILINE)
 
 
+LEAVES_EARLY = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group("pycomm")
+dist.barrier()
+if dist.get_rank() == 1:
+    dist.destroy_process_group()  # the other one fails at once
+    time.sleep(1)  # and has ended before this one, as if this one had much memory to give back
+    sys.exit(7)
+dist.barrier()
+"""
+
+
+@pytest.mark.needs_native
+@pytest.mark.in_shares
+def test_the_rank_that_others_blame_has_failed_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES_EARLY)
+    done = run_python(["-m", "pycomm", "run", "-H", "localhost:2", str(script)])
+    assert "PEER_LEFT" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    # torchrun, which sees rank 0 end first, ends rank 1 with a signal.
+    assert last == "pycomm run: rank 1 on localhost failed first", done.stderr
+    assert done.returncode == 1
+
+
 def test_the_doctor_writes_what_run_reads(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     facts = [
