@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,6 +87,15 @@ def hosts(servers: SshHosts) -> Iterator[SshHosts]:
                 os.kill(pid, signal.SIGKILL)
 
 
+def write_interpreter(folder: Path, line: str = ":") -> list[str]:
+    """The option for an interpreter that finds what this one does, and does ``line`` first."""
+    python = folder / "python"
+    path = shlex.quote(child_environment()["PYTHONPATH"])
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={path}\n{line}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return [f"--python={python}"]
+
+
 class Job:
     """A launcher on node1, and the lines it has printed so far."""
 
@@ -93,6 +103,8 @@ class Job:
         self.hosts = hosts
         self.go = folder / "go"
         (folder / "train.py").write_text(script)
+        if not any(word.startswith("--python=") for word in arguments):
+            arguments = (*write_interpreter(folder), *arguments)
         self.process = subprocess.Popen(
             hosts.nodes[0].command(
                 *(sys.executable, "-m", "pycomm", "run", "--ssh", hosts.ssh),
@@ -228,12 +240,7 @@ def changed_key(hosts: SshHosts, _: Path) -> list[str]:
 
 def on_node2(folder: Path, line: str) -> list[str]:
     """An interpreter that is another one on node2."""
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\nif [ "$(hostname)" = node2 ]; then\n{line}\nfi\nexec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    return [f"--python={python}"]
+    return write_interpreter(folder, f'if [ "$(hostname)" = node2 ]; then\n{line}\nfi')
 
 
 def no_interpreter(_: SshHosts, folder: Path) -> list[str]:
@@ -258,7 +265,7 @@ def _fake(folder: Path, package: str, file: str, version: str) -> list[str]:
     (folder / "fake" / package).mkdir(parents=True)
     (folder / "fake" / package / "__init__.py").touch()
     (folder / "fake" / package / file).write_text(f'__version__ = "{version}"\n')
-    return on_node2(folder, f"export PYTHONPATH={folder}/fake")
+    return on_node2(folder, f"export PYTHONPATH={folder}/fake:$PYTHONPATH")
 
 
 def other_torch(_: SshHosts, folder: Path) -> list[str]:
