@@ -38,7 +38,13 @@ _OTHERWISE = {
     "mixed_precision": 'use torch.autocast, with wire_dtype="bf16" for the bytes (torch\'s own '
     "wrapper runs this option on an accelerator only)"
 }
-_OURS = {"wire_dtype": None, "error_feedback": True, "accumulate": 1, "sync_every": 1}
+_OURS = {
+    "wire_dtype": None,
+    "error_feedback": True,
+    "drops_nonfinite_steps": True,
+    "accumulate": 1,
+    "sync_every": 1,
+}
 """The options that torch's constructor has not, with their defaults."""
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
 

@@ -76,6 +76,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             send a scale for each 256 elements.
         error_feedback: Whether a rank adds the loss of int8 and fp8 to its next gradients, for one
             more float32 per such element. Part of ``communication_state_dict()``.
+        drops_nonfinite_steps: Whether you drop a step with an average that is Inf or NaN, as a
+            ``GradScaler`` does: then error feedback keeps nothing of it. False if you repair such
+            gradients and take the step; then the averages are not looked at.
         accumulate: Backward passes per reduction: gradients add up in ``.grad``, and the last
             pass reduces the sum, as with ``no_sync()`` around the others.
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
@@ -99,6 +102,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     """
 
     _by_nccl = False
+    _drops_nonfinite_steps = True  # of a wrapper pickled before the option existed
 
     reducer: Any
     logger: Any
@@ -121,6 +125,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         *args: Any,
         wire_dtype: WireDtype = None,
         error_feedback: bool = True,
+        drops_nonfinite_steps: bool = True,
         accumulate: int = 1,
         sync_every: int = 1,
         **kwargs: Any,
@@ -142,11 +147,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         options = torch_options(module, passed_on)
         check_options(module, options)
         wires = named_wire_dtype(wire_dtype)
-        check_switch(error_feedback=error_feedback)
+        check_switch(error_feedback=error_feedback, drops_nonfinite_steps=drops_nonfinite_steps)
         check_counts(accumulate=accumulate, sync_every=sync_every)
         # Before Module.__init__, which keeps plain attributes: torch's constructor calls back.
         self._wire_dtype = wires
         self._error_feedback = error_feedback
+        self._drops_nonfinite_steps = drops_nonfinite_steps
         self._accumulate = accumulate
         self._sync_every = sync_every
         self._uses_default_cap = options["bucket_cap_mb"] is None
@@ -219,21 +225,36 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
         between steps. With error feedback "residuals" has the loss that this rank has not sent yet:
         a float32 tensor per parameter name. Save and load it on every rank, since each has its own.
+        During a backward pass it comes without residuals, as if the step had been dropped.
+
+        A wrapper of the same options that loads it continues bit by bit as this one would.
         """
         raw = self.reducer.stats()
+        order, agreed = self.reducer.order()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
-        residuals = self.reducer.residuals()
-        more = {"residuals": residuals, "unsynced_parameters": sorted(self._unsynced)}
+        more = {
+            "residuals": self.reducer.residuals(),
+            "unsynced_parameters": sorted(self._unsynced),
+            "fp16_exponents": self.reducer.exponents(),
+            "bucket_order": order,
+            "order_agreed": agreed,
+        }
         return {**state, **{name: value for name, value in more.items() if value}}
 
     def load_communication_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of ``communication_state_dict()``, on every rank.
 
         Raises:
-            ValueError: Error feedback of a parameter that has none here, or of another shape.
+            ValueError: Error feedback of a parameter that has none here, or of another shape; a
+                scale or an order of buckets of other parameters.
         """
         residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
         self.reducer.set_residuals(dict(residuals))
+        self.reducer.set_shared(
+            dict(state.get("fp16_exponents", {})),
+            list(state.get("bucket_order", ())),
+            bool(state.get("order_agreed", False)),
+        )
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
         self._note_trained()
@@ -243,8 +264,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """Multiplies what error feedback keeps on this rank. Call it on every rank.
 
         Residuals have the unit of the averages: pass the factor of clipping, or the new loss scale
-        over the old one after ``scaler.update()``; 0 forgets them, for a step that you drop. After
-        a step with an average that is not finite they are zeros. ValueError: not a finite factor.
+        over the old one after ``scaler.update()``; 0 forgets them, for a step that you drop. With
+        ``drops_nonfinite_steps`` they are zeros after a step with an average that is not finite.
+        ValueError: not a finite factor.
         """
         self.reducer.scale_residuals(float(factor))
 
@@ -344,6 +366,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                 options={
                     "wire_dtype": self._wire_dtype,
                     "error_feedback": self._error_feedback,
+                    "drops_nonfinite_steps": self._drops_nonfinite_steps,
                     "accumulate": self._accumulate,
                     "sync_every": self._sync_every,
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
@@ -395,6 +418,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             error_feedback=self._error_feedback,
+            drops_nonfinite_steps=self._drops_nonfinite_steps,
             cuda_library=str(_extension.CUDA_LIBRARY),
         )
         self.logger = native.DdpLogger(self.reducer)

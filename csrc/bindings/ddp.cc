@@ -79,6 +79,15 @@ void setResiduals(Reducer& reducer, const std::map<std::string, at::Tensor>& res
   TORCH_CHECK_VALUE(reducer.setResiduals(residuals, why), why);
 }
 
+void setShared(
+    Reducer& reducer,
+    const std::map<std::string, int>& exponents,
+    const std::vector<std::string>& order,
+    bool agreed) {
+  std::string why;
+  TORCH_CHECK_VALUE(reducer.setShared(exponents, order, agreed, why), why);
+}
+
 std::shared_ptr<Reducer> makeReducer(
     const std::vector<at::Tensor>& params,
     const std::vector<std::string>& names,
@@ -93,6 +102,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool find_unused_parameters,
     bool gradient_as_bucket_view,
     bool error_feedback,
+    bool drops_nonfinite_steps,
     std::string cuda_library) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
@@ -108,6 +118,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.find_unused_parameters = find_unused_parameters;
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.error_feedback = error_feedback;
+  options.drops_nonfinite_steps = drops_nonfinite_steps;
   options.cuda_library = std::move(cuda_library);
   return std::make_shared<Reducer>(
       std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
@@ -185,6 +196,7 @@ void bindReducer(py::module_& m) {
           py::arg("find_unused_parameters"),
           py::arg("gradient_as_bucket_view"),
           py::arg("error_feedback"),
+          py::arg("drops_nonfinite_steps"),
           py::arg("cuda_library"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
@@ -210,6 +222,14 @@ void bindReducer(py::module_& m) {
       .def("set_accumulated", torch::wrap_pybind_function_no_gil(&Reducer::setAccumulated), py::arg("passes"))
       .def("record_steps", torch::wrap_pybind_function_no_gil(&Reducer::recordSteps), py::arg("on"))
       .def("last_step", lastStep)
+      .def("exponents", torch::wrap_pybind_function_no_gil(&Reducer::exponents))
+      .def("order", torch::wrap_pybind_function_no_gil(&Reducer::order))
+      .def(
+          "set_shared",
+          torch::wrap_pybind_function_no_gil(setShared),
+          py::arg("exponents"),
+          py::arg("order"),
+          py::arg("agreed"))
       .def("residuals", torch::wrap_pybind_function_no_gil(&Reducer::residuals))
       .def("set_residuals", torch::wrap_pybind_function_no_gil(setResiduals), py::arg("residuals"))
       .def("scale_residuals", torch::wrap_pybind_function_no_gil(&Reducer::scaleResiduals), py::arg("factor"))

@@ -126,14 +126,17 @@ template <class Grad, class Wire>
 struct Packer {
   float factor;
   uint32_t overflows = 0;
-  uint32_t max_abs_bits = 0;
+  uint32_t max_abs_bits = 0; ///< of finite values
+  uint32_t non_finite = 0; ///< 1 if there was another one
 
   PYCOMM_HD typename Wire::Stored operator()(typename Grad::Stored stored) {
     const float value = Grad::load(stored);
     const uint32_t magnitude = magnitudeBits(value);
-    max_abs_bits = magnitude > max_abs_bits ? magnitude : max_abs_bits;
+    const bool finite = magnitude < kFloatInfinity;
+    max_abs_bits = finite && magnitude > max_abs_bits ? magnitude : max_abs_bits;
+    non_finite |= finite ? 0U : 1U;
     const typename Wire::Stored packed = Wire::store(value * factor);
-    overflows += magnitude < kFloatInfinity && !Wire::finite(packed) ? 1U : 0U;
+    overflows += finite && !Wire::finite(packed) ? 1U : 0U;
     return packed;
   }
 };
@@ -147,13 +150,12 @@ struct Unpacker {
   }
 };
 
-/// The code of the largest gradient, by integers alone: kExponentBias + frexp()'s exponent of a finite number above 0.
-PYCOMM_HD int exponentCode(uint32_t max_abs_bits) {
+/// The code of the largest finite gradient, by integers alone: kExponentBias + frexp()'s exponent of a number above 0. kNonFiniteCode
+/// more if there was an Inf or NaN.
+PYCOMM_HD int exponentCode(uint32_t max_abs_bits, uint32_t non_finite) {
+  const int flag = non_finite != 0 ? kNonFiniteCode : 0;
   if (max_abs_bits == 0) {
-    return 0;
-  }
-  if (max_abs_bits >= kFloatInfinity) {
-    return kNonFiniteCode;
+    return flag;
   }
   int exponent = static_cast<int>(max_abs_bits >> 23) - 126;
   if (max_abs_bits < 0x800000U) { // subnormal: its leading bit says how far below
@@ -162,13 +164,13 @@ PYCOMM_HD int exponentCode(uint32_t max_abs_bits) {
       ++exponent;
     }
   }
-  return kExponentBias + exponent;
+  return kExponentBias + exponent + flag;
 }
 
 PYCOMM_HD void writeExponentShare(const ExponentArgs& args, uint32_t thread, uint32_t threads) {
+  const int code = exponentCode(args.stats->max_abs_bits, args.stats->non_finite);
   for (uint32_t i = thread; i < args.numel; i += threads) {
-    args.tail[i] =
-        i == args.rank ? Half::store(static_cast<float>(exponentCode(args.stats->max_abs_bits))) : uint16_t{0};
+    args.tail[i] = i == args.rank ? Half::store(static_cast<float>(code)) : uint16_t{0};
   }
 }
 

@@ -25,9 +25,13 @@ __global__ void __launch_bounds__(kBlockThreads) packKernel(const __grid_constan
   }
   const uint32_t overflows = __reduce_add_sync(0xffffffffU, packer.overflows);
   const uint32_t max_abs_bits = __reduce_max_sync(0xffffffffU, packer.max_abs_bits);
+  const uint32_t non_finite = __reduce_or_sync(0xffffffffU, packer.non_finite);
   if (threadIdx.x % warpSize == 0) {
     if (overflows != 0) {
       atomicAdd(&args.stats->overflows, static_cast<unsigned long long>(overflows));
+    }
+    if (non_finite != 0) {
+      atomicOr(&args.stats->non_finite, non_finite);
     }
     atomicMax(&args.stats->max_abs_bits, max_abs_bits);
   }

@@ -10,13 +10,19 @@
 #include <vector>
 
 #include "ddp/pass_failure.h"
-#include "ddp/wire_scale.h"
 #include "numeric/convert.h"
 
 namespace pycomm {
 
-BucketPipeline::BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder)
-    : buckets_(buckets), reduction_(std::move(reduction)), recorder_(recorder), looks_(buckets.keepsResiduals()) {}
+BucketPipeline::BucketPipeline(
+    BucketSet& buckets,
+    std::unique_ptr<Reduction> reduction,
+    StepRecorder& recorder,
+    bool looks)
+    : buckets_(buckets),
+      reduction_(std::move(reduction)),
+      recorder_(recorder),
+      looks_(looks && buckets.keepsResiduals()) {}
 
 void BucketPipeline::begin(int divisor) {
   for (Bucket& bucket : buckets_.all()) {
@@ -109,8 +115,7 @@ void BucketPipeline::lookAt(const at::Tensor& sums) {
     finite_on_device_.push_back(at::isfinite(sums).all());
   } else if (sums.scalar_type() == at::kFloat && sums.is_contiguous()) {
     const auto* values = static_cast<const float*>(sums.const_data_ptr());
-    const uint32_t largest = maxAbsBits(values, static_cast<size_t>(sums.numel()));
-    finite_ = finite_ && WireScale::exponentCode(largest) != static_cast<float>(WireScale::kNonFiniteCode);
+    finite_ = finite_ && !magnitudeOf(values, static_cast<size_t>(sums.numel())).non_finite;
   } else {
     finite_ = finite_ && at::isfinite(sums).all().item<bool>();
   }

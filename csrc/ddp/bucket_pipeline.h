@@ -28,8 +28,8 @@ class BucketPipeline {
   /// Whether the average of a parameter is written to its .grad. It may wait for other ranks, and throw.
   using IsWritten = std::function<bool(size_t param)>;
 
-  /// `buckets`, `recorder`: the reducer's, which outlive this. `reduction`: of these buckets.
-  BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder);
+  /// `buckets`, `recorder`: the reducer's, which outlive this. `reduction`: of these buckets. `looks`: for averagesAreFinite().
+  BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder, bool looks);
 
   /// `divisor`: of the sums; the ranks that have data.
   void begin(int divisor);
@@ -56,7 +56,7 @@ class BucketPipeline {
   /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
   [[nodiscard]] std::string awaited() const;
 
-  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no wire keeps a residual. After
+  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no wire keeps a residual, or `looks` was false. After
   /// finishAll(); on a device it waits for the device.
   [[nodiscard]] bool averagesAreFinite() const;
 
@@ -77,7 +77,7 @@ class BucketPipeline {
   StepRecorder& recorder_;
   size_t first_unlaunched_ = 0;
   size_t first_unfinished_ = 0;
-  bool looks_; ///< at the averages: a wire keeps residuals
+  bool looks_; ///< at the averages
   bool finite_ = true; ///< what lookAt() saw in this step,
   std::vector<at::Tensor> finite_on_device_; ///< and where it has not waited for the answer
 };

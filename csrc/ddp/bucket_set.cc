@@ -31,8 +31,12 @@ void BucketSet::cut(
   std::vector<BucketMember> members;
   const std::map<std::string, at::Tensor> residuals_before = residuals();
   names_.clear();
+  encoded_.clear();
   for (const ReducedParam& param : params) {
     names_.push_back(param.name);
+    if (param.codec != Codec::None && common.wire.error_feedback && !common.wire.hook_averages && !param.sparse) {
+      encoded_[param.name] = param.tensor.sizes().vec();
+    }
     tensors.push_back(param.tensor);
     members.push_back({param.tensor.nbytes(), kindOf(param), param.sparse});
   }
@@ -56,10 +60,18 @@ void BucketSet::cut(
     options.wire.exponent = exponent == SharedValues::kUnscaled ? 0 : exponent;
     buckets_.emplace_back(tensors, indices, options, source_);
   }
-  for (auto& [param, room] : residuals()) {
-    const auto known = residuals_before.find(param);
-    if (known != residuals_before.end()) {
-      room.copy_(known->second);
+  std::map<std::string, at::Tensor> rooms = residuals();
+  for (const auto& [name, kept] : residuals_before) {
+    if (rooms.find(name) == rooms.end()) {
+      aside_[name] = kept.clone();
+    }
+  }
+  for (auto& [name, room] : rooms) {
+    const auto before = residuals_before.find(name);
+    if (before != residuals_before.end()) {
+      room.copy_(before->second);
+    } else if (const auto aside = aside_.extract(name)) {
+      room.copy_(aside.mapped());
     }
   }
 }
@@ -129,6 +141,7 @@ std::map<std::string, at::Tensor> BucketSet::residuals() const {
 
 std::map<std::string, at::Tensor> BucketSet::copyResiduals() const {
   std::map<std::string, at::Tensor> copies = residuals();
+  copies.insert(aside_.begin(), aside_.end());
   for (auto& [name, tensor] : copies) {
     tensor = tensor.clone(at::MemoryFormat::Contiguous);
   }
@@ -143,6 +156,9 @@ void BucketSet::scaleResiduals(double factor) {
       factor == 0 ? residual.zero_() : residual.mul_(factor);
     }
   }
+  for (auto& [name, residual] : aside_) {
+    factor == 0 ? residual.zero_() : residual.mul_(factor);
+  }
 }
 
 bool BucketSet::keepsResiduals() const {
@@ -151,19 +167,25 @@ bool BucketSet::keepsResiduals() const {
 }
 
 bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why) {
-  std::map<std::string, at::Tensor> rooms = residuals();
   for (const auto& [name, tensor] : values) {
-    const auto room = rooms.find(name);
-    if (room == rooms.end() || room->second.sizes() != tensor.sizes()) {
-      why = room == rooms.end() ? "no parameter '" + name + "' has error feedback here"
-                                : "the residual of parameter '" + name + "' is of another shape here";
+    const auto shape = encoded_.find(name);
+    if (shape == encoded_.end() || tensor.sizes() != shape->second) {
+      why = shape == encoded_.end() ? "no parameter '" + name + "' has error feedback here"
+                                    : "the residual of parameter '" + name + "' is of another shape here";
       return false;
     }
   }
   const at::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> rooms = residuals();
+  aside_.clear();
   for (auto& [name, room] : rooms) {
     const auto found = values.find(name);
     found == values.end() ? room.zero_() : room.copy_(found->second);
+  }
+  for (const auto& [name, tensor] : values) {
+    if (rooms.find(name) == rooms.end()) { // it is frozen now
+      aside_[name] = tensor.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+    }
   }
   return true;
 }

@@ -16,7 +16,8 @@ namespace pycomm {
 /// All buckets of a reducer, and the place of each parameter in them.
 ///
 /// They are cut again while training goes on. The state of a bucket's wire follows its parameters: a new bucket begins with the least
-/// scale of the buckets that its parameters come from, and with the loss that error feedback has kept for them.
+/// scale of the buckets that its parameters come from, and with the loss that error feedback has kept for them. The loss of a parameter that
+/// has left the buckets is kept aside until it is back; one that never had a bucket has none.
 class BucketSet {
  public:
   struct Place {
@@ -27,6 +28,7 @@ class BucketSet {
   /// Leaves no bucket, and no state of a wire.
   void clear() noexcept {
     buckets_.clear();
+    aside_.clear();
   }
 
   /// Where buckets get memory from now on. Cut them again after this.
@@ -85,6 +87,9 @@ class BucketSet {
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
   std::vector<std::string> names_; ///< by parameter
+  std::map<std::string, std::vector<int64_t>>
+      encoded_; ///< shapes, by name, of parameters with error feedback, frozen ones included
+  std::map<std::string, at::Tensor> aside_; ///< residuals of those that have left the buckets
 };
 
 } // namespace pycomm

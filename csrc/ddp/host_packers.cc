@@ -11,7 +11,6 @@
 
 #include "c10d/dtypes.h"
 #include "ddp/wire_scale.h"
-#include "numeric/convert.h"
 
 namespace pycomm {
 namespace {
@@ -92,7 +91,7 @@ void CastPacker::pack(BucketMemory& memory, const Slot& slot, double factor) {
     std::fill_n(out, slot.numel * element, char{0});
     return;
   }
-  // maxAbsBits() wants fp32, and flat memory wants plain elements in the slot's order; gradients have all nearly always.
+  // magnitudeOf() wants fp32, and flat memory wants plain elements in the slot's order; gradients have all nearly always.
   const at::ScalarType source_type = measures_ ? at::kFloat : memory.dtype();
   if (grad.scalar_type() != source_type || !BucketMemory::isPlain(grad, slot)) {
     grad = BucketMemory::emptyLike(slot, grad.options().dtype(source_type)).copy_(grad);
@@ -103,7 +102,8 @@ void CastPacker::pack(BucketMemory& memory, const Slot& slot, double factor) {
     const size_t count = std::min(kBlock, slot.numel - at);
     const char* block = in + at * source_element;
     if (measures_) {
-      max_abs_bits_ = std::max(max_abs_bits_, maxAbsBits(reinterpret_cast<const float*>(block), count));
+      const Magnitude here = magnitudeOf(reinterpret_cast<const float*>(block), count);
+      magnitude_ = {std::max(magnitude_.max_bits, here.max_bits), magnitude_.non_finite || here.non_finite};
     }
     convert(
         toDType(cast.scalar_type()),
@@ -118,7 +118,7 @@ void CastPacker::pack(BucketMemory& memory, const Slot& slot, double factor) {
 void CastPacker::writeMagnitude(const at::Tensor& tail, int rank) const {
   auto* sizes = static_cast<at::Half*>(tail.data_ptr());
   std::fill_n(sizes, tail.numel(), at::Half(0.0F));
-  sizes[rank] = at::Half(WireScale::exponentCode(max_abs_bits_));
+  sizes[rank] = at::Half(WireScale::exponentCode(magnitude_));
 }
 
 void CastPacker::unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const {

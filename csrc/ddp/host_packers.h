@@ -1,8 +1,7 @@
 #pragma once
 
-#include <cstdint>
-
 #include "ddp/packer.h"
+#include "numeric/convert.h"
 
 namespace pycomm {
 
@@ -22,7 +21,7 @@ class CastPacker final : public Packer {
   explicit CastPacker(bool measures) : measures_(measures) {}
 
   void begin() override {
-    max_abs_bits_ = 0;
+    magnitude_ = {};
   }
   void pack(BucketMemory& memory, const Slot& slot, double factor) override;
   void writeMagnitude(const at::Tensor& tail, int rank) const override;
@@ -30,7 +29,7 @@ class CastPacker final : public Packer {
 
  private:
   bool measures_;
-  uint32_t max_abs_bits_ = 0; ///< of the gradients packed since begin()
+  Magnitude magnitude_; ///< of the gradients packed since begin()
 };
 
 /// One sparse gradient, coalesced: home is a tensor of its own, because the all-reduce puts other elements into it, and .grad is the

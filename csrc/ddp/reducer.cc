@@ -93,7 +93,8 @@ void Reducer::makeBuckets() {
   pipeline_ = std::make_unique<BucketPipeline>(
       buckets_,
       hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_.get(), buckets_.tags()),
-      recorder_);
+      recorder_,
+      options_.drops_nonfinite_steps);
   resetStep();
   showBuckets();
   show();
@@ -281,9 +282,91 @@ void Reducer::setAccumulated(int64_t passes) {
   state_.change([passes](SharedValues& values) { values.accumulated = values.passes = passes; });
 }
 
+std::map<std::string, int> Reducer::exponents() {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, int> exponents;
+  for (size_t index = 0; index < params_.size(); ++index) {
+    const int exponent = state_.now().exponents[index];
+    if (exponent != SharedValues::kUnscaled) {
+      exponents[params_[index].name] = exponent;
+    }
+  }
+  return exponents;
+}
+
+std::pair<std::vector<std::string>, bool> Reducer::order() {
+  const std::lock_guard lock(mutex_);
+  const SharedValues& now = state_.now();
+  std::vector<std::string> names;
+  if (now.ordered) {
+    for (const size_t index : now.agreed ? now.order : order_.seen(now.order)) {
+      names.push_back(params_[index].name);
+    }
+  }
+  return {names, now.agreed};
+}
+
+bool Reducer::setShared(
+    const std::map<std::string, int>& exponents,
+    const std::vector<std::string>& order,
+    bool agreed,
+    std::string& why) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!pass_.reducing() || failure_.any(), "a state cannot be loaded in the middle of a backward pass");
+  std::map<std::string, size_t> index_of;
+  for (size_t index = 0; index < params_.size(); ++index) {
+    index_of[params_[index].name] = index;
+  }
+  std::vector<int> by_param(params_.size(), SharedValues::kUnscaled);
+  for (const auto& [name, exponent] : exponents) {
+    const auto found = index_of.find(name);
+    if (found == index_of.end()) {
+      why = "no parameter '" + name + "' is reduced here";
+      return false;
+    }
+    by_param[found->second] = exponent;
+  }
+  std::vector<size_t> indices;
+  for (const std::string& name : order) {
+    const auto found = index_of.find(name);
+    if (found == index_of.end()) {
+      why = "no parameter '" + name + "' is reduced here, and the order of buckets has one";
+      return false;
+    }
+    indices.push_back(found->second);
+    index_of.erase(found);
+  }
+  if (!order.empty() && !index_of.empty()) {
+    why = "the order of buckets lacks parameter '" + index_of.begin()->first + "'";
+    return false;
+  }
+  order_.clear();
+  state_.change([&](SharedValues& values) {
+    values = [&] {
+      SharedValues fresh(values.trained);
+      fresh.exponents = by_param;
+      fresh.counting = values.counting;
+      fresh.knows_used = values.knows_used;
+      return fresh;
+    }();
+    values.ordered = !indices.empty();
+    values.agreed = agreed;
+    if (agreed) {
+      values.order = indices;
+    }
+  });
+  if (!agreed) {
+    for (const size_t index : indices) {
+      order_.came(index);
+    }
+  }
+  cutBuckets();
+  return true;
+}
+
 std::map<std::string, at::Tensor> Reducer::residuals() {
   const std::lock_guard lock(mutex_);
-  return buckets_.copyResiduals();
+  return pass_.reducing() ? std::map<std::string, at::Tensor>{} : buckets_.copyResiduals();
 }
 
 bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ddp/backward_pass.h"
@@ -34,6 +35,7 @@ struct ReducerOptions {
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
   bool error_feedback = true; ///< of codecs
+  bool drops_nonfinite_steps = true; ///< the program does, so error feedback keeps nothing of one
   std::string cuda_library; ///< see makePacker()
 };
 
@@ -104,7 +106,20 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void shareStore(c10::intrusive_ptr<c10d::Store> store);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
-  /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Not during a backward pass.
+  /// The fp16 scale of each parameter that has one.
+  [[nodiscard]] std::map<std::string, int> exponents();
+  /// Names of all parameters in the order of buckets: the one agreed on; before that, once a first reduction is over, the one seen here.
+  /// Empty before.
+  [[nodiscard]] std::pair<std::vector<std::string>, bool> order();
+  /// Takes values of the form of exponents() and order(), and cuts the buckets by them. False if they are not those of this model: then
+  /// nothing is done, and `why` says what is wrong.
+  [[nodiscard]] bool setShared(
+      const std::map<std::string, int>& exponents,
+      const std::vector<std::string>& order,
+      bool agreed,
+      std::string& why);
+  /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Empty during a backward pass that reduces,
+  /// which writes them.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals();
   /// Takes values of the form of residuals(): see BucketSet::setResiduals().
   [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why);

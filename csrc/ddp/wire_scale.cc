@@ -22,8 +22,6 @@ constexpr int kLowestCode = WireScale::kBias - 148;
 constexpr int kHighestCode = WireScale::kBias + 128;
 constexpr int kAllZeroCode = 0;
 
-constexpr uint32_t kInfinityBits = 0x7f800000U;
-
 int ceilLog2(int value) {
   int log = 0;
   while ((int64_t{1} << log) < value) {
@@ -45,27 +43,28 @@ float WireScale::unpackFactor(int divisor) const {
   return std::ldexp(1.0F, -exponent_) / static_cast<float>(divisor);
 }
 
-float WireScale::exponentCode(uint32_t max_abs_bits) {
-  if (max_abs_bits == 0) {
-    return static_cast<float>(kAllZeroCode);
-  }
-  if (max_abs_bits >= kInfinityBits) {
-    return static_cast<float>(kNonFiniteCode);
+float WireScale::exponentCode(Magnitude magnitude) {
+  const int flag = magnitude.non_finite ? kNonFinite : 0;
+  if (magnitude.max_bits == 0) {
+    return static_cast<float>(kAllZeroCode + flag);
   }
   float largest = 0;
-  std::memcpy(&largest, &max_abs_bits, sizeof largest);
+  std::memcpy(&largest, &magnitude.max_bits, sizeof largest);
   int exponent = 0;
   (void)std::frexp(largest, &exponent);
-  return static_cast<float>(exponent + kBias);
+  return static_cast<float>(exponent + kBias + flag);
 }
 
 WireScale::Outcome WireScale::judge(const std::vector<float>& slots) {
   int highest = kAllZeroCode;
+  bool non_finite = false;
   for (size_t rank = 0; rank < slots.size(); ++rank) {
     const float value = slots[rank];
-    const bool known = value == static_cast<float>(kAllZeroCode) || value == static_cast<float>(kNonFiniteCode) ||
-        (value >= static_cast<float>(kLowestCode) && value <= static_cast<float>(kHighestCode) &&
-         value == std::floor(value));
+    const bool flagged = value >= static_cast<float>(kNonFinite); // false for NaN
+    const float code = flagged ? value - static_cast<float>(kNonFinite) : value;
+    const bool known = code == static_cast<float>(kAllZeroCode) ||
+        (code >= static_cast<float>(kLowestCode) && code <= static_cast<float>(kHighestCode) &&
+         code == std::floor(code));
     if (!known) {
       throw Error(
           ErrorCode::DataCorrupt,
@@ -73,20 +72,19 @@ WireScale::Outcome WireScale::judge(const std::vector<float>& slots) {
               " where the group's rank " + std::to_string(rank) + " had written the size of its gradients",
           "a backend that adds fp16 elements exactly when all but one are zero; lossy codecs cannot carry this bucket");
     }
-    highest = std::max(highest, static_cast<int>(value));
+    highest = std::max(highest, static_cast<int>(code));
+    non_finite = non_finite || flagged;
   }
+  const Outcome accepted = non_finite ? Outcome::NonFinite : Outcome::Good;
   next_exponent_ = exponent_;
-  if (highest == kNonFiniteCode) {
-    return Outcome::NonFinite;
-  }
   if (highest == kAllZeroCode) {
-    return Outcome::Good;
+    return accepted;
   }
   const int sum_exponent = highest - kBias + log2_world_; // E + L
   const int top = sum_exponent + exponent_;
   next_exponent_ = std::clamp(kTopAim - sum_exponent, -kExponentLimit, kExponentLimit);
   if ((top >= kTopLowest && top <= kTopHighest) || next_exponent_ == exponent_) {
-    return Outcome::Good;
+    return accepted;
   }
   exponent_ = next_exponent_;
   return Outcome::PackAgain;

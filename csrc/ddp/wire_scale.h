@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "device/kernel_args.h"
+#include "numeric/convert.h"
 
 namespace pycomm {
 
@@ -30,8 +31,8 @@ namespace pycomm {
 /// e_r + kBias into its own and zero into the others, so that the SUM hands every rank all e_r, exactly, whatever the
 /// algorithm: each is an integer below 2048 plus zeros. All decisions follow from these numbers and from s, which all
 /// ranks share, so they need no look at the result, and a cancelling sum (large gradients, small average) cannot
-/// mislead them. If a rank's gradients hold Inf or NaN before packing, it writes a code into the same element. No scale
-/// can help then: the result keeps its Inf or NaN as an fp32 sum would, s stays, and the step is counted.
+/// mislead them. If a rank's gradients hold Inf or NaN before packing, it adds kNonFinite to its element, and e_r is that of its
+/// finite ones: these keep their bits, the others stay Inf or NaN as in an fp32 sum, and the bucket is counted.
 ///
 /// Example, N = 2, s = 0: rank 0 has a largest gradient 100000 (e = 17), rank 1 has 3 (e = 2). E = 17, L = 1, top = 18:
 /// the fp16 sum holds Inf. Both ranks read 17 and 2, take s = 9 - 17 - 1 = -9, pack again: 100000 * 2^-9 = 195.3 fits.
@@ -40,12 +41,12 @@ class WireScale {
   enum class Outcome {
     Good, ///< unpack; the next step uses the exponent that aims at top = 9
     PackAgain, ///< exponent() has changed; pack and reduce the same gradients once more
-    NonFinite, ///< some rank's gradients were Inf or NaN before packing; unpack
+    NonFinite, ///< as Good, but some rank's gradients were Inf or NaN before packing
   };
 
-  /// exponentCode() adds kBias to frexp's exponent, and returns kNonFiniteCode for Inf and NaN, 0 for all zeros. All are exact in fp16.
+  /// exponentCode() adds kBias to frexp's exponent, or is 0 for all zeros; and kNonFinite if there was an Inf or NaN. All are exact in fp16.
   static constexpr int kBias = cuda::kExponentBias;
-  static constexpr int kNonFiniteCode = cuda::kNonFiniteCode;
+  static constexpr int kNonFinite = cuda::kNonFiniteCode;
 
   /// `exponent`: the s to start with, the same on every rank.
   explicit WireScale(int world_size, int exponent = 0);
@@ -58,8 +59,8 @@ class WireScale {
   /// 2^-s / divisor: the ranks that take part, N, or fewer while others have run out of data.
   [[nodiscard]] float unpackFactor(int divisor) const;
 
-  /// The value of a rank's own element, an integer from 0 to 1000. `max_abs_bits`: the fp32 bits of its largest magnitude.
-  [[nodiscard]] static float exponentCode(uint32_t max_abs_bits);
+  /// The value of a rank's own element, an integer below 1024. `magnitude`: of its gradients.
+  [[nodiscard]] static float exponentCode(Magnitude magnitude);
 
   /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) if they cannot be the sums of N
   /// ranks' exponentCode(): the backend did not sum.

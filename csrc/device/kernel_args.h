@@ -24,13 +24,13 @@ inline constexpr size_t kMaxSegments = 1900;
 /// Results of packing, in memory that the device can write. The caller sets them to zero.
 struct PackStats {
   unsigned long long overflows = 0; ///< finite before, not finite after scaling and rounding
-  uint32_t max_abs_bits = 0; ///< of the gradients, before scaling; NaN counts above infinity, as fp32 bits do
-  uint32_t reserved = 0;
+  uint32_t max_abs_bits = 0; ///< of the finite gradients, before scaling
+  uint32_t non_finite = 0; ///< 1 if a gradient was infinite or NaN
 };
 
 /// What a rank writes behind an fp16 bucket about the largest of its gradients: see ddp/wire_scale.h. Exact in fp16.
 inline constexpr int kExponentBias = 200; ///< is added to frexp()'s exponent; 0 if all gradients are zero
-inline constexpr int kNonFiniteCode = 1000; ///< Inf or NaN
+inline constexpr int kNonFiniteCode = 512; ///< is added if a gradient is Inf or NaN
 
 /// tail[rank] = the code of `stats`, the other elements = 0.
 struct ExponentArgs {

@@ -43,9 +43,9 @@ void convertScalar(DType to, void* dst, DType from, const void* src, size_t nume
   convertWith(numeric::kScalarKernels, to, dst, from, src, numel, factor);
 }
 
-uint32_t maxAbsBits(const float* values, size_t numel) noexcept {
+Magnitude magnitudeOf(const float* values, size_t numel) noexcept {
   const numeric::BlockSummary summary = numeric::activeKernels().summarize(values, numel);
-  return summary.special ? kInfinityBits : summary.max_bits;
+  return {summary.max_bits, summary.special};
 }
 
 } // namespace pycomm

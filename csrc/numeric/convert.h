@@ -18,8 +18,13 @@ namespace pycomm {
 void convert(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 void convertScalar(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 
-/// The bits of the largest magnitude of these fp32 numbers, or of infinity if one of them is infinite or NaN. Encoders
-/// choose scales by it. Bits without their sign order like magnitudes. 0 for no numbers. Any thread, any alignment.
-[[nodiscard]] uint32_t maxAbsBits(const float* values, size_t numel) noexcept;
+/// How large some fp32 numbers are.
+struct Magnitude {
+  uint32_t max_bits = 0; ///< of the largest finite magnitude; without their sign, bits order like magnitudes
+  bool non_finite = false; ///< one of them is infinite or NaN
+};
+
+/// Encoders choose scales by it. Any thread, any alignment.
+[[nodiscard]] Magnitude magnitudeOf(const float* values, size_t numel) noexcept;
 
 } // namespace pycomm

@@ -72,6 +72,7 @@ class HostDevice : public DeviceRuntime {
         if (args.stats != nullptr) {
           args.stats->overflows += packer.overflows;
           args.stats->max_abs_bits = std::max(args.stats->max_abs_bits, packer.max_abs_bits);
+          args.stats->non_finite |= packer.non_finite;
         }
       }
     });

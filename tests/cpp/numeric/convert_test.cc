@@ -271,18 +271,20 @@ TEST(Convert, FloatToFloatKeepsSubnormalsAndMakesNansCanonical) {
 TEST(Convert, TheLargestMagnitudeIsFoundWhereverItStands) {
   for (const SimdLevel level : levels()) {
     const AtLevel at(level);
-    EXPECT_EQ(maxAbsBits(nullptr, 0), 0U);
+    EXPECT_EQ(magnitudeOf(nullptr, 0).max_bits, 0U);
     for (const size_t numel : {size_t{1}, size_t{7}, size_t{64}, size_t{301}}) {
       for (size_t place = 0; place < numel; ++place) {
         std::vector<float> values(numel, 1e-40F);
-        EXPECT_EQ(maxAbsBits(values.data(), numel), toBits(1e-40F));
+        EXPECT_EQ(magnitudeOf(values.data(), numel).max_bits, toBits(1e-40F));
         for (const float largest : {3.0F, -3.0F, 3e38F}) {
           values[place] = largest;
-          EXPECT_EQ(maxAbsBits(values.data(), numel), toBits(std::fabs(largest)));
+          EXPECT_EQ(magnitudeOf(values.data(), numel).max_bits, toBits(std::fabs(largest)));
+          EXPECT_FALSE(magnitudeOf(values.data(), numel).non_finite);
         }
         for (const float beyond : {INFINITY, -INFINITY, NAN, -NAN}) {
           values[place] = beyond;
-          EXPECT_EQ(maxAbsBits(values.data(), numel), toBits(INFINITY));
+          EXPECT_EQ(magnitudeOf(values.data(), numel).max_bits, numel > 1 ? toBits(1e-40F) : 0U);
+          EXPECT_TRUE(magnitudeOf(values.data(), numel).non_finite);
         }
       }
     }

@@ -50,7 +50,7 @@ def scale_forgotten(model: Any) -> None:
 
 
 def passes_loaded(model: Any) -> None:
-    model.load_communication_state_dict({"accumulated": 1, "unsynced": 0})
+    model.load_communication_state_dict({**model.communication_state_dict(), "accumulated": 1})
 
 
 def updated_alone(rank: int, world_size: int, change: Any, options: dict[str, Any]) -> str:
