@@ -123,7 +123,7 @@ def frozen(rank: int, world_size: int) -> None:
 
 
 def frozen_base(rank: int, world_size: int) -> None:
-    """What was never trained has no residual."""
+    """A parameter that has never been trained has no residual."""
     module = Pair()
     module.a.requires_grad_(False)
     model = wrap(module, wire_dtype="int8")
