@@ -182,7 +182,7 @@ void Reducer::beginPass() {
   }
   for (const size_t unreachable : pass_.unreachable()) {
     // A static graph's first pass, if it is in no_sync(), does not see what was frozen before it.
-    if (trained_.trained()[unreachable]) {
+    if (trained()[unreachable]) {
       markReady(unreachable);
     }
   }
