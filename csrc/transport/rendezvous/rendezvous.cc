@@ -417,7 +417,7 @@ std::vector<std::string> exchangeTexts(
   return texts;
 }
 
-// A rank that tries again after a failure finds by its old record that it was told of it: so after a failure all of them stay.
+// A rank that tries again after a failure finds by its old record that it has read it: so after a failure all of them stay.
 void forget(Store& store, const RankClaim& claim, int size) noexcept {
   try {
     const std::string keys = keysOf(claim);
