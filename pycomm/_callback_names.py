@@ -1,6 +1,6 @@
 """Names callbacks of futures where they are added, so that what they issue has one id on all ranks.
 
-The names, and the reasons, are in ``csrc/c10d/named_future.h``. This wraps, once, the four places
+The names, and the reasons, are in ``csrc/c10d/named_future.h``. This wraps, once, the five places
 of torch through which Python adds callbacks to futures or waits for them. ``torch.futures.Future``
 calls the methods of ``torch._C.Future``, which is also the class of what ``Work.get_future()``
 returns; and ``torch.futures.collect_all`` calls ``torch._C._collect_all``.
@@ -31,6 +31,7 @@ def wrap_futures(native: ModuleType) -> None:
     base: Any = torch._C.Future
     torch_then, torch_add_done_callback = base.then, base.add_done_callback
     torch_wait, torch_collect_all = base.wait, torch._C._collect_all
+    torch_jit_wait = torch._C.wait
 
     @functools.wraps(torch_then)
     def then(self: Any, cb: Any) -> Any:
@@ -56,5 +57,13 @@ def wrap_futures(native: ModuleType) -> None:
         named = native.name_collected(collected, list(futures), promised)
         return collected if named is None else named
 
+    @functools.wraps(torch_jit_wait)
+    def jit_wait(future: Any) -> Any:
+        try:
+            return torch_jit_wait(future)
+        finally:
+            if isinstance(future, base):
+                native.note_waited(future)
+
     base.then, base.add_done_callback, base.wait = then, add_done_callback, wait
-    torch._C._collect_all = collect_all
+    torch._C._collect_all, torch._C.wait = collect_all, jit_wait

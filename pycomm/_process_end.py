@@ -7,6 +7,7 @@ pycomm stays there (csrc/c10d/process_end.h).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -42,12 +43,13 @@ def _wait(extension: ModuleType) -> None:
     while not extension.shutdown_all(_SLICE_MS):
         if silent and time.monotonic() - began > _SILENT_S:
             silent = False
-            print(
-                "pycomm: the process ends when its callbacks of futures have returned: "
-                f"{_running()}. Ctrl-C ends it now.",
-                file=sys.stderr,
-                flush=True,
-            )
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+                print(
+                    "pycomm: the process ends when its callbacks of futures have returned: "
+                    f"{_running()}. Ctrl-C ends it now.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _running() -> str:
@@ -67,10 +69,12 @@ def _place(frame: FrameType) -> str:
 
 def _end_here(error: BaseException) -> None:
     """Ends the process without finalizing the interpreter, in which callbacks still run."""
-    if not isinstance(error, KeyboardInterrupt | SystemExit):
-        traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):
+            if stream is sys.stderr and not isinstance(error, KeyboardInterrupt | SystemExit):
+                traceback.print_exception(error)
+            if stream is not None:
+                stream.flush()
     if isinstance(error, KeyboardInterrupt):  # as Python ends then
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

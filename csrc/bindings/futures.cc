@@ -43,7 +43,7 @@ class IssueChain {
   static CallbackOrigin originOf(uint32_t bucket) noexcept {
     CallbackOrigin origin;
     origin.of = CallbackOrigin::Of::Chain;
-    origin.number = bucket;
+    origin.sequence = bucket;
     return origin;
   }
 
@@ -85,7 +85,7 @@ std::shared_ptr<FutureWrapper> then(
   auto function = std::make_shared<torch::jit::PythonFunctionGuard>(callback.cast<py::function>());
   const WithoutGil no_gil;
   const c10::TypePtr value = c10::PyObjectType::get();
-  const auto result = future->fut->createInstance(resultOf(*added.context, added.engine, value));
+  const auto result = future->fut->createInstance(resultOf(*added.context, *future->fut, added.engine, value));
   addNamed(future->fut, added.context, [future, function, result, value] {
     try {
       c10::IValue returned;
@@ -140,8 +140,13 @@ std::shared_ptr<FutureWrapper> nameCollected(
   if (type == nullptr) {
     return nullptr;
   }
-  const WithoutGil no_gil;
-  return std::make_shared<FutureWrapper>(all->fut->then([](c10::ivalue::Future& done) { return done.value(); }, type));
+  auto unwrap = all->unwrap_func; // raises the errors of parts that the program has failed
+  c10::intrusive_ptr<c10::ivalue::Future> named;
+  {
+    const WithoutGil no_gil;
+    named = all->fut->then([](c10::ivalue::Future& done) { return done.value(); }, type);
+  }
+  return std::make_shared<FutureWrapper>(std::move(named), std::move(unwrap));
 }
 
 void noteWaited(const std::shared_ptr<FutureWrapper>& future) {

@@ -26,6 +26,9 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
+/// What CUDA devices and NCCL get to end what is under way, when the process ends.
+constexpr int64_t kCudaEndMs = 1000;
+
 // Never freed: native threads may log until the process ends.
 py::object& logCallback() {
   static py::object* callback = new py::object();
@@ -144,7 +147,8 @@ void bindProcess(py::module_& m) {
       "shutdown_all",
       [](int64_t timeout_ms) {
         const Deadline deadline = Deadline::after(timeout_ms);
-        CudaDevices::stopAllThreads(Deadline::after(timeout_ms / 2)); // while there is an engine that they can tell
+        // While there is an engine that they can tell. Only the first call has anything to do here, and takes its own time for it.
+        CudaDevices::stopAllThreads(Deadline::after(kCudaEndMs));
         const bool ended = shutdownProcessEngine(deadline);
         if (ended) {
           setLogSink(nullptr, LogLevel::Off); // last: the line about a failure's record may come at exit

@@ -1,6 +1,5 @@
 #include "c10d/group_role.h"
 
-#include <thread>
 #include <utility>
 
 #include "engine/operation/issue_context.h"
@@ -8,11 +7,10 @@
 namespace pycomm {
 namespace {
 
-std::mutex g_job_mutex; ///< guards the next four
+std::mutex g_job_mutex; ///< guards the next three
 std::shared_ptr<GroupRole> g_last; ///< of the groups of the job
 uint32_t g_promises = 0;
-std::thread::id g_adder; ///< the first thread that has added a callback to a promise
-bool g_several_adders = false;
+OneThread g_adds; ///< callbacks to promises
 
 uint64_t mixText(uint64_t value, const std::string& text) noexcept {
   for (const char c : text) {
@@ -31,8 +29,7 @@ std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::op
   if (*starts_world) {
     g_last = nullptr;
     g_promises = 0;
-    g_adder = {};
-    g_several_adders = false;
+    g_adds.forget();
   }
   const uint64_t before = g_last == nullptr ? 0 : g_last->hash();
   const uint32_t number = g_last == nullptr ? 1 : g_last->number() + 1;
@@ -47,13 +44,16 @@ void GroupRole::settle() {
   }
 }
 
+GroupRole::Message GroupRole::takeMessage() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool ambiguous = !asks_.isThis();
+  return {messages_++, ambiguous};
+}
+
 UserStrand::Promise UserStrand::takePromise() noexcept {
   const std::lock_guard<std::mutex> lock(g_job_mutex);
-  if (g_adder == std::thread::id()) {
-    g_adder = std::this_thread::get_id();
-  }
-  g_several_adders = g_several_adders || g_adder != std::this_thread::get_id();
-  return {g_promises++, g_several_adders};
+  const bool ambiguous = !g_adds.isThis();
+  return {g_promises++, ambiguous};
 }
 
 } // namespace pycomm

@@ -2,13 +2,33 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 
 namespace pycomm {
+
+/// Whether it is always the same thread that does something. Not thread-safe.
+class OneThread {
+ public:
+  /// The calling thread does it. False if another one has done it before.
+  [[nodiscard]] bool isThis() noexcept {
+    if (first_ == std::thread::id()) {
+      first_ = std::this_thread::get_id();
+    }
+    several_ = several_ || first_ != std::this_thread::get_id();
+    return !several_;
+  }
+  void forget() noexcept {
+    *this = {};
+  }
+
+ private:
+  std::thread::id first_;
+  bool several_ = false;
+};
 
 /// Which of this process's groups a group is: equal on ranks that have made groups of the same descriptions and sizes so far, in the same
 /// order, of any ranks. So the two halves of a mesh have one role. Ranks whose memberships are not alike have different roles, and
@@ -32,21 +52,24 @@ class GroupRole {
   }
   /// Takes note of the description.
   void settle();
-  /// How many-th message of the group it is whose future user threads ask for, from 0.
-  [[nodiscard]] uint32_t takeMessage() noexcept {
-    return messages_.fetch_add(1, std::memory_order_relaxed);
-  }
+  struct Message {
+    uint32_t index; ///< from 0
+    bool ambiguous; ///< several threads ask for such futures
+  };
+  /// A user thread asks for the future of a message of the group.
+  [[nodiscard]] Message takeMessage();
 
  private:
   GroupRole(const c10d::Backend& backend, uint64_t before, uint32_t number)
       : backend_(&backend), before_(before), number_(number) {}
 
-  std::mutex mutex_; ///< guards the next three
+  std::mutex mutex_; ///< guards backend_, hash_ and messages_
   const c10d::Backend* backend_; ///< until the description is known
   const uint64_t before_; ///< the role of the group that was made before it
   uint64_t hash_ = 0; ///< constant as soon as backend_ is null
   const uint32_t number_;
-  std::atomic<uint32_t> messages_{0};
+  uint32_t messages_ = 0;
+  OneThread asks_;
 };
 
 /// What user threads have done so far in this job where only the order counts; callbacks count for themselves (IssueContext).

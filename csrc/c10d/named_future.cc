@@ -49,14 +49,26 @@ FutureName::FutureName(
     const CallbackOrigin& origin,
     std::optional<Codec> codec,
     Engine* engine,
-    bool ambiguous)
+    bool ambiguous,
+    std::vector<std::weak_ptr<FutureName>> parents)
     : Type(value->kind()),
       value_(std::move(value)),
       name_(name),
       origin_(origin),
       codec_(codec),
       engine_(engine),
-      ambiguous_(ambiguous) {}
+      ambiguous_(ambiguous),
+      parents_(std::move(parents)) {}
+
+void FutureName::noteWaited() noexcept {
+  if (!waited_.exchange(true, std::memory_order_relaxed)) {
+    for (const auto& parent : parents_) {
+      if (const auto living = parent.lock()) {
+        living->noteWaited();
+      }
+    }
+  }
+}
 
 std::shared_ptr<FutureName> FutureName::of(const c10::ivalue::Future& future) {
   const c10::TypePtr type = future.elementType();
@@ -71,12 +83,14 @@ bool FutureName::leavesThread() const noexcept {
 std::shared_ptr<IssueContext> FutureName::addCallback() {
   const std::shared_ptr<IssueContext>& adder = IssueContext::current();
   CallbackOrigin origin = origin_;
+  bool ambiguous = ambiguous_ || (adder != nullptr && adder->ambiguous());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    ambiguous = ambiguous || (adder == nullptr && !adds_.isThis());
     origin.number = ++added_[adder == nullptr ? 0 : adder->name().anywhere];
   }
   const StrandName name = (adder == nullptr ? name_ : name_.by(adder->name())).then(origin.number);
-  return std::make_shared<IssueContext>(name, origin, codec_, ambiguous_ || (adder != nullptr && adder->ambiguous()));
+  return std::make_shared<IssueContext>(name, origin, codec_, ambiguous);
 }
 
 std::shared_ptr<IssueContext> FutureName::unnamedCallbacks() const {
@@ -102,12 +116,16 @@ WorkName nameOfWork(GroupRole& role, uint32_t group, const OperationId& id, uint
 WorkName nameOfMessage(GroupRole& role, uint8_t kind) {
   const std::shared_ptr<IssueContext>& strand = IssueContext::current();
   const uint64_t group = mix64(role.hash() ^ kMessage);
-  const uint32_t n =
-      strand == nullptr ? role.takeMessage() : strand->takeIndex(IssueContext::Counted::Messages, role.hash());
+  GroupRole::Message message{0, false};
   WorkName named;
-  if (strand != nullptr) {
+  if (strand == nullptr) {
+    message = role.takeMessage();
+  } else {
+    message = {strand->takeIndex(IssueContext::Counted::Messages, role.hash()), strand->ambiguous()};
     named.name = strand->name();
   }
+  const uint32_t n = message.index;
+  named.ambiguous = message.ambiguous;
   named.name = named.name.then(group).then(n);
   named.origin.of = CallbackOrigin::Of::Message;
   named.origin.kind = kind;
@@ -133,11 +151,21 @@ std::shared_ptr<IssueContext> addPromiseCallback() {
       name.then(kPromise).then(promise.index), origin, currentCodec(), promise.ambiguous);
 }
 
-c10::TypePtr resultOf(const IssueContext& callback, Engine* engine, c10::TypePtr value) {
+c10::TypePtr resultOf(
+    const IssueContext& callback,
+    const c10::ivalue::Future& future,
+    Engine* engine,
+    c10::TypePtr value) {
   CallbackOrigin origin = callback.origin();
   ++origin.depth;
   return std::make_shared<FutureName>(
-      std::move(value), callback.name().then(kResult), origin, callback.codec(), engine, callback.ambiguous());
+      std::move(value),
+      callback.name().then(kResult),
+      origin,
+      callback.codec(),
+      engine,
+      callback.ambiguous(),
+      std::vector<std::weak_ptr<FutureName>>{FutureName::of(future)});
 }
 
 c10::TypePtr collected(
@@ -148,6 +176,7 @@ c10::TypePtr collected(
   CallbackOrigin origin;
   Engine* engine = nullptr;
   bool ambiguous = false;
+  std::vector<std::weak_ptr<FutureName>> parents;
   for (const auto& part : parts) {
     const std::shared_ptr<FutureName> named = FutureName::of(*part);
     if (named == nullptr) {
@@ -157,6 +186,7 @@ c10::TypePtr collected(
       continue;
     }
     const std::shared_ptr<IssueContext> callback = named->addCallback();
+    parents.push_back(named);
     StrandName name = callback->name();
     if (all) {
       name.home = all->home == name.home ? name.home : 0;
@@ -180,7 +210,7 @@ c10::TypePtr collected(
     return nullptr;
   }
   return std::make_shared<FutureName>(
-      std::move(value), all->then(kCollected), origin, currentCodec(), engine, ambiguous);
+      std::move(value), all->then(kCollected), origin, currentCodec(), engine, ambiguous, std::move(parents));
 }
 
 void addNamed(

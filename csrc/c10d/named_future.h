@@ -36,7 +36,8 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
       const CallbackOrigin& origin,
       std::optional<Codec> codec,
       Engine* engine,
-      bool ambiguous = false);
+      bool ambiguous = false,
+      std::vector<std::weak_ptr<FutureName>> parents = {});
 
   /// Of this future; null if it has no name.
   [[nodiscard]] static std::shared_ptr<FutureName> of(const c10::ivalue::Future& future);
@@ -54,9 +55,8 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
     return ambiguous_;
   }
   /// The program has waited for it: from now on callbacks run where they are added.
-  void noteWaited() noexcept {
-    waited_.store(true, std::memory_order_relaxed);
-  }
+  /// As it is for what it follows, which has ended by then.
+  void noteWaited() noexcept;
   /// A callback that is added to the complete future now must not run on this thread. A program that adds it without having waited can
   /// rely on nothing else; and the thread's next line may be what other ranks wait for.
   [[nodiscard]] bool leavesThread() const noexcept;
@@ -82,14 +82,17 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
   Engine* const engine_; ///< never destroyed: see processEngine()
   const bool ambiguous_;
   std::atomic<bool> waited_{false};
-  std::mutex mutex_; ///< guards added_
+  const std::vector<std::weak_ptr<FutureName>> parents_;
+  std::mutex mutex_; ///< guards the next two
   std::map<uint64_t, uint32_t> added_; ///< callbacks so far, by the strand that added them; 0: user threads
+  OneThread adds_; ///< of those of user threads
 };
 
 /// The name of a Work's future.
 struct WorkName {
   StrandName name;
   CallbackOrigin origin;
+  bool ambiguous = false; ///< see IssueContext::ambiguous()
 };
 /// Of a Work whose first operation is `id`. `place`: among all that its strand has issued in the group. `type`: of the Work, as a coalesced
 /// one has the first operation of another.
@@ -106,8 +109,12 @@ struct WorkName {
 /// The strand of a callback that the calling strand adds to a future that the program completes itself.
 [[nodiscard]] std::shared_ptr<IssueContext> addPromiseCallback();
 
-/// The type of the future of the result of `callback`.
-[[nodiscard]] c10::TypePtr resultOf(const IssueContext& callback, Engine* engine, c10::TypePtr value);
+/// The type of the future of the result of `callback`, which was added to `future`.
+[[nodiscard]] c10::TypePtr resultOf(
+    const IssueContext& callback,
+    const c10::ivalue::Future& future,
+    Engine* engine,
+    c10::TypePtr value);
 
 /// The type of the future of all `parts`: collect_all counts as a callback of each. Null if none has a name; but with `promised` the
 /// program completes some of them itself, and it counts as a callback of such a one.

@@ -77,7 +77,8 @@ int64_t StoreAdapter::add(const std::string& key, int64_t amount) {
 }
 
 bool StoreAdapter::remove(const std::string& key) {
-  return translated("delete_key", Deadline::never(), [&] { return store_->deleteKey(key); });
+  // A FileStore says of every key that it has deleted it.
+  return translated("delete_key", Deadline::never(), [&] { return store_->check({key}) && store_->deleteKey(key); });
 }
 
 } // namespace pycomm

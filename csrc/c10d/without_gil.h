@@ -20,7 +20,9 @@ class WithoutGil {
     stayIfProcessEnds();
   }
   ~WithoutGil() {
-    stayIfProcessEnds();
+    if (released_) { // else a scope around this one does it, which may hold a lock meanwhile
+      stayIfProcessEnds();
+    }
   }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;

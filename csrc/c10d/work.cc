@@ -96,7 +96,12 @@ struct PycommWork::State {
         : nameOfWork(*owner->role, hash, id, place != 0 ? place : id.id, static_cast<int>(type), kind);
     const std::shared_ptr<IssueContext>& asks = IssueContext::current();
     return std::make_shared<FutureName>(
-        std::move(value), named.name, named.origin, asks == nullptr ? std::nullopt : asks->codec(), &group().engine());
+        std::move(value),
+        named.name,
+        named.origin,
+        asks == nullptr ? std::nullopt : asks->codec(),
+        &group().engine(),
+        named.ambiguous);
   }
 
   bool done() const {
@@ -444,12 +449,12 @@ const PycommWork::Content& PycommWork::content() const noexcept {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
+  if (state_->content.nccl != nullptr && !state_->group().failure()) {
+    raising([&] { state_->content.nccl->requireLaunched(); });
+  }
   std::unique_lock<std::mutex> lock(state_->mutex);
   if (state_->future) {
     return state_->future;
-  }
-  if (state_->content.nccl != nullptr && !state_->group().failure()) {
-    raising([&] { state_->content.nccl->requireLaunched(); });
   }
   std::vector<c10::Device> devices;
   for (const c10::Stream& stream : state_->sideStreams()) {
@@ -466,11 +471,11 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
     return future;
   }
   const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
+  lock.unlock(); // this thread may complete it now
   if (!state_->group().engine().belongsToThisProcess()) { // a child of fork has none of the pool's threads
     completeInChild(*state_, *future);
     return future;
   }
-  lock.unlock(); // if the engine has been shut down, this thread completes it now
   try {
     handOver();
     inPoolWhenAllEnd(state_, completeFuture);

@@ -192,7 +192,6 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
   std::atomic<bool> aborted_{false}; ///< abort() has been called; written with close_mutex_ held
-  std::atomic<bool> joined_{false}; ///< all ranks have met and connected
 };
 
 } // namespace pycomm

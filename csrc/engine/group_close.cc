@@ -129,9 +129,6 @@ void Group::close() {
   engine_.lane().run([] {});
   engine_.control().run([] {});
   leave(store_, roster_.claim);
-  if (joined_.load() && !failure_.happened()) {
-    forget(store_, roster_.claim, roster_.identity.size);
-  }
 }
 
 } // namespace pycomm

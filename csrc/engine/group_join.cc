@@ -137,7 +137,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     group->why_not_shared_ = sharing.share(config.transport, meeting.deadline);
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
-    group->joined_.store(true);
+    forgetMeeting(store, claim, meeting.size);
   } catch (const std::exception& exception) {
     ErrorRecord record = recordOf(exception, "the group could not be made");
     if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {

@@ -72,7 +72,7 @@ std::string CallbackOrigin::text() const {
     case Of::Nothing:
       return "issued in a callback";
     case Of::Chain:
-      return "issued by a comm hook for its bucket " + std::to_string(number);
+      return "issued by a comm hook for its bucket " + std::to_string(sequence);
     case Of::Promise:
       parent = "futures that the program made";
       break;
@@ -118,9 +118,9 @@ OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) {
   if (context->ambiguous()) {
     throw Error(
         ErrorCode::InvalidArgument,
-        "A callback of a future that the program completes itself issues a collective, and two threads of this process have added "
-        "callbacks to such futures: no other rank can tell which callback this is.",
-        "add those callbacks on one thread, or in callbacks of operations");
+        "A callback issues a collective, and two threads of this process have added callbacks to its future, have asked for futures of "
+        "messages, or have added callbacks to futures that the program completes itself: no other rank can tell which callback this is.",
+        "do so on one thread, or in callbacks of operations");
   }
   const uint32_t index = context->takeIndex(IssueContext::Counted::Operations, group);
   const uint64_t id = mix64(mix64(context->name().in(group) ^ group) + index);

@@ -50,7 +50,7 @@ struct CallbackOrigin {
     Message = 2, ///< `sequence`: how many-th message of the group whose future the program has asked for
     Promise = 3, ///< a future that the program completes itself
     Several = 4, ///< collect_all; the other fields are of the first future
-    Chain = 5, ///< no callback: a hook in comm_hooks.ordered; `number`: of the bucket
+    Chain = 5, ///< no callback: a hook in comm_hooks.ordered; `sequence`: of the bucket
   };
   Of of = Of::Nothing;
   uint32_t number = 0; ///< how many-th callback of that future, from 1

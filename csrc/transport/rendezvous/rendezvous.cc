@@ -417,23 +417,22 @@ std::vector<std::string> exchangeTexts(
   return texts;
 }
 
-// A rank that tries again after a failure finds by its old record that it has read it: so after a failure all of them stay.
-void forget(Store& store, const RankClaim& claim, int size) noexcept {
+// Not when the group closes: its store may have gone by then, or not answer, and torch waits for a deletion without a bound.
+void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept {
   try {
     const std::string keys = keysOf(claim);
-    const std::vector<std::string> rounds = {
-        "member", claim.binding + "address", claim.binding + "port", claim.binding + kSharedMemoryRound};
-    // Rank 0's first record stays with the list: ranks with another secret, or of another world size, find out by it.
-    for (size_t i = claim.rank == 0 ? 1 : 0; i < rounds.size(); ++i) {
-      (void)store.remove(keys + rounds[i] + "/" + std::to_string(claim.rank));
+    if (store.add(keys + "over", 1) < size) {
+      return; // others read yet; and if one of them fails, it finds by its record that it was told of it
     }
-    if (store.add(keys + "over", 1) == size) {
-      (void)store.remove(keys + "member/0");
-      for (const std::string& round : rounds) {
-        removeList(store, keys, round);
+    for (const std::string& round :
+         {std::string("member"), claim.binding + "address", claim.binding + "port", claim.binding + kSharedMemoryRound}) {
+      removeList(store, keys, round);
+      // Rank 0's first record stays: ranks with another secret, or of another world size, find out by it.
+      for (int rank = round == "member" ? 1 : 0; rank < size; ++rank) {
+        (void)store.remove(keys + round + "/" + std::to_string(rank));
       }
-      (void)store.remove(keys + "over");
     }
+    (void)store.remove(keys + "over");
   } catch (const std::exception&) { // the store is gone, with what it held
   }
 }

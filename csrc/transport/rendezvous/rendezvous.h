@@ -112,9 +112,9 @@ inline constexpr const char* kSharedMemoryRound = "shared_memory";
     const std::string& mine,
     Deadline deadline,
     const AbortToken& abort);
-/// Deletes the records by which this rank met the others, who have read them, and the lists if it is the last to do so. After a group was
-/// made and has ended well, with leave(). What stays of a group in the store is one claim per rank. Ignores a store that fails.
-void forget(Store& store, const RankClaim& claim, int size) noexcept;
+/// This rank has made the group, and reads no record of it any more. The last rank deletes all of them but rank 0's first one. So what stays
+/// of a group in the store is that one and a claim per rank. Ignores a store that fails.
+void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept;
 /// Throws a failure that another rank has reported with tellFailure().
 void throwIfFailed(Store& store, const RankClaim& claim);
 

@@ -118,8 +118,6 @@ TEST(HostWalk, OneThatWaitsIsWoken) {
   walk({2, {actOf(Collective::Broadcast, 0), actOf(Collective::Barrier, 0)}, -1, true});
   walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, -1, true});
   walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum)}, -1, true, false});
-  const Act barrier = actOf(Collective::Barrier, 0);
-  walk({3, {barrier}, -1, true, false});
 }
 
 // These take seconds each: a fifth of them on each day.

@@ -11,6 +11,7 @@ namespace {
 
 constexpr float kOverwritten = -77777;
 constexpr double kFactor = 0.5;
+constexpr uint64_t kStateSeed = 0x51ED270B2E1F9A3D;
 
 float valueOf(int rank, size_t act, size_t i) {
   return static_cast<float>(1 + i + 512 * static_cast<size_t>(rank) + 2048 * act);
@@ -196,7 +197,9 @@ Operation::Request HostScene::requestOf(size_t act, int rank) {
 uint64_t HostScene::stateOf(int rank) const {
   const HostPlane& plane = *selves_[static_cast<size_t>(rank)].plane;
   const HostQueue& queue = plane.queue_;
-  uint64_t state = mixed(queue.rounds_, queue.head_ << 32 | queue.entered_ << 16 | queue.queue_.size());
+  // Not from zero, which is what a rank that has posted only has, and mixing zeros would leave it so.
+  uint64_t state = mixed(kStateSeed, queue.rounds_);
+  state = mixed(state, queue.head_ << 32 | queue.entered_ << 16 | queue.queue_.size());
   state = mixed(state, static_cast<uint64_t>(queue.stopped_) | static_cast<uint64_t>(plane.ending_.load()) << 1);
   const auto& operations = selves_[static_cast<size_t>(rank)].operations;
   const auto done = std::count_if(operations.begin(), operations.end(), [](const auto& each) { return each->done(); });
