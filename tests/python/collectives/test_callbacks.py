@@ -207,8 +207,7 @@ def threads_of_callbacks(rank: int, world_size: int) -> None:
         result = future.then(lambda done: done.value())
         wait_until_done(result)
         assert thread_of(result, add) != here
-        future.wait()
-        result.wait()
+        result.wait()  # so what it follows is complete, too
         assert thread_of(future, add) == thread_of(result, add) == here
         work = dist.all_reduce(torch.ones(3), async_op=True)
         work.wait()
@@ -418,6 +417,32 @@ def test_promises_of_two_threads_are_refused() -> None:
         assert "two threads of this process" in said
 
 
+def messages_of_two_threads(rank: int, world_size: int) -> str:
+    """Each thread has its own tag; which of them asks first is chance."""
+    futures: list[Any] = []
+
+    def receive(tag: int) -> None:
+        future = dist.irecv(torch.zeros(3), 1 - rank, tag=tag).get_future()
+        futures.append(future.then(lambda _: dist.all_reduce(torch.ones(3))))
+
+    first, second = (1, 2) if rank == 0 else (2, 1)
+    receive(first)
+    thread = threading.Thread(target=receive, args=[second])
+    thread.start()
+    thread.join()
+    for tag in (1, 2):
+        dist.send(torch.ones(3), 1 - rank, tag=tag)
+    futures[0].wait()
+    with pytest.raises(RuntimeError) as raised:
+        futures[1].wait()
+    return str(raised.value)
+
+
+def test_messages_that_two_threads_ask_for_are_refused() -> None:
+    for said in run_ranks(2, messages_of_two_threads).values():
+        assert "two threads of this process" in said
+
+
 def locals_are_freed(rank: int, world_size: int) -> None:
     """A future that is pending keeps nothing of the function that asked for it."""
 
@@ -482,6 +507,11 @@ def gloo_and_plain_futures(rank: int, world_size: int) -> None:
     promise.set_result(1)
     assert child.then(lambda done: done.value() + 1).wait() == 3
     assert order == ["first", "second"]
+    failed: torch.futures.Future[int] = torch.futures.Future()
+    failed.set_exception(ValueError("of the program"))
+    for raises in (torch.futures.wait_all, lambda parts: torch.futures.collect_all(parts).wait()):
+        with pytest.raises(ValueError, match="of the program"):
+            raises([failed, promise])
 
     def fail(_: Any) -> None:
         raise ArithmeticError("of a callback")
@@ -521,6 +551,8 @@ def private_parts_of_torch(rank: int, world_size: int) -> None:
         assert "super" in getattr(torch.futures.Future, name).__code__.co_names
         assert name in getattr(torch.futures.Future, name).__code__.co_names
     assert in_pycomm(torch._C._collect_all)
+    assert in_pycomm(torch._C.wait)
+    assert "wait" in torch.jit.wait.__code__.co_names
     assert "_collect_all" in torch.futures.collect_all.__code__.co_names
     assert "_collect_all" in torch.futures.wait_all.__code__.co_names
 

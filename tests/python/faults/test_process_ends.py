@@ -50,11 +50,13 @@ def future():
 
 def sleeping(_):
     time.sleep(case["s"])
+    print("it has returned", file=sys.stderr, flush=True)
 
 def computing(_):
     end = time.monotonic() + case["s"]
     while time.monotonic() < end:
         sum(range(1000))
+    print("it has returned", file=sys.stderr, flush=True)
 
 def busy():
     what = case["what"]
@@ -213,6 +215,7 @@ def callbacks() -> list[Any]:
 def test_a_callback_is_waited_for(ranks: Ranks, case: dict[str, Any], end: str) -> None:
     codes, text = ranks.run(end=end, **case)
     assert codes == [CODES[end]] * 2, text
+    assert text.count("it has returned") == 2, text
     if case["s"] > 2.2:  # one line says what the process waits for
         assert text.count(f"in {case['what']}. Ctrl-C ends it now.") == 2, text
     elif case["s"] < 1.8:
