@@ -71,6 +71,10 @@ class Residuals:
         self._kept = [named[name] for name in state]
         self._of = {id(named[name]): state[name].reshape(-1).float().clone() for name in state}
 
+    def forget(self) -> None:
+        for part in self._of.values():
+            part.zero_()
+
     def _named(self) -> dict[str, nn.Parameter]:
         if self._module is None:
             raise RuntimeError(
@@ -88,9 +92,12 @@ class TopK:
             raise ValueError(f"fraction={fraction!r} is not allowed: use more than 0 and up to 1")
         self.fraction = fraction
         self.residuals = Residuals(module)
+        self._finite = True  # the averages of the pass, the same on all ranks
 
     def reduce(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.Tensor:
         gradient = _float_buffer(bucket, "top_k")
+        if bucket.index() == 0:
+            self.settle()  # only now: a bucket that comes late takes part in its pass's residuals
         size = dist.get_world_size(group)
         residual = self.residuals.of(bucket.parameters(), gradient.numel())
         residual += gradient
@@ -107,10 +114,18 @@ class TopK:
         for row in rows.chunk(size):  # rank by rank, the same order everywhere
             where, what = row.view(torch.int32)[:count], row.view(torch.float32)[count:]
             gradient.index_add_(0, where, what)
-        return gradient.div_(size)
+        gradient.div_(size)
+        self._finite = self._finite and bool(gradient.isfinite().all())
+        return gradient
 
     def settle(self) -> None:
-        """Nothing beside the residuals."""
+        """Forgets the residuals if the last pass had an average that is not finite.
+
+        A program drops such a step, as GradScaler does, and what was not sent is of its size.
+        """
+        if not self._finite:
+            self.residuals.forget()
+        self._finite = True
 
 
 class Int8:

@@ -127,22 +127,26 @@ class SparseLoCo(FixedParameters):
         arrived = self._exchange(payload, due)
         if not arrived:
             return False
-        end = 0
+        end, finite = 0, []
         for name, error in self._error.items():
             begin, end = end, end + len(error)
             where, what = unpack(rows_of(payload, self._top_k, begin, end), self._top_k)
             error.copy_(self._summed(name).scatter_add_(1, where, -what))
             numel = self._anchor[name].numel()
             error.view(-1)[numel:] = 0.0
-            # The anchor has a NaN already if one was sent. In the error it would stay for ever.
-            error.nan_to_num_(0.0, 0.0, 0.0)
             mean = torch.zeros_like(error)
             for each in arrived:  # rank by rank: the same bits on all
                 mean.scatter_add_(1, *unpack(rows_of(each, self._top_k, begin, end), self._top_k))
             mean /= len(arrived)
+            finite.append(mean.isfinite().all())
             anchor = self._anchor[name]
             anchor.sub_(mean.view(-1)[:numel].view(anchor.shape).to(anchor.device), alpha=self._lr)
             self._parameters[name].copy_(anchor)
+        # A round that has diverged counts nowhere: what it has not sent is of its own size. The means
+        # have the same bits on all ranks, which decide alike.
+        if not torch.stack(finite).all():
+            for error in self._error.values():
+                error.zero_()
         self._version += 1
         return True
 

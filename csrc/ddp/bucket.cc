@@ -27,7 +27,9 @@ Bucket::Bucket(
           indices,
           {wire_->castTo(), wire_->tail(), options.grads_are_views, options.wire.sparse, wire_->inPlace()},
           source),
-      packer_(makePacker(memory_, wire_->tail() > 0, options.cuda_library)) {
+      packer_(makePacker(memory_, wire_->tail() > 0, options.cuda_library)),
+      rank_(options.wire.rank),
+      encodes_(options.wire.codec != Codec::None && !options.wire.sparse) {
   if (!memory_.device().is_cpu()) {
     streams_.emplace(memory_.device());
   }
@@ -46,6 +48,7 @@ void Bucket::beginStep(int divisor) {
   divisor_ = divisor;
   pending_ = slots().size();
   shadow_ = false;
+  old_grads_.clear();
   packer_->begin();
 }
 
@@ -57,10 +60,13 @@ void Bucket::beginShadowStep(int divisor) {
   packer_->packZeros(memory_);
 }
 
-void Bucket::pack(size_t slot) {
+void Bucket::pack(size_t slot, bool unused) {
   const at::NoGradGuard no_grad;
   if (streams_.has_value()) {
     streams_->note();
+  }
+  if (const at::Tensor& grad = slots()[slot].param.grad(); encodes_ && unused && grad.defined()) {
+    old_grads_[slot] = grad.clone();
   }
   packer_->pack(memory_, slots()[slot], wire_->packFactor(divisor_));
   --pending_;
@@ -116,7 +122,35 @@ void Bucket::takeResult(const at::Tensor& result) {
 
 void Bucket::write(const std::vector<size_t>& slots) {
   const at::NoGradGuard no_grad;
-  packer_->unpack(memory_, slots, wire_->unpackFactor(divisor_));
+  packer_->unpack(memory_, shadow_ ? std::vector<size_t>{} : slots, wire_->unpackFactor(divisor_));
+}
+
+void Bucket::takeBack(const std::vector<size_t>& slots) {
+  if (!encodes_) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  for (const size_t index : slots) {
+    const Slot& slot = memory_.slots[index];
+    const auto found = old_grads_.find(index);
+    const at::Tensor old = found == old_grads_.end() ? at::Tensor() : found->second;
+    if (wire_->residual().defined()) {
+      at::Tensor residual = residualOf(slot);
+      if (old.defined()) {
+        residual.sub_(old.to(residual.options()), wire_->packFactor(divisor_));
+      }
+      if (rank_ == 0) {
+        residual.add_(memory_.travelling()
+                          .as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset))
+                          .to(residual.options()));
+      }
+      residual.nan_to_num_(0.0, 0.0, 0.0); // an old .grad may hold one, which error feedback would never be rid of
+    }
+    if (old.defined() && !memory_.cast.defined() && BucketMemory::isHome(slot.param.grad(), slot)) {
+      memory_.slots[index].view.copy_(old);
+    }
+  }
+  old_grads_.clear();
 }
 
 } // namespace pycomm

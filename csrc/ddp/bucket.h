@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -56,8 +57,9 @@ class Bucket {
   [[nodiscard]] size_t pending() const noexcept {
     return pending_;
   }
-  /// Packs the gradient of one slot; a parameter without one counts as zero.
-  void pack(size_t slot);
+  /// Packs the gradient of one slot; a parameter without one counts as zero. `unused`: no gradient has come here since the last reduction,
+  /// so there may be an old .grad, which stays if no rank has used the parameter.
+  void pack(size_t slot, bool unused);
   /// After the last pack().
   void seal();
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(c10d::ProcessGroup& group) const;
@@ -69,8 +71,11 @@ class Bucket {
   [[nodiscard]] bool canWrite() const;
   /// The result of a comm hook becomes the content of home.
   void takeResult(const at::Tensor& result);
-  /// Writes the averages of these slots to .grad.
+  /// Writes the averages of these slots to .grad; nothing in a shadow step.
   void write(const std::vector<size_t>& slots);
+  /// The same in a shadow step: of the slots that no rank has used. Their .grad is what it was, and what the codec has delivered for them
+  /// goes back into error feedback: each rank takes what it packed out of its residual, and rank 0 adds the sum, whatever ranks have data.
+  void takeBack(const std::vector<size_t>& slots);
   /// The step is over on all buckets: see Wire::commit().
   std::optional<int> commit() noexcept {
     return wire_->commit();
@@ -82,6 +87,9 @@ class Bucket {
   std::unique_ptr<Packer> packer_;
   std::optional<GradStreams> streams_; ///< of a CUDA device
   size_t pending_ = 0;
+  std::map<size_t, at::Tensor> old_grads_; ///< of this step's unused slots, copied before they were packed; by slot
+  int rank_;
+  bool encodes_; ///< the sums are not exact
   int divisor_ = 1;
   bool shadow_ = false;
 };

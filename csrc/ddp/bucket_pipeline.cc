@@ -45,10 +45,10 @@ void BucketPipeline::beginStep() {
   finite_on_device_.clear();
 }
 
-void BucketPipeline::pack(size_t param) {
+void BucketPipeline::pack(size_t param, bool unused) {
   const BucketSet::Place place = buckets_.placeOf(param);
   recorder_.gradient(place.bucket);
-  buckets_.all()[place.bucket].pack(place.slot);
+  buckets_.all()[place.bucket].pack(place.slot, unused);
 }
 
 bool BucketPipeline::launchFull() {
@@ -69,16 +69,16 @@ bool BucketPipeline::allLaunched() const noexcept {
   return first_unlaunched_ == buckets_.all().size();
 }
 
-void BucketPipeline::finishEnded(const IsWritten& is_written) {
+void BucketPipeline::finishEnded(const IsUsed& is_used) {
   while (first_unfinished_ < first_unlaunched_ &&
          reduction_->ended(buckets_.all()[first_unfinished_], first_unfinished_)) {
-    finishFirst(is_written);
+    finishFirst(is_used);
   }
 }
 
-void BucketPipeline::finishAll(const IsWritten& is_written) {
+void BucketPipeline::finishAll(const IsUsed& is_used) {
   while (first_unfinished_ < buckets_.all().size()) {
-    finishFirst(is_written);
+    finishFirst(is_used);
   }
 }
 
@@ -91,20 +91,20 @@ std::string BucketPipeline::awaited() const {
       listed(names[first_unfinished_]) + ") was being reduced";
 }
 
-void BucketPipeline::finishFirst(const IsWritten& is_written) {
+void BucketPipeline::finishFirst(const IsUsed& is_used) {
   const size_t index = first_unfinished_;
   Bucket& bucket = buckets_.all()[index];
   reduction_->finish(bucket, index);
   if (looks_) {
     lookAt(bucket.sums());
   }
-  std::vector<size_t> written;
+  std::vector<size_t> used;
+  std::vector<size_t> unused;
   for (size_t slot = 0; slot < bucket.slots().size(); ++slot) {
-    if (is_written(bucket.slots()[slot].index)) {
-      written.push_back(slot);
-    }
+    (is_used(bucket.slots()[slot].index) ? used : unused).push_back(slot);
   }
-  bucket.write(written);
+  bucket.takeBack(unused);
+  bucket.write(used);
   recorder_.unpacked(index);
   ++first_unfinished_;
 }

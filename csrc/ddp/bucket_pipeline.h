@@ -25,8 +25,8 @@ namespace pycomm {
 /// It lives as long as one cut of the buckets. Not thread-safe.
 class BucketPipeline {
  public:
-  /// Whether the average of a parameter is written to its .grad. It may wait for other ranks, and throw.
-  using IsWritten = std::function<bool(size_t param)>;
+  /// Whether a rank has used a parameter, so that its average is written. It may wait for other ranks, and throw.
+  using IsUsed = std::function<bool(size_t param)>;
 
   /// `buckets`, `recorder`: the reducer's, which outlive this. `reduction`: of these buckets. `looks`: for averagesAreFinite().
   BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder, bool looks);
@@ -39,7 +39,8 @@ class BucketPipeline {
   void shareState(uint32_t state) noexcept {
     reduction_->begin(state);
   }
-  void pack(size_t param);
+  /// See Bucket::pack().
+  void pack(size_t param, bool unused);
   /// Launches the buckets that are full. True if it launched the last one.
   [[nodiscard]] bool launchFull();
   [[nodiscard]] bool allLaunched() const noexcept;
@@ -50,9 +51,9 @@ class BucketPipeline {
   /// A gradient that travels cast stays in memory of its own until its average is in .grad. If it is freed while backward runs, the next
   /// layer's gradient gets that memory while it is still in the cache. If it is freed at the end of backward, it goes back to the system,
   /// and the next step has a page fault for every page of every gradient.
-  void finishEnded(const IsWritten& is_written);
+  void finishEnded(const IsUsed& is_used);
   /// Waits for all buckets.
-  void finishAll(const IsWritten& is_written);
+  void finishAll(const IsUsed& is_used);
   /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
   [[nodiscard]] std::string awaited() const;
 
@@ -69,7 +70,7 @@ class BucketPipeline {
 
  private:
   void beginStep();
-  void finishFirst(const IsWritten& is_written);
+  void finishFirst(const IsUsed& is_used);
   void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;

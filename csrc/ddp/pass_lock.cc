@@ -23,6 +23,10 @@ void PassLock::lock() {
   }
 }
 
+bool PassLock::refuses() const noexcept {
+  return owner_.load() == std::this_thread::get_id() || IssueContext::current() != nullptr;
+}
+
 bool PassLock::try_lock() noexcept {
   if (owner_.load() == std::this_thread::get_id() || !mutex_.try_lock()) {
     return false;

@@ -16,6 +16,8 @@ class PassLock {
   /// Waits for the turn; gives the interpreter's lock back meanwhile. Throws a RuntimeError if the calling thread has the turn, or if
   /// another thread has it and the caller is a callback or a hook.
   void lock();
+  /// Whether lock() would throw now, if the turn is taken.
+  [[nodiscard]] bool refuses() const noexcept;
   /// False as well if the calling thread has the turn.
   [[nodiscard]] bool try_lock() noexcept;
   void unlock() noexcept;

@@ -283,10 +283,11 @@ void Reducer::setAccumulated(int64_t passes) {
 }
 
 std::map<std::string, int> Reducer::exponents() {
-  const std::lock_guard lock(mutex_);
+  showIfIdle();
+  const std::lock_guard lock(shown_mutex_);
   std::map<std::string, int> exponents;
   for (size_t index = 0; index < params_.size(); ++index) {
-    const int exponent = state_.now().exponents[index];
+    const int exponent = shown_.values.exponents[index];
     if (exponent != SharedValues::kUnscaled) {
       exponents[params_[index].name] = exponent;
     }
@@ -295,15 +296,15 @@ std::map<std::string, int> Reducer::exponents() {
 }
 
 std::pair<std::vector<std::string>, bool> Reducer::order() {
-  const std::lock_guard lock(mutex_);
-  const SharedValues& now = state_.now();
+  showIfIdle();
+  const std::lock_guard lock(shown_mutex_);
   std::vector<std::string> names;
-  if (now.ordered) {
-    for (const size_t index : now.agreed ? now.order : order_.seen(now.order)) {
+  if (shown_.values.ordered) {
+    for (const size_t index : shown_.values.agreed ? shown_.values.order : shown_.seen) {
       names.push_back(params_[index].name);
     }
   }
-  return {names, now.agreed};
+  return {names, shown_.values.agreed};
 }
 
 bool Reducer::setShared(
@@ -365,7 +366,17 @@ bool Reducer::setShared(
 }
 
 std::map<std::string, at::Tensor> Reducer::residuals() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock turn(mutex_, std::try_to_lock);
+  if (!turn.owns_lock()) {
+    const bool reduces = [this] {
+      const std::lock_guard lock(shown_mutex_);
+      return shown_.reduces;
+    }();
+    if (reduces || mutex_.refuses()) {
+      return {};
+    }
+    turn.lock(); // another thread has it between two passes
+  }
   return pass_.reducing() ? std::map<std::string, at::Tensor>{} : buckets_.copyResiduals();
 }
 
@@ -386,9 +397,14 @@ void Reducer::show() {
   stats.add(pipeline_->counts()); // of the pass under way
   stats.accumulated = state_.now().accumulated;
   stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
+  const SharedValues& now = state_.now();
+  std::vector<size_t> seen = now.ordered && !now.agreed ? order_.seen(now.order) : std::vector<size_t>{};
   const std::lock_guard lock(shown_mutex_);
   shown_.stats = stats;
   shown_.last_step = recorder_.last();
+  shown_.values = now;
+  shown_.seen = std::move(seen);
+  shown_.reduces = pass_.reducing();
 }
 
 void Reducer::showBuckets() {

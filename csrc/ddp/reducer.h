@@ -53,9 +53,9 @@ struct ReducerOptions {
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
 ///
-/// Thread-safe by a PassLock, which a pass has while buckets are launched and awaited. stats(), lastStep() and the buckets' names and sizes
-/// need no turn: during a pass they are those of its begin, or of its last
-/// launch. So any thread, signal handler or hook may ask for them.
+/// Thread-safe by a PassLock, which a pass has while buckets are launched and awaited. stats(), lastStep(), exponents(), order(), residuals()
+/// and the buckets' names and sizes need no turn: during a pass they are those of its begin, or of its last launch, and residuals() are none.
+/// So any thread, signal handler or hook may ask for them.
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
@@ -173,7 +173,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void launchFull();
   void queueFinish();
   void finish();
-  void finishBuckets(const BucketPipeline::IsWritten& is_written);
+  void finishBuckets();
   [[nodiscard]] bool isUsed(size_t index);
   void reduceZeros();
   void commit();
@@ -188,6 +188,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     std::shared_ptr<const StepRecord> last_step;
     std::vector<std::vector<std::string>> bucket_names;
     std::vector<size_t> bucket_nbytes;
+    SharedValues values{std::vector<bool>{}};
+    std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
+    bool reduces = false; ///< a pass that reduces is under way
   };
   void show(); ///< with the turn
   void showBuckets(); ///< likewise

@@ -233,7 +233,7 @@ void Reducer::markReady(size_t index) {
   if (!state_.now().ordered && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
-  pipeline_->pack(index);
+  pipeline_->pack(index, used_.has_value() && used_->mayBeUnused(index));
 }
 
 void Reducer::launchFull() {
@@ -257,17 +257,18 @@ void Reducer::finish() {
       return; // of a static graph whose first pass was local
     }
     recorder_.backwardEnded();
-    finishBuckets([this](size_t param) { return isUsed(param); });
+    finishBuckets();
     recorder_.end();
     ++stats_.steps;
     commit();
+    show(); // residuals() waits for the turn again
   });
 }
 
-void Reducer::finishBuckets(const BucketPipeline::IsWritten& is_written) {
+void Reducer::finishBuckets() {
   const at::NoGradGuard no_grad;
   try {
-    pipeline_->finishAll(is_written);
+    pipeline_->finishAll([this](size_t param) { return isUsed(param); });
     if (used_.has_value()) {
       used_->await(); // every rank takes part, also if all parameters were used here
     }
@@ -334,7 +335,7 @@ void Reducer::reduceZeros() {
     fail("a rank without data took part in a reduction", error);
     throw;
   }
-  finishBuckets([](size_t /*param*/) { return false; });
+  finishBuckets();
   commit();
 }
 
@@ -342,6 +343,9 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   if (!failure_.record(doing, error)) {
     return;
   }
+  // Reading the store may take kReportsTimeout, and the turn is kept: nothing but this wrapper's own next pass waits for it, which would
+  // only raise this failure. What may be asked during a pass needs no turn, another wrapper has its own, and nobody waits with the
+  // interpreter's lock.
   if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
     std::optional<std::string> why = reports_.trainedDifference(trained(), params_, group_.size());
     if (!why.has_value()) {

@@ -37,6 +37,11 @@ bool UsedParams::anywhere(size_t index) {
   return sums_.const_data_ptr<int32_t>()[index] != 0;
 }
 
+bool UsedParams::mayBeUnused(size_t index) const {
+  const bool used = here_.const_data_ptr<int32_t>()[index] != 0;
+  return !used && (!kept() || sums_.const_data_ptr<int32_t>()[index] == 0);
+}
+
 void UsedParams::await() {
   if (work_ == nullptr) {
     return;

@@ -23,6 +23,8 @@ class UsedParams {
   /// `device`: where the group reduces. Does nothing once the answer is known.
   void launch(c10d::ProcessGroup& group, c10::Device device);
   [[nodiscard]] bool anywhere(size_t index);
+  /// As far as this rank knows now, without waiting.
+  [[nodiscard]] bool mayBeUnused(size_t index) const;
   /// Waits for the sum that launch() started, if there is one.
   void await();
 

@@ -172,5 +172,29 @@ def survive_nan(rank: int, world_size: int) -> list[bool]:
     return seen
 
 
+def skip_diverged(rank: int, world_size: int, kind: str) -> float:
+    """The largest average after a batch of 1e25 whose step is dropped; the Inf comes in one bucket."""
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+    model = wrap(kind, module, top_k(fraction=0.01))
+    largest = 0.0
+    for step in range(3):
+        model.zero_grad()
+        size = 1e25 if step == 1 else 1e-3
+        loss = sum((layer.weight * (size * torch.randn(64, 64))).sum() for layer in module)
+        if step == 1 and rank == 0:
+            loss = loss + module[1].weight[0, 0] * float("inf")
+        output = model(torch.zeros(1, 64)).sum()  # the wrapper's graph reaches all parameters
+        (output + loss).backward()
+        if step == 2:
+            largest = max(float(each.grad.abs().max()) for each in module.parameters())  # type: ignore[union-attr]
+    return largest
+
+
+@pytest.mark.parametrize("kind", ["torch", "pycomm"])
+def test_a_batch_that_diverged_and_was_dropped_leaves_nothing(kind: str) -> None:
+    found = run_ranks(2, skip_diverged, args=(kind,), preload=TORCH_DDP).values()
+    assert max(found) < 0.01
+
+
 def test_a_nan_is_seen_once_and_does_not_stay() -> None:
     assert run_ranks(2, survive_nan, preload=TORCH_DDP).values() == [[True, False, False]] * 2

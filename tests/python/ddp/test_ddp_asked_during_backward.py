@@ -33,6 +33,7 @@ def backward(model: Any, rank: int) -> list[torch.Tensor]:
 def ask(model: Any) -> Any:
     logged = model._get_ddp_logging_data()
     stats = model.stats()
+    model.communication_state_dict()
     assert int(logged["num_buckets"]) > 1
     return stats
 
@@ -68,6 +69,36 @@ def a_signal_comes_while_backward_waits(rank: int, world_size: int) -> None:
     assert model.stats().steps == 3
 
 
+def a_state_is_taken_while_backward_waits(rank: int, world_size: int) -> None:
+    """It has no residuals, which the pass writes; the rest is as before the pass."""
+    store = dist.distributed_c10d._get_default_store()
+    model = pycomm.DistributedDataParallel(nn.Linear(80, 80, bias=False), wire_dtype="int8")
+
+    def train() -> None:
+        model(torch.randn(2, 80)).square().sum().backward()
+
+    for _ in range(2):
+        train()
+    before = model.communication_state_dict()
+    assert before.pop("residuals")["weight"].any()
+    taken: list[Any] = []
+
+    def handler(*_: object) -> None:
+        taken.append(model.communication_state_dict())
+        store.set("handled", "yes")
+
+    if rank == 1:
+        store.wait(["handled"])
+    else:
+        signal.signal(signal.SIGUSR1, handler)
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+    train()
+    assert rank == 1 or taken == [before]
+    assert "residuals" in model.communication_state_dict()
+
+
 def a_hook_asks(rank: int, world_size: int) -> None:
     want = backward(made(), rank)
     model = made()
@@ -89,6 +120,13 @@ def a_hook_asks(rank: int, world_size: int) -> None:
     assert all("comm hook" in text for text in refused)
 
 
-@pytest.mark.parametrize("program", [a_signal_comes_while_backward_waits, a_hook_asks])
+@pytest.mark.parametrize(
+    "program",
+    [
+        a_signal_comes_while_backward_waits,
+        a_state_is_taken_while_backward_waits,
+        a_hook_asks,
+    ],
+)
 def test_the_wrapper_is_asked(program: Any) -> None:
     run_ranks(2, program, timeout_s=60)

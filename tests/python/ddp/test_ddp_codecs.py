@@ -142,6 +142,70 @@ def sums_are_conserved(rank: int, world_size: int) -> None:
     assert np.abs(arrived[name] - given[name]).max() > 1e-3 * np.abs(given[name]).max()
 
 
+class _Branches(nn.Module):
+    """The gradient of each branch that is used is what is passed."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(NUMEL, dtype=dtype)) for _ in range(2))
+
+    def forward(self, slopes: torch.Tensor, uses_a: bool) -> torch.Tensor:
+        loss = (self.b * slopes).sum()
+        return loss + (self.a * slopes).sum() if uses_a else loss
+
+
+def _kept(model: Any) -> np.ndarray[Any, Any]:
+    """What error feedback keeps of `a` on all ranks."""
+    found: np.ndarray[Any, Any] = rows(model.communication_state_dict()["residuals"]["a"]).sum(0)
+    return found
+
+
+def _zero(model: Any, how: str) -> None:
+    for each in (model.module.a, model.module.b):
+        if each.grad is not None and how == "to zeros":
+            each.grad.zero_()
+        elif how == "to none" or each is model.module.b:
+            each.grad = None
+
+
+def unused(rank: int, world_size: int) -> None:
+    """A branch that no rank uses keeps its .grad to the bit, and error feedback what it had."""
+    for how in ("to none", "to zeros", "never"):
+        for views, feedback_on in ((True, True), (False, True), (True, False)):
+            options = {"gradient_as_bucket_view": views, "error_feedback": feedback_on}
+            model = wrap(_Branches(), wire_dtype="int8", find_unused_parameters=True, **options)
+            missing = np.zeros(NUMEL)
+            for step, uses_a in enumerate((True, True, False, False, True, False)):
+                _zero(model, "to none" if uses_a and how == "never" else how)
+                before = None if model.module.a.grad is None else model.module.a.grad.clone()
+                slopes = slopes_of(rank, step)
+                model(slopes, uses_a).backward()
+                grad = model.module.a.grad
+                if uses_a:
+                    missing += rows(slopes).mean(0) - grad.double().numpy()
+                elif before is None:
+                    assert grad is None
+                else:
+                    assert torch.equal(grad, before), (how, options)
+                if feedback_on:
+                    assert np.abs(_kept(model) - missing).max() < 1e-5, (how, options, step)
+
+
+def unused_in_join(rank: int, world_size: int) -> None:
+    """The same if rank 0 has run out of data."""
+    for how in ("to none", "to zeros", "never"):
+        model = wrap(_Branches(), wire_dtype="int8", find_unused_parameters=True)
+        missing = np.zeros(NUMEL)
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(1 if rank == 0 else 3):
+                _zero(model, how)
+                model(slopes_of(rank, step), step == 0).backward()
+                if step == 0:
+                    missing -= model.module.a.grad.double().numpy()
+        missing += rows(slopes_of(rank, 0)).mean(0)
+        assert np.abs(_kept(model) - missing).max() < 1e-5, how
+
+
 def checkpoint(rank: int, world_size: int) -> None:
     """Continued from a checkpoint, every bit is that of a run without a break."""
     through = wrap(Slopes(), wire_dtype="int8")
@@ -340,13 +404,14 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> None:
 
 def test_encoded_gradients_on_two_ranks() -> None:
     names = ["by_pattern", "feedback", "sums_are_conserved", "checkpoint", "half_parameters"]
+    names += ["unused", "unused_in_join"]
     names += ["uneven", "overflow", "hooked", "one_operation", "averages_are_written_early"]
     options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
     ranks.run_ranks(2, in_turn, args=(names,), **options)
 
 
 def test_encoded_gradients_on_three_ranks() -> None:
-    names = ["by_pattern", "feedback", "sums_are_conserved", "one_operation"]
+    names = ["by_pattern", "feedback", "sums_are_conserved", "one_operation", "unused"]
     options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
     ranks.run_ranks(3, in_turn, args=(names,), **options)
 

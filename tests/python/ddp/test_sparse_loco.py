@@ -223,6 +223,27 @@ def test_nothing_is_lost_for_good() -> None:
     assert max(left) < 1e-6  # of what each worker had moved
 
 
+def diverge(rank: int, world_size: int) -> None:
+    """A round in which rank 0 has an Inf in one of two parameters."""
+    import pycomm
+
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    local = pycomm.SparseLoCo(model, sync_every=1, top_k=16)
+    for size in (1.0, 1e25):
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(size * torch.randn(each.shape))
+            if size > 1 and rank == 0:
+                model[1].weight[3, 3] = float("inf")
+        local.step()
+        kept = any(each.any() for each in local.state_dict()["error"].values())
+        assert kept == (size == 1.0)
+
+
+def test_a_round_that_has_diverged_leaves_no_error() -> None:
+    run_ranks(2, diverge, preload=ranks.TORCH_DDP)
+
+
 # Checkpoints
 
 
