@@ -344,7 +344,7 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
     return;
   }
   // Reading the store may take kReportsTimeout, and the turn is kept: nothing but this wrapper's own next pass waits for it, which would
-  // only raise this failure. What may be asked during a pass needs no turn, another wrapper has its own, and nobody waits with the
+  // only raise this failure. stats() and the other questions need no turn, another wrapper has its own, and nobody waits with the
   // interpreter's lock.
   if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
     std::optional<std::string> why = reports_.trainedDifference(trained(), params_, group_.size());

@@ -109,7 +109,7 @@ def clipped(rank: int, world_size: int, wire: str) -> None:
 
 
 def unscaled(rank: int, world_size: int) -> None:
-    """A spike without that call: the averages before clipping, and residuals, are what was given."""
+    """A spike without that call: averages before clipping, and residuals, are what was given."""
     model = wrap(Slopes(torch.float32), wire_dtype="int8")
     missing = torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(4):
