@@ -142,7 +142,7 @@ class SparseLoCo(FixedParameters):
             anchor = self._anchor[name]
             anchor.sub_(mean.view(-1)[:numel].view(anchor.shape).to(anchor.device), alpha=self._lr)
             self._parameters[name].copy_(anchor)
-        # A round that has diverged counts nowhere: what it has not sent is of its own size. The means
+        # A round that has diverged counts nowhere: its unsent rest is of its own size. The means
         # have the same bits on all ranks, which decide alike.
         if not torch.stack(finite).all():
             for error in self._error.values():
