@@ -248,13 +248,14 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             ValueError: Error feedback of a parameter that has none here, or of another shape; a
                 scale or an order of buckets of other parameters.
         """
-        residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
-        self.reducer.set_residuals(dict(residuals))
         self.reducer.set_shared(
             dict(state.get("fp16_exponents", {})),
             list(state.get("bucket_order", ())),
             bool(state.get("order_agreed", False)),
         )
+        # After what may be refused: residuals that are overwritten are gone, and no checksum shows.
+        residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
+        self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
         self._note_trained()

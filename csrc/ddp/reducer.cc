@@ -280,6 +280,7 @@ void Reducer::setAccumulated(int64_t passes) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
   state_.change([passes](SharedValues& values) { values.accumulated = values.passes = passes; });
+  show();
 }
 
 std::map<std::string, int> Reducer::exponents() {
@@ -362,6 +363,7 @@ bool Reducer::setShared(
     }
   }
   cutBuckets();
+  show();
   return true;
 }
 
@@ -382,6 +384,7 @@ std::map<std::string, at::Tensor> Reducer::residuals() {
 
 bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {
   const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!pass_.reducing(), "residuals cannot be set in the middle of a backward pass");
   return buckets_.setResiduals(residuals, why);
 }
 

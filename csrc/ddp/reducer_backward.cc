@@ -167,10 +167,10 @@ void Reducer::beginPass() {
     stats_.gradient_nbytes += static_cast<int64_t>(nbytes);
   }
   pass_.begin();
+  show();
   if (!pass_.reducing()) {
     return;
   }
-  show();
   shareState();
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
@@ -261,7 +261,6 @@ void Reducer::finish() {
     recorder_.end();
     ++stats_.steps;
     commit();
-    show(); // residuals() waits for the turn again
   });
 }
 
@@ -308,6 +307,7 @@ void Reducer::commit() {
   state_.next().ordered = true;
   state_.commit();
   resetStep();
+  show();
 }
 
 void Reducer::shadowBackward() {

@@ -32,7 +32,6 @@ SharedValues::Parts SharedValues::parts() const {
       hashOf(int64_t{ordered}),
       hashOf(std::vector<int64_t>{accumulated, passes}),
       hashOf(trained),
-      hashOf(int64_t{counting}),
       hashOf(int64_t{knows_used})};
 }
 

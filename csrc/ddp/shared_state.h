@@ -31,18 +31,17 @@ struct SharedValues {
   int64_t passes =
       0; ///< all passes, those that only accumulate included: a rank that is a pass ahead or behind shows by it
   std::vector<bool> trained; ///< by parameter
-  bool counting = false; ///< the gradients of a static graph are still counted
+  bool counting = false; ///< a static graph's gradients are still counted: each rank's own, as one may have had no batch so far
   bool knows_used = false; ///< a static graph's used parameters have been exchanged
 
-  /// Hashes of the members, in this order; the same on all ranks.
-  static constexpr std::array<const char*, 8> kNames = {
+  /// Hashes of the members that are the same on all ranks, in this order.
+  static constexpr std::array<const char*, 7> kNames = {
       "the fp16 scales",
       "the order of buckets",
       "whether that order has been agreed on",
       "whether a first reduction is over",
       "the number of passes",
       "which parameters are trained",
-      "whether a static graph is still counted",
       "whether used parameters are known"};
   using Parts = std::array<uint32_t, kNames.size()>;
   [[nodiscard]] Parts parts() const;

@@ -15,12 +15,6 @@ from training_models import PARTS
 
 # Kinds of program that are wrong today: the generator draws none of them.
 NOT_YET: dict[str, str] = {
-    "local after unused forward": "a forward without backward, then a pass in no_sync()",
-    "two backwards": "two forwards, or one, before two backwards that reduce",
-    "freeze encoded": "error feedback of a parameter that is frozen",
-    "unused encoded": "error feedback of a parameter that no rank uses in a step",
-    "two futures": "a hook with two futures at once whose callbacks issue",
-    "asks in backward": "stats() in a hook, while backward waits",
     "callbacks": "a plain future's callback that issues a collective",
 }
 
