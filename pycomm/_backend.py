@@ -11,7 +11,7 @@ import socket
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 import _pycomm_autoload
-from pycomm import _extension, _metrics, _metrics_file, errors
+from pycomm import _extension, _metrics, _metrics_file, _secret, errors
 from pycomm._flight_record import GroupRecord, parse_record
 from pycomm._native_options import native_options, store_host, store_outlives_ranks
 from pycomm._settings import OFF
@@ -84,8 +84,6 @@ def create_group(
         TorchVersionError: The extension does not fit this torch.
         PycommError: The ranks did not come together.
     """
-    options = _options_of(group, pg_options)
-    resolved = options.resolve()
     rank, size = int(group.group_rank), int(group.group_size)
     if not 0 <= rank < size:
         raise ValueError(
@@ -93,35 +91,31 @@ def create_group(
             "Try: compare RANK and WORLD_SIZE on every host"
         )
     extension = _extension.load()
-    # Not of a later group: what has become of the folder meanwhile must not end a job.
-    if resolved.metrics_dir != OFF and not dist.is_initialized():
-        _metrics_file.check_folder(resolved.origins["metrics_dir"], resolved.metrics_dir)
-    if faults := fault_points():
-        extension.arm_fault_points(faults)
-    _set_up_logging(extension, resolved, rank)
-    timeout_ms = effective_timeout_ms(resolved, group.timeout)
-    _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, resolved.wire_dtype)
-    store = group.store
-    if size == 1 and dist.is_initialized():
-        # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
-        # subgroups, gives groups of different ranks one name and so one place in the store.
-        store = HashStore()
     compared = None
-    if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
-        compared = preflight(resolved)
-    try:
+    with _told_to_the_others(extension, group):
+        options = _options_of(group, pg_options)
+        resolved = options.resolve()
+        # Not of a later group: what has become of the folder meanwhile must not end a job.
+        if resolved.metrics_dir != OFF and not dist.is_initialized():
+            _metrics_file.check_folder(resolved.origins["metrics_dir"], resolved.metrics_dir)
+        if faults := fault_points():
+            extension.arm_fault_points(faults)
+        _set_up_logging(extension, resolved, rank)
+        timeout_ms = effective_timeout_ms(resolved, group.timeout)
+        _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, resolved.wire_dtype)
+        if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
+            compared = preflight(resolved)
         native = native_options(
             resolved,
             store_host(group.store),
             list(group.global_ranks_in_group),
             launcher_restarts=store_outlives_ranks(group.store),
         )
-    except BaseException as error:  # such as a secret that cannot be used, or Ctrl-C
-        if size > 1:  # the others would wait for this rank, and not know why
-            with contextlib.suppress(Exception):  # what counts is the error
-                host, why = socket.gethostname(), _reason_of(error)
-                extension.post_notice(store, str(group.group_id), rank, host, why)
-        raise
+    store = group.store
+    if size == 1 and dist.is_initialized():
+        # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
+        # subgroups, gives groups of different ranks one name and so one place in the store.
+        store = HashStore()
     backend = extension.create_backend(
         store, rank, size, str(group.group_id), timeout_ms, native, _starts_world()
     )
@@ -131,6 +125,38 @@ def create_group(
     if compared is not None:
         compared.run(backend, store, rank)
     return backend
+
+
+@contextlib.contextmanager
+def _told_to_the_others(extension: ModuleType, group: Any) -> Iterator[None]:
+    """Tells the other ranks of a group why this one cannot join: they would wait for it."""
+    try:
+        yield
+    except BaseException as error:  # such as a secret that cannot be used, or Ctrl-C
+        if group.group_size > 1:
+            with contextlib.suppress(Exception):  # what counts is the error
+                _tell_the_others(extension, group, error)
+        raise
+
+
+def _tell_the_others(extension: ModuleType, group: Any, error: BaseException) -> None:
+    rank, name, why = int(group.group_rank), str(group.group_id), _reason_of(error)
+    extension.post_notice(group.store, name, rank, socket.gethostname(), why)
+    if not isinstance(error, Exception):
+        return
+    # Ranks with a secret believe what has a seal; without one that can be used, this ends here.
+    secret, _ = _secret.find()
+    extension.refuse_to_join(
+        group.store,
+        rank,
+        int(group.group_size),
+        name,
+        why,
+        store_host(group.store),
+        list(group.global_ranks_in_group),
+        store_outlives_ranks(group.store),
+        secret,
+    )
 
 
 def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float) -> Any:

@@ -29,6 +29,7 @@ namespace {
 
 // Some may be late, and the thread that looks has to get a core in between.
 constexpr int kHeartbeatsInTimeout = 6;
+constexpr int kRefusalMs = 2000; // to find out which of the groups of that name it is
 
 /// What pycomm._native_options.native_options makes, read while the lock is held.
 struct NativeOptions {
@@ -118,6 +119,11 @@ struct SealedAdapter {
   std::shared_ptr<Store> inner;
   SealedStore sealed;
 };
+
+/// torch's TCPStore without a launcher that keeps it: it ends with rank 0's process.
+bool servesStore(int job_rank, const std::string& store_host, bool launcher_restarts) {
+  return job_rank == 0 && !store_host.empty() && !launcher_restarts;
+}
 
 std::shared_ptr<Store> storeOf(
     const c10::intrusive_ptr<c10d::Store>& store,
@@ -222,7 +228,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     rendezvous.config_digest = digestOf(rendezvous.config_text);
     rendezvous.remark = options.why_no_nccl;
     rendezvous.takeover = options.launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
-    rendezvous.serves_store = rendezvous.job.of(rank) == 0 && !options.store_host.empty() && !options.launcher_restarts;
+    rendezvous.serves_store = servesStore(rendezvous.job.of(rank), options.store_host, options.launcher_restarts);
     rendezvous.deadline = Deadline::after(timeout_ms);
 
     config.security.policy = policyNamed(options.security);
@@ -240,6 +246,28 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.cuda = cudaConfig(options, *group);
     return c10::make_intrusive<PycommBackend>(meeting_place, group, settings);
   });
+}
+
+/// The ranks that wait for this one in a group learn why it does not come (refuseToJoin).
+void refuse(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    const std::string& group_name,
+    const std::string& reason,
+    const std::string& store_host,
+    const std::vector<int>& global_ranks,
+    bool launcher_restarts,
+    const std::shared_ptr<Secret>& secret) {
+  RendezvousConfig config;
+  config.rank = rank;
+  config.size = size;
+  config.job = JobRanks(global_ranks);
+  config.group_name = group_name;
+  config.takeover = launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
+  config.serves_store = servesStore(config.job.of(rank), store_host, launcher_restarts);
+  config.deadline = Deadline::after(kRefusalMs);
+  refuseToJoin(*storeOf(store, secret.get(), config.job), config, reason);
 }
 
 PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
@@ -288,6 +316,19 @@ void bindBackend(py::module_& m) {
       py::arg("timeout_ms"),
       py::arg("options"),
       py::arg("starts_world"));
+  m.def(
+      "refuse_to_join",
+      &refuse,
+      py::arg("store"),
+      py::arg("rank"),
+      py::arg("size"),
+      py::arg("group_name"),
+      py::arg("reason"),
+      py::arg("store_host"),
+      py::arg("global_ranks"),
+      py::arg("launcher_restarts"),
+      py::arg("secret"),
+      py::call_guard<py::gil_scoped_release>());
   m.def(
       "last_error",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) -> py::object {

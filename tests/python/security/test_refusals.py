@@ -43,6 +43,11 @@ def interface(rank: int, _: Path) -> Environment:
     return {"PYCOMM_SOCKET_IFNAME": "bond0" if rank == 0 else None}
 
 
+def option(rank: int, _: Path) -> Environment:
+    """Python refuses it, before anything looks for the other ranks."""
+    return {"PYCOMM_STREAMS": "many" if rank == 0 else None}
+
+
 def _secret_file(folder: Path, name: str) -> str:
     path = folder / name
     if not path.exists():
@@ -68,6 +73,7 @@ RUNS = int(os.environ.get("TEST_REFUSALS", "1"))
     [
         (transport, 2, "transport=tcp"),
         (interface, 2, "bond0"),
+        (option, 3, "PYCOMM_STREAMS"),
         (secret_of_rank_2, 3, "a different secret"),
         (secret_of_rank_0_alone, 2, " secret"),
     ],
@@ -90,6 +96,9 @@ def test_all_ranks_name_the_reason(
     )
     for rank, result in enumerate(results):
         name, text, peer = result.value
-        assert name in ("ConfigMismatchError", "NoInterfaceError"), (rank, text)
         assert reason in text, (rank, text)
+        if refuse is option and rank == 0:
+            assert name == "ValueError", text
+            continue
+        assert name in ("ConfigMismatchError", "NoInterfaceError"), (rank, text)
         assert peer != rank or refuse is interface, (rank, text)
