@@ -11,10 +11,10 @@
 PYBIND11_MODULE(_C, m) {
   m.doc() = "pycomm's native part. Internal: use the pycomm package.";
   pycomm::bindProcess(m);
+  pycomm::bindSecret(m); // the backend's functions take one
   pycomm::bindBackend(m);
   pycomm::bindFutures(m);
   pycomm::bindCodecs(m);
   pycomm::bindDdp(m);
-  pycomm::bindSecret(m);
   pycomm::bindIdMap(m);
 }
