@@ -20,7 +20,7 @@
 namespace pycomm::testing {
 
 /// A Store for ranks that are processes of one test: one file per key, in a directory that the process which made it removes.
-class DirectoryStore final : public Store {
+class DirectoryStore : public Store {
  public:
   void set(const std::string& key, const std::string& value) override {
     const std::string path = pathOf(key);

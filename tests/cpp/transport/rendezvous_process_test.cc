@@ -20,6 +20,7 @@ using testing::DirectoryStore;
 using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::Process;
+using testing::SharedFlag;
 using testing::tryToMeet;
 
 TEST(MeetInProcesses, BringsThreeTogether) {
@@ -215,9 +216,30 @@ TEST(MeetAfterARestart, NeverBelievesAFailureOfARankZeroThatIsGone) {
   expectRunOf(store, {1, 0}, 100);
 }
 
+/// Tells how often all processes together have looked for keys.
+class WatchedStore final : public DirectoryStore {
+ public:
+  [[nodiscard]] bool has(const std::string& key) override {
+    looks_.raise(looks_.value() + 1); // lossy, which only makes it fewer
+    return DirectoryStore::has(key);
+  }
+  /// False if nobody looks `times` more times for 10 s.
+  [[nodiscard]] bool waitForLooks(int64_t times) const {
+    const int64_t target = looks_.value() + times;
+    const Deadline end = Deadline::after(10000);
+    while (looks_.value() < target && !end.expired()) {
+      (void)::poll(nullptr, 0, 1);
+    }
+    return looks_.value() >= target;
+  }
+
+ private:
+  SharedFlag looks_;
+};
+
 // The same processes, which did not end in between.
 TEST(MeetAfterARestart, ARankThatTriesAgainIsNotToldOfItsFirstAttempt) {
-  DirectoryStore store;
+  WatchedStore store;
   RendezvousConfig other = restarted(1, 2);
   other.config_digest = 7;
   Process one([&] {
@@ -225,7 +247,7 @@ TEST(MeetAfterARestart, ARankThatTriesAgainIsNotToldOfItsFirstAttempt) {
   });
   EXPECT_EQ(tryToMeet(store, restarted(0, 2)).error.code, ErrorCode::ConfigMismatch);
   (void)store.get("pycomm/world/owner/1/2", Deadline::after(10000));
-  (void)::poll(nullptr, 0, 200); // it has looked by then
+  EXPECT_TRUE(store.waitForLooks(20)); // for what the first attempt left, among others
   EXPECT_TRUE(tryToMeet(store, restarted(0, 2)).good());
   EXPECT_TRUE(one.join());
 }
