@@ -1,4 +1,9 @@
-"""For torchrun's restart: in its first life rank 1 fails, or is killed, after two steps."""
+"""For torchrun's restarts: in each life but the last, a rank fails, or is killed, after two steps.
+
+    elastic_program.py FOLDER LIVES [killed]
+
+It is rank 1 in the first life, rank 0 in the second, and so on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ import pycomm
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    folder, lives = Path(sys.argv[1]), int(sys.argv[2])
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("pycomm", timeout=timedelta(seconds=180))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -29,9 +34,9 @@ def main() -> int:
         state = torch.load(folder / "state.pt")
         model.module.load_state_dict(state)
         first = json.loads(saved.read_text())
-    for step in range(first, 4):
-        if life == 0 and step == 2 and rank == 1:
-            if len(sys.argv) > 2:
+    for step in range(first, 2 * lives):
+        if life < lives - 1 and step == 2 * (life + 1) and rank == (life + 1) % 2:
+            if len(sys.argv) > 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             return 7
         optimizer.zero_grad()

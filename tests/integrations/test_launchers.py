@@ -76,21 +76,36 @@ def said_in(folder: Path, count: int) -> list[dict[str, Any]]:
 # torchrun
 
 
-@pytest.mark.integration("torchrun", "--max-restarts=1: a rank fails, the second life finishes")
-@pytest.mark.parametrize("end", [[], ["killed"]], ids=["exits", "killed"])
-def test_elastic_restart(tmp_path: Path, end: list[str]) -> None:
+def restart_until_done(folder: Path, lives: int, *end: str, transport: str = "auto") -> None:
+    """torchrun's agent keeps one store for all lives."""
     done = run_python(
         [
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("--max-restarts=1", str(HERE / "elastic_program.py"), str(tmp_path), *end),
+            *(f"--max-restarts={lives - 1}", str(HERE / "elastic_program.py")),
+            *(str(folder), str(lives), *end),
         ],
+        env={"PYCOMM_TRANSPORT": transport},
         timeout_s=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    ends = [json.loads((tmp_path / f"done-{rank}.json").read_text()) for rank in range(2)]
-    assert [end["life"] for end in ends] == [1, 1]
-    assert [end["first"] for end in ends] == [2, 2]  # it went on where the first life ended
+    ends = [json.loads((folder / f"done-{rank}.json").read_text()) for rank in range(2)]
+    assert [end["life"] for end in ends] == [lives - 1] * 2
+    # It went on where the life before ended.
+    assert [end["first"] for end in ends] == [2 * (lives - 1)] * 2
     assert ends[0]["digest"] == ends[1]["digest"]
+
+
+@pytest.mark.integration("torchrun", "--max-restarts=1: a rank fails, the second life finishes")
+@pytest.mark.parametrize("end", [[], ["killed"]], ids=["exits", "killed"])
+def test_elastic_restart(tmp_path: Path, end: list[str]) -> None:
+    restart_until_done(tmp_path, 2, *end)
+
+
+@pytest.mark.in_shares
+@pytest.mark.integration("torchrun", "--max-restarts=4: ranks are killed, the fifth life finishes")
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_four_elastic_restarts(tmp_path: Path, transport: str) -> None:
+    restart_until_done(tmp_path, 5, "killed", transport=transport)
 
 
 # mpirun
