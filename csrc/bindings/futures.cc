@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "c10d/without_gil.h"
 #include "c10d/named_future.h"
+#include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"
 
 namespace py = pybind11;

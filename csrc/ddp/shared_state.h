@@ -31,7 +31,8 @@ struct SharedValues {
   int64_t passes =
       0; ///< all passes, those that only accumulate included: a rank that is a pass ahead or behind shows by it
   std::vector<bool> trained; ///< by parameter
-  bool counting = false; ///< a static graph's gradients are still counted: each rank's own, as one may have had no batch so far
+  bool counting =
+      false; ///< a static graph's gradients are still counted: each rank's own, as one may have had no batch so far
   bool knows_used = false; ///< a static graph's used parameters have been exchanged
 
   /// Hashes of the members that are the same on all ranks, in this order.

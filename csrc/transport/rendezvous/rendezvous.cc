@@ -425,7 +425,10 @@ void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept {
       return; // others read yet; and if one of them fails, it finds by its record that it was told of it
     }
     for (const std::string& round :
-         {std::string("member"), claim.binding + "address", claim.binding + "port", claim.binding + kSharedMemoryRound}) {
+         {std::string("member"),
+          claim.binding + "address",
+          claim.binding + "port",
+          claim.binding + kSharedMemoryRound}) {
       removeList(store, keys, round);
       // Rank 0's first record stays: ranks with another secret, or of another world size, find out by it.
       for (int rank = round == "member" ? 1 : 0; rank < size; ++rank) {

@@ -118,7 +118,9 @@ def a_hook_asks(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, backward(model, rank), want))
     assert len(asked) > 1 and asked[0].passes == 1 and asked[0].steps == 0
     assert len(refused) == len(asked)
-    for text in refused:  # as the hook's thread finds the pass: in a launch, or between two gradients
+    for (
+        text
+    ) in refused:  # as the hook's thread finds the pass: in a launch, or between two gradients
         assert "comm hook" in text or "in the middle of a backward pass" in text
 
 

@@ -111,3 +111,31 @@ def test_ranks_without_data_cut_buckets_as_the_others_do() -> None:
         2, frozen_before_join, timeout_s=100, init_timeout_s=20.0, preload=ranks.TORCH_DDP
     )
     assert found[0].value[0] == 2.0
+
+
+def counted_in_join(rank: int, world_size: int, accumulate: int) -> list[list[float]]:
+    """A rank has no batch while the other counts the gradients of a static graph, and then has."""
+    options: dict[str, Any] = {"accumulate": accumulate} if accumulate > 1 else {}
+    model = wrap(Layers(), static_graph=True, bucket_cap_mb=0.004, **options)
+    for has in (0, 1):
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(4 if rank == has else 0):
+                step(model, 2.0)
+    found = []
+    for _ in range(accumulate):
+        found = step(model, 1.0 + 2 * rank)
+    return [found, [float(each) for each in all_ranks(model.module.last.grad[:1])]]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_rank_without_data_counts_a_static_graph_later(accumulate: int) -> None:
+    found = ranks.run_ranks(
+        2,
+        counted_in_join,
+        args=(accumulate,),
+        timeout_s=100,
+        init_timeout_s=20.0,
+        preload=ranks.TORCH_DDP,
+    )
+    for each in found.values():
+        assert each == [[2.0, 2.0], [2.0, 2.0]]
