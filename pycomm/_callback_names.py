@@ -66,4 +66,5 @@ def wrap_futures(native: ModuleType) -> None:
                 native.note_waited(future)
 
     base.then, base.add_done_callback, base.wait = then, add_done_callback, wait
-    torch._C._collect_all, torch._C.wait = collect_all, jit_wait
+    torch._C._collect_all = collect_all
+    torch._C.wait = jit_wait  # type: ignore[assignment]
