@@ -24,6 +24,7 @@ import os
 import queue
 import re
 import select
+import selectors
 import shutil
 import signal
 import socket
@@ -43,9 +44,10 @@ BEAT_S = 3.0
 SILENCE_S = 15.0
 """The launcher writes a line every BEAT_S. After SILENCE_S without one it counts as gone."""
 _CONNECT_S = 3.0
+_BACKLOG = 4096  # all hosts connect at once; the kernel may allow less
 _POLITE_S = 2.0
 _TICK_S = 0.2
-_STARTING_S = 0.02
+_STARTING_S = 0.005  # a rank that ends within it is not seen
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _EXIT_CODE = 52 - 3  # of /proc/PID/stat, of the fields that stand behind the name: see proc(5)
 _ADDRESS_LIST = 0x8912  # SIOCGIFCONF: see netdevice(7)
@@ -81,7 +83,7 @@ def why_not(job: dict[str, Any]) -> str:
     except OSError as error:
         return f"there is no folder {folder}: {error.strerror}"
     # As Python does for a file or a module, so that its imports are found, or not, as in a rank.
-    sys.path[0] = folder if job["module"] else str(Path(program).absolute().parent)
+    sys.path.insert(0, folder if job["module"] else str(Path(program).absolute().parent))
     if job["module"]:
         with contextlib.suppress(ImportError):
             if importlib.util.find_spec(program.partition(".")[0]):
@@ -157,13 +159,26 @@ class _Listener:
         self._thread.start()
 
     def _answer(self, word: bytes) -> None:
-        with contextlib.suppress(OSError):  # close() ends it
+        """In a thread. All clients at once: one that says nothing must not hold up the others."""
+        until: dict[socket.socket, float] = {}
+        with contextlib.suppress(OSError), selectors.DefaultSelector() as any_of:
+            any_of.register(self._socket, selectors.EVENT_READ)
             while True:
-                link, _ = self._socket.accept()
-                with contextlib.suppress(OSError), link:
-                    link.settimeout(_CONNECT_S)
-                    link.sendall(word)
-                    link.recv(1)  # the client closes first, and TIME_WAIT is at its port
+                ready = [key.fileobj for key, _ in any_of.select(_TICK_S if until else None)]
+                if self._socket in ready:
+                    link, _ = self._socket.accept()  # fails after close()
+                    until[link] = time.monotonic() + _CONNECT_S
+                    any_of.register(link, selectors.EVENT_READ)
+                    with contextlib.suppress(OSError):
+                        link.sendall(word)
+                # The client closes first, and TIME_WAIT is at its port.
+                now = time.monotonic()
+                for link in [one for one in until if one in ready or until[one] < now]:
+                    any_of.unregister(link)
+                    link.close()
+                    del until[link]
+        for link in until:
+            link.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -174,8 +189,10 @@ class _Listener:
 
 def _listen(port: int) -> socket.socket:
     with contextlib.suppress(OSError):
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 class _Inbox:
@@ -211,7 +228,8 @@ class _Ranks:
         self._children = Path(f"/proc/{torchrun}/task/{torchrun}/children")
         self._count = count
         self._known: set[int] = set()
-        self._clean = 0
+        self._begun: set[int] = set()
+        self._clean: set[int] = set()
         self.alive: dict[int, tuple[int, int]] = {}
         """Rank and process, by a descriptor that becomes readable when the process has ended."""
 
@@ -221,17 +239,30 @@ class _Ranks:
 
     @property
     def all_done(self) -> bool:
-        """Whether every rank has ended without an error."""
-        return self._clean >= self._count and not self.alive
+        """Whether every rank is known to have ended with 0, the last time it was started."""
+        return len(self._clean) >= self._count and not self.alive
 
-    def find(self) -> None:
-        """Looks for ranks that have begun; finds none where the kernel lacks what that needs."""
-        with contextlib.suppress(OSError, AttributeError):
-            for word in self._children.read_text().split():
-                process = int(word)
+    def find(self) -> bool:
+        """Looks for ranks that have begun; finds none where the kernel lacks what that needs.
+
+        Returns whether torchrun has started its ranks again. It did when all of them had ended.
+        """
+        found: dict[int, int] = {}
+        with contextlib.suppress(OSError):
+            for process in map(int, self._children.read_text().split()):
                 if process not in self._known and (rank := _rank_of(process)) is not None:
-                    self.alive[os.pidfd_open(process)] = (rank, process)
-                    self._known.add(process)
+                    found[process] = rank
+        again = not self._begun.isdisjoint(found.values())
+        if again:
+            for descriptor in self.alive:
+                os.close(descriptor)
+            self.alive, self._begun, self._clean = {}, set(), set()
+        for process, rank in found.items():
+            with contextlib.suppress(OSError, AttributeError):
+                self.alive[os.pidfd_open(process)] = (rank, process)
+                self._known.add(process)
+                self._begun.add(rank)
+        return again
 
     def ended(self, descriptor: int) -> tuple[int, int | None]:
         """The rank, and its exit code: negative for a signal, None if torchrun was faster."""
@@ -241,7 +272,8 @@ class _Ranks:
         fields = _stat_fields(process)
         if len(fields) > _EXIT_CODE and fields[0] == "Z":
             code = os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
-        self._clean += code in (0, None)
+        if code == 0:
+            self._clean.add(rank)
         return rank, code
 
 
@@ -323,12 +355,21 @@ class _Host:
         elif act == "reach":
             self._report(reached=reach(values["addresses"], values["port"], values["word"]))
         elif act == "start":
-            self._start(**values)
+            try:
+                self._start(**values)
+            except OSError as error:  # no room for its files, or too many variables
+                self._report(not_started=str(error))
+                self._status = 1
         elif act == "end":
             self._end(values["signal"], values["grace_s"])
 
     def _start(
-        self, torchrun: list[str], count: int, variables: dict[str, str], secret: str
+        self,
+        torchrun: list[str],
+        count: int,
+        keeps_logs: bool,
+        variables: dict[str, str],
+        secret: str,
     ) -> None:
         if self._listener is not None:
             self._listener.close()
@@ -337,7 +378,7 @@ class _Host:
         if secret:
             environment.pop("PYCOMM_SECRET", None)
             environment["PYCOMM_SECRET_FILE"] = _hold_in_memory(secret)
-        if not any(word.startswith("--log-dir") for word in torchrun):
+        if not keeps_logs:
             self._logs = tempfile.mkdtemp(prefix="pycomm-run-")
             torchrun = [f"--log-dir={self._logs}", *torchrun]
         self._torchrun = subprocess.Popen(
@@ -364,7 +405,8 @@ class _Host:
         if self._ranks is None:
             select.select([0], [], [], _TICK_S)
             return
-        self._ranks.find()
+        if self._ranks.find():
+            self._report(restart=True)
         tick = _STARTING_S if self._ranks.starting else _TICK_S
         # At its end, and after that for ever, the input is readable.
         inputs = [0] if self._kill_at == float("inf") else []

@@ -52,8 +52,10 @@ _SSH_OPTIONS = {
     "ClearAllForwardings": "yes",
     "LogLevel": "ERROR",
 }
-# Reads byte by byte up to the end of the first line, so that the rest is left for remote_end.
+# Reads byte by byte up to the end of the first line, so that the rest is left for remote_end. -c
+# puts the current folder first, the user's home over ssh, where a random.py may lie.
 _BOOTSTRAP = (
+    "import sys;sys.path[0]or sys.path.pop(0);"
     'import json;j=json.loads(open(0,"rb",0,closefd=False).readline());'
     'n={"__name__":"pycomm_remote_end"};exec(j.pop("code"),n);n["main"](j)'
 )
@@ -143,10 +145,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks of a host that is listed without a number (default: %(default)s)",
     )
-    add("--python", metavar="PATH", help="interpreter on each host (default: this one)")
+    add(
+        "--python",
+        metavar="PATH",
+        help="interpreter on each host (default: this one). .venv/bin/python is in the folder",
+    )
     add("--folder", metavar="PATH", help="working folder on each host (default: this one)")
     add(
         "--ssh",
+        type=_words,
         default="ssh",
         metavar="COMMAND",
         help='ssh with options, as "ssh -p 2222" (default: %(default)s)',
@@ -203,9 +210,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     # argparse has seen flags with dashes for underscores; the script's own stay as they are.
     arguments.arguments = arguments.given[len(arguments.given) - len(arguments.arguments) :]
+    # A relative path would mean another place over ssh: the home folder.
+    arguments.folder = os.path.abspath(arguments.folder or os.getcwd())
+    arguments.python = _interpreter(arguments.python, arguments.folder)
     if arguments.dry_run:
-        for line in _plan(arguments, hosts):
+        for line in _plan(arguments, hosts, variables):
             print(line)
+        if arguments.secret:
+            _say("--secret is left out above: each job makes its own, and never prints it")
         return 0
     launch = _Launch(arguments, hosts, variables)
     try:
@@ -235,6 +247,9 @@ class Host:
     """Lines of its standard error before torchrun began, for the reason why it failed."""
     open_streams: int = 0
     begun: bool = False
+    asked_to_end: bool = False
+    writing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """A line longer than the pipe is written in parts, and a heartbeat must not come in between."""
 
     @property
     def name(self) -> str:
@@ -248,15 +263,30 @@ class Host:
     def failed(self) -> bool:
         return self.ended and self.answers.get("exit") != 0
 
+    @property
+    def went_well(self) -> bool:
+        """Whether its ranks ended with 0: torchrun may fail only since it was asked to end."""
+        code = self.answers.get("exit")
+        return code == 0 or ("done" in self.answers and (code is None or self.asked_to_end))
+
     def send(self, **message: Any) -> None:
         """One line; nothing happens if the host has ended."""
-        self.write(json.dumps(message) + "\n")
+        with self.writing:
+            self._write(json.dumps(message).encode() + b"\n")
 
-    def write(self, line: str) -> None:
+    def beat(self) -> None:
+        """A heartbeat, unless a line is being written, which is as good as one."""
+        if self.writing.acquire(blocking=False):
+            try:
+                self._write(b"\n")
+            finally:
+                self.writing.release()
+
+    def _write(self, line: bytes) -> None:
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
-                # One call of a pipe: the heartbeats of the other thread do not come in between.
-                os.write(self.process.stdin.fileno(), line.encode())
+                while line:
+                    line = line[os.write(self.process.stdin.fileno(), line) :]
 
 
 def read_hosts(arguments: argparse.Namespace) -> list[Host]:
@@ -283,7 +313,7 @@ def read_hosts(arguments: argparse.Namespace) -> list[Host]:
 
 
 _ENTRY = re.compile(
-    r"(?P<target>(?:[\w.-]+@)?(?:\[[0-9A-Fa-f:.]+\]|\w[\w.-]*))"
+    r"(?P<target>(?:\w[\w.-]*@)?(?:\[[0-9A-Fa-f:.]+\]|\w[\w.-]*))"
     r"(?:(?::|\s+slots\s*=\s*)(?P<count>\d+))?"
 )
 
@@ -305,25 +335,25 @@ def _is_this_host(target: str) -> bool:
     if name in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError, UnicodeError):
-        for family, _, _, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
-                one.bind((address[0], 0))
-                return True
+        found = [str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)]
+        # To bind it is no proof: under net.ipv4.ip_nonlocal_bind every address can be bound.
+        own = remote_end.own_addresses()
+        return any(address in own or _is_loopback(address) for address in found)
     return False
 
 
 def _variables(own: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
     """For all ranks: PYCOMM_* and OMP_NUM_THREADS as set here, and the variables of ``-x``."""
     found = {name: own[name] for name in own if re.match("PYCOMM_|OMP_NUM_THREADS$", name)}
-    if found.pop("PYCOMM_SECRET", ""):
-        raise ValueError(
-            "PYCOMM_SECRET is not passed to other hosts. Try: unset it and use --secret"
-        )
     for each in wanted:
         name, equals, value = each.partition("=")
         if not equals and name not in own:
             raise ValueError(f"-x {name}: the variable is not set here")
         found[name] = value if equals else own[name]
+    if found.pop("PYCOMM_SECRET", ""):
+        raise ValueError(
+            "PYCOMM_SECRET is not passed to other hosts. Try: unset it and use --secret"
+        )
     return found
 
 
@@ -342,11 +372,11 @@ def make_secret() -> str:
 
 def _remote_command(arguments: argparse.Namespace, host: Host) -> list[str]:
     """Starts the remote end; its text, and all that it must know, come through its input."""
-    python = [arguments.python or sys.executable, "-c", _BOOTSTRAP]
+    python = [arguments.python, "-c", _BOOTSTRAP]
     if host.local:
         return python
     options = [f"-o{name}={value}" for name, value in _SSH_OPTIONS.items()]
-    ssh = [*shlex.split(arguments.ssh), "-T", "-x", "-a", *options, host.target]
+    ssh = [*arguments.ssh, "-T", "-x", "-a", *options, host.target]
     return [*ssh, f"exec {shlex.join(python)}"]
 
 
@@ -368,16 +398,18 @@ def _torchrun(
     ]
 
 
-def _plan(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[str]:
+def _plan(
+    arguments: argparse.Namespace, hosts: Sequence[Host], variables: Mapping[str, str]
+) -> Iterator[str]:
     """What could be typed by hand."""
     address, port = arguments.master_addr or hosts[0].name, arguments.master_port or _PORT
-    python = arguments.python or sys.executable
-    folder = arguments.folder or os.getcwd()
+    given = [f"{name}={value}" for name, value in variables.items()]
     for host in hosts:
         words = _torchrun(arguments, hosts, host, address, port)
-        line = shlex.join([python, "-u", "-m", "torch.distributed.run", *words])
-        line = f"cd {shlex.quote(folder)} && {line}"
-        ssh = shlex.join([*shlex.split(arguments.ssh), host.target])
+        words = [arguments.python, "-u", "-m", "torch.distributed.run", *words]
+        line = shlex.join(["env", *given, *words] if given else words)
+        line = f"cd {shlex.quote(arguments.folder)} && {line}"
+        ssh = shlex.join([*arguments.ssh, host.target])
         yield line if host.local else f"{ssh} {shlex.quote(line)}"
 
 
@@ -404,6 +436,21 @@ class _Event:
     signal: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """Of a rank, of a torchrun (no rank), or of the connection to a host."""
+
+    host: Host
+    rank: int | None = None
+    code: int | None = None
+    """None: not known."""
+    lost: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.lost or self.code not in (0, None)
+
+
 class _Launch:
     """The processes of all hosts, and one queue of their events."""
 
@@ -416,10 +463,10 @@ class _Launch:
         # A line of a remote end begins with it, and a rank cannot know it.
         self._word = f"pycomm-run-{secrets.token_hex(8)}:"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._ends: list[tuple[Host, int | None, int | None]] = []
-        """Of ranks and of torchruns (None), with the exit codes, in the order of the reports."""
+        self._ends: list[_End] = []
+        """In the order of the reports."""
         self._blamed: dict[int, int] = {}
-        """The peer that the first error of a rank names."""
+        """The peer that the last error of a rank names: the ones before may have been caught."""
         self._over = threading.Event()
         self._restore: dict[int, Any] = {}
         self._signal = 0
@@ -430,6 +477,8 @@ class _Launch:
     def open(self) -> None:
         """Starts a process for each host, and the heartbeats."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:  # by nohup, or a shell's "&"
+                continue
             self._restore[number] = signal.signal(
                 number, lambda got, _: self._events.put(_Event(None, signal=got))
             )
@@ -438,7 +487,7 @@ class _Launch:
             job = {
                 "code": code,
                 "word": self._word,
-                "folder": self._arguments.folder or os.getcwd(),
+                "folder": self._arguments.folder,
                 "program": self._arguments.script,
                 "module": self._arguments.module,
                 "no_python": self._arguments.no_python,
@@ -482,6 +531,8 @@ class _Launch:
                 act="start",
                 torchrun=_torchrun(self._arguments, self._hosts, host, self._address, self._port),
                 count=host.count,
+                # Not looked for in torchrun's command there, which has the script's options, too.
+                keeps_logs=any(word.startswith("--log-dir=") for word in self._arguments.torchrun),
                 variables={**self._variables, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix},
                 secret=secret,
             )
@@ -496,6 +547,7 @@ class _Launch:
             now = time.monotonic()
             ending = self._give_up_at < float("inf")
             if ending and now >= self._give_up_at:
+                self._ends += [_End(host, lost=True) for host in self._hosts if not host.ended]
                 break
             failed = [host for host in self._hosts if host.failed]
             if self._arguments.elastic:
@@ -504,7 +556,7 @@ class _Launch:
                         reported.add(host.name)
                         _say(f"{self._first_failure([host])[0]}; the other hosts go on")
                 # Their torchruns would wait five minutes for that of a host that is gone.
-                if failed and all(_went_well(one) for one in self._hosts if one not in failed):
+                if failed and all(one.went_well for one in self._hosts if one not in failed):
                     end_at = min(end_at, now)
             elif failed or self._a_rank_failed():
                 end_at = min(end_at, now + _SETTLE_S)
@@ -551,7 +603,7 @@ class _Launch:
         """In a thread: the main one may wait for the reader of its output."""
         while not self._over.wait(remote_end.BEAT_S):
             for host in self._hosts:
-                host.write("\n")
+                host.beat()
 
     def _take(self, timeout_s: float) -> None:
         """Takes one event, or none after the timeout, or after a minute."""
@@ -565,21 +617,32 @@ class _Launch:
             self._take_line(event.host, event.stream, event.line)
         elif event.host is not None:
             event.host.open_streams -= 1
+            if event.host.ended and "exit" not in event.host.answers:
+                self._ends.append(_End(event.host, lost=True))
 
     def _take_line(self, host: Host, stream: int, line: bytes) -> None:
         before, word, answer = line.partition(self._word.encode())
-        if word:
+        if word and answer.endswith(b"\n"):  # else it was cut off with its connection
             values = json.loads(answer)
+            if "restart" in values:
+                self._forget(host)
             if "rank" in values or "exit" in values:
-                end = values.get("code", values.get("exit"))
-                self._ends.append((host, values.get("rank"), end))
+                code = values.get("code", values.get("exit"))
+                self._ends.append(_End(host, values.get("rank"), code))
             host.answers.update(values)
         if before and host.begun:
             _print(host, stream, before)
             if named := _ERROR.match(before):
-                self._blamed.setdefault(int(named[1]), int(named[2]))
+                self._blamed[int(named[1])] = int(named[2])
         elif before.strip():
             host.errors.append(before.decode(errors="replace").strip())
+
+    def _forget(self, host: Host) -> None:
+        """How its ranks ended and who was to blame: torchrun has started them again."""
+        ranks = {rank for rank in self._blamed if self._host_of(rank) is host}
+        ranks |= {rank for rank in self._blamed.values() if self._host_of(rank) is host}
+        self._blamed = {one: peer for one, peer in self._blamed.items() if not {one, peer} & ranks}
+        self._ends = [end for end in self._ends if end.host is not host]
 
     def _collect(self, kind: str, hosts: Sequence[Host]) -> None:
         """Until each host has answered this, or has ended."""
@@ -608,6 +671,7 @@ class _Launch:
         grace_s = self._arguments.grace if grace_s is None else grace_s
         self._give_up_at = min(self._give_up_at, time.monotonic() + grace_s + _LEAVE_S)
         for host in self._hosts:
+            host.asked_to_end = host.asked_to_end or "exit" not in host.answers
             host.send(act="end", signal=int(number), grace_s=grace_s)
 
     # Reasons
@@ -624,7 +688,7 @@ class _Launch:
             return self._why_no_answer(host)
         if facts["problem"]:
             return f"{facts['problem']}. Try: copy it there, or --folder"
-        python = self._arguments.python or sys.executable
+        python = self._arguments.python
         for name, version in facts["versions"].items():
             if not version:
                 return f"{python} has no {name} there. Try: install it, or --python"
@@ -649,7 +713,7 @@ class _Launch:
                 if re.search(pattern, "\n".join(host.errors)):
                     return f"{why}{shown}. Try: {hint.format(name=host.name, target=host.target)}"
             return f"ssh failed{shown}"
-        python = self._arguments.python or sys.executable
+        python = self._arguments.python
         if code in (126, 127):
             return f"there is no interpreter {python}{shown}. Try: --python"
         return f"{python} ended with {code} before it checked the host{shown}"
@@ -703,7 +767,7 @@ class _Launch:
     def _a_rank_failed(self) -> bool:
         """Whether one did that torchrun does not start again."""
         restarts = any(word.startswith("--max-restarts") for word in self._arguments.torchrun)
-        return not restarts and any(code not in (0, None) for _, _, code in self._ends)
+        return not restarts and any(end.failed for end in self._ends)
 
     def _first_rank(self, dead: int) -> int:
         """The rank whose failure has made the rank ``dead`` fail, as the errors of ranks say.
@@ -712,12 +776,20 @@ class _Launch:
         """
         seen = {dead}
         rank = dead
-        while rank in self._blamed:
+        while rank in self._blamed and self._may_have_failed(self._blamed[rank]):
             rank = self._blamed[rank]
             if rank in seen:  # two that blame each other
                 return dead
             seen.add(rank)
         return rank
+
+    def _may_have_failed(self, rank: int) -> bool:
+        """Not one that ended with 0, or that still runs."""
+        own = [end.code for end in self._ends if end.rank == rank]
+        return any(code != 0 for code in own) or (not own and self._is_lost(self._host_of(rank)))
+
+    def _is_lost(self, host: Host) -> bool:
+        return any(end.lost and end.host is host for end in self._ends)
 
     def _host_of(self, rank: int) -> Host:
         for host in self._hosts:
@@ -728,32 +800,35 @@ class _Launch:
 
     def _first_failure(self, failed: Sequence[Host]) -> tuple[str, int]:
         """What failed first on these hosts, as a clause, and the exit code for it."""
-        for host in failed:  # the ranks that fail since they have lost it come later
-            if "exit" not in host.answers:
-                return f"the connection to {host.name} was lost", 1
-        host, dead, code = next(end for end in self._ends if end[2] != 0 and end[0] in failed)
+        first = next(end for end in self._ends if end.failed and end.host in failed)
+        host, dead, code = first.host, first.rank, first.code or 1
+        if first.lost:
+            return f"the connection to {host.name} was lost", 1
+        if "not_started" in host.answers:
+            return f"torchrun did not start on {host.name}: {host.answers['not_started']}", 1
+        if dead is None and code > 0:  # since a rank failed, whose exit code torchrun took first
+            unknown = [end.rank for end in self._ends if end.host is host and end.code is None]
+            dead = unknown[0] if unknown else None
         if dead is None:
-            return f"torchrun on {host.name} failed{_how(code)}", code or 1
+            return f"torchrun on {host.name} failed{_how(code)}", code
         rank = self._first_rank(dead)
+        place = self._host_of(rank)
         # A rank that torchrun ends meanwhile has no exit code of its own.
-        codes = [code for _, its, code in self._ends if its == rank and code != -signal.SIGTERM]
-        own = codes[0] if codes else None
-        clause = f"rank {rank} on {self._host_of(rank).name} failed first{_how(own)}"
-        return clause, own or code or 1
+        codes = [end.code for end in self._ends if end.rank == rank]
+        own = next((one for one in codes if one not in (0, None, -signal.SIGTERM)), None)
+        if rank != dead and own is None and self._is_lost(place):  # its peers were the first to see
+            return f"the connection to {place.name} was lost", 1
+        return f"rank {rank} on {place.name} failed first{_how(own)}", own or code
 
     def _verdict(self) -> int:
         """Reports what failed first; the exit code."""
         failed = [host for host in self._hosts if host.answers.get("exit") != 0]
-        if not failed or (self._arguments.elastic and any(map(_went_well, self._hosts))):
+        if not failed or (self._arguments.elastic and any(host.went_well for host in self._hosts)):
             return 0
         clause, code = self._first_failure(failed)
         others = "no host has finished" if self._arguments.elastic else "all hosts were ended"
         _say(f"{clause}; {others}" if len(self._hosts) > 1 else clause)
         return code if code > 0 else 128 - code
-
-
-def _went_well(host: Host) -> bool:
-    return host.answers.get("exit") == 0 or "done" in host.answers
 
 
 def _how(code: int | None) -> str:
@@ -784,6 +859,20 @@ def _print(host: Host, stream: int, line: bytes) -> None:
 
 def _say(text: str) -> None:
     print(f"pycomm run: {text}", file=sys.stderr, flush=True)
+
+
+def _interpreter(given: str | None, folder: str) -> str:
+    """A bare name is looked for in PATH on each host, a relative path in the folder."""
+    if given is None:
+        return sys.executable
+    return os.path.join(folder, given) if "/" in given else given
+
+
+def _words(text: str) -> list[str]:
+    with contextlib.suppress(ValueError):
+        if words := shlex.split(text):
+            return words
+    raise argparse.ArgumentTypeError(f"{text!r} is no command: are its quotes closed?")
 
 
 def _count(text: str) -> int:

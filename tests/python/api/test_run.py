@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import json
+import os
 import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run_python
@@ -15,10 +28,14 @@ from pycomm.doctor.facts import HostFacts
 from pycomm.doctor.report import Report
 
 
-def hosts_of(*given: str) -> list[run.Host]:
+def parse(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    return run.read_hosts(parser.parse_args([*given, "train.py"]))
+    return parser.parse_args([*given, "train.py"])
+
+
+def hosts_of(*given: str) -> list[run.Host]:
+    return run.read_hosts(parse(*given))
 
 
 def test_hosts_have_names_and_ranks(tmp_path: Path) -> None:
@@ -42,16 +59,306 @@ def test_hosts_have_names_and_ranks(tmp_path: Path) -> None:
     [
         (["-H", "alpha:0"], "'alpha:0' is not HOST:RANKS"),
         (["-H", "-oProxyCommand=touch:1"], "is not HOST:RANKS"),
+        (["-H", "-Fx@alpha:1"], "is not HOST:RANKS"),
         (["-H", "alpha:1,root@alpha:2"], "lists alpha twice"),
         (["-H", ","], "lists no host"),
         (["--hostfile", "/nowhere/hosts"], "No such file or directory: '/nowhere/hosts'"),
         (["-H", "localhost", "-x", "NO_SUCH_VARIABLE_9"], "NO_SUCH_VARIABLE_9: the variable is"),
+        (["-H", "localhost", "-x", "PYCOMM_SECRET=a"], "PYCOMM_SECRET is not passed"),
     ],
 )
 def test_wrong_usage_is_2(given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     option = f"{given[0]}{given[1]}" if given[1].startswith("-") else None
     assert main(["run", *([option] if option else given), "train.py"]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_an_ssh_command_with_an_open_quote_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["run", "-H", "a", "--ssh", 'ssh "x', "train.py"]) == 2
+    assert "'ssh \"x' is no command: are its quotes closed?" in capsys.readouterr().err
+
+
+def test_what_to_type_by_hand_has_the_variables_and_whole_paths(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYCOMM_LOG_LEVEL", "info")
+    given = ["-H", "far.example,localhost", "-x", "MINE=a b", "--secret", "--folder=work"]
+    assert main(["run", *given, "--python=.venv/bin/python", "--dry-run", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    far, here = out.splitlines()
+    assert here.startswith(f"cd {tmp_path}/work && env ")
+    assert " PYCOMM_LOG_LEVEL=info " in here and " 'MINE=a b' " in here
+    assert f" {tmp_path}/work/.venv/bin/python -u -m torch.distributed.run " in here
+    assert (
+        "'MINE=a b'"
+        in subprocess.run(
+            ["sh", "-c", f"printf %s {far.partition(' far.example ')[2]}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    assert "--secret is left out above" in err
+    assert "pycomm-secret" not in out + err
+
+
+def test_an_address_that_can_be_bound_is_not_of_this_host_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: None)  # net.ipv4.ip_nonlocal_bind
+    assert not run._is_this_host("192.0.2.1")
+    monkeypatch.setattr(remote_end, "own_addresses", lambda: ["192.0.2.1"])
+    assert run._is_this_host("192.0.2.1")
+    assert run._is_this_host("127.0.0.9")
+
+
+def test_a_file_in_the_home_folder_does_not_hide_a_standard_module(tmp_path: Path) -> None:
+    for name in ("json", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray file')")
+    code = "import random\ndef main(job): print(job['word'])\n"
+    done = subprocess.run(
+        [sys.executable, "-c", run._BOOTSTRAP],
+        cwd=tmp_path,
+        input=json.dumps({"code": code, "word": "up"}) + "\n",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("up\n", "")
+
+
+def test_silent_clients_do_not_hold_up_the_one_that_asks() -> None:
+    listener = remote_end._Listener(None, 0, "a word")
+    try:
+        with contextlib.ExitStack() as held:
+            for _ in range(3):
+                held.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+            assert remote_end.reach(["127.0.0.1"], listener.port, "a word") == {"127.0.0.1": ""}
+    finally:
+        listener.close()
+
+
+# What the launcher makes of what the hosts report
+
+
+class Reports:
+    """A launcher of hosts a (ranks 0 and 1) and b (rank 2), fed with what they would print."""
+
+    def __init__(self, *options: str) -> None:
+        arguments = parse("-H", "a.example:2,b.example:1", *options)
+        self.launch = run._Launch(arguments, run.read_hosts(arguments), {})
+        self.a, self.b = self.launch._hosts
+        for host in (self.a, self.b):
+            host.begun = True
+            host.open_streams = 2
+            host.process = subprocess.Popen(["true"])
+            host.process.wait()
+
+    def say(self, host: run.Host, **values: Any) -> None:
+        line = f"{self.launch._word}{json.dumps(values)}\n".encode()
+        self.launch._take_line(host, 1, line)
+
+    def print_error(self, host: run.Host, rank: int, peer: int) -> None:
+        error = f"[{rank}@{host.name}] lost [code=PEER_LOST op=1 peer={peer} size=4 group=0 x]\n"
+        self.launch._take_line(host, 2, error.encode())
+
+    def end(self, host: run.Host, code: int | None) -> None:
+        """With an exit of torchrun, or as a lost connection does."""
+        if code is not None:
+            self.say(host, exit=code)
+        for _ in range(2):
+            self.launch._events.put(run._Event(host, 1))
+            self.launch._take(1.0)
+
+    def verdict(self, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+        code = self.launch._verdict()
+        lines = capsys.readouterr().err.splitlines()
+        return code, lines[-1].removeprefix("pycomm run: ").partition(";")[0] if lines else ""
+
+
+def an_unknown_code_came_first(job: Reports) -> None:
+    job.say(job.a, rank=0, code=None)
+    job.say(job.a, rank=1, code=7)
+    job.end(job.a, 1)
+    job.end(job.b, 1)
+
+
+def only_an_unknown_code_came(job: Reports) -> None:
+    job.say(job.a, rank=1, code=None)
+    job.end(job.a, 1)
+    job.end(job.b, 1)
+
+
+def an_error_was_caught(job: Reports) -> None:
+    job.print_error(job.a, 0, 2)
+    job.print_error(job.a, 0, 1)
+    for rank, code in ((0, 3), (1, 5)):
+        job.say(job.a, rank=rank, code=code)
+    job.end(job.a, 1)
+    job.say(job.b, rank=2, code=-signal.SIGTERM)
+    job.end(job.b, 1)
+
+
+def the_blamed_rank_ended_with_0(job: Reports) -> None:
+    job.print_error(job.a, 0, 2)
+    job.say(job.b, rank=2, code=0)
+    job.end(job.b, 0)
+    job.say(job.a, rank=0, code=3)
+    job.end(job.a, 1)
+
+
+def ranks_were_started_again(job: Reports) -> None:
+    job.print_error(job.a, 0, 2)
+    job.say(job.a, rank=0, code=3)
+    job.say(job.a, restart=True)
+    job.say(job.a, rank=0, code=4)
+    job.end(job.a, 1)
+    job.say(job.b, rank=2, code=6)
+    job.end(job.b, 1)
+
+
+def a_host_was_lost_later(job: Reports) -> None:
+    job.say(job.a, rank=0, code=7)
+    job.end(job.b, None)
+    job.end(job.a, 1)
+
+
+def a_rank_saw_first_that_a_host_was_lost(job: Reports) -> None:
+    job.print_error(job.a, 0, 2)
+    job.say(job.a, rank=0, code=1)
+    job.end(job.a, 1)
+    job.end(job.b, None)
+
+
+def torchrun_did_not_start(job: Reports) -> None:
+    job.say(job.b, not_started="[Errno 28] No space left on device")
+    job.end(job.b, 1)
+    job.say(job.a, rank=0, code=1)
+    job.end(job.a, 1)
+
+
+VERDICTS: dict[Callable[[Reports], None], tuple[int, str]] = {
+    an_unknown_code_came_first: (7, "rank 1 on a.example failed first: exit code 7"),
+    only_an_unknown_code_came: (1, "rank 1 on a.example failed first"),
+    an_error_was_caught: (5, "rank 1 on a.example failed first: exit code 5"),
+    the_blamed_rank_ended_with_0: (3, "rank 0 on a.example failed first: exit code 3"),
+    ranks_were_started_again: (4, "rank 0 on a.example failed first: exit code 4"),
+    a_host_was_lost_later: (7, "rank 0 on a.example failed first: exit code 7"),
+    a_rank_saw_first_that_a_host_was_lost: (1, "the connection to b.example was lost"),
+    torchrun_did_not_start: (
+        1,
+        "torchrun did not start on b.example: [Errno 28] No space left on device",
+    ),
+}
+
+
+@pytest.mark.parametrize("happen", VERDICTS, ids=lambda one: one.__name__)
+def test_what_failed_first(
+    happen: Callable[[Reports], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Reports()
+    happen(job)
+    assert job.verdict(capsys) == VERDICTS[happen]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["by itself", "asked to end"])
+def test_a_torchrun_that_failed_after_its_ranks_has_not_gone_well(
+    asked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Reports("--elastic")
+    job.end(job.b, None)
+    job.say(job.a, done=True)
+    if asked:
+        job.launch._end(signal.SIGTERM)
+    job.end(job.a, 9)
+    assert job.verdict(capsys)[0] == (0 if asked else 1)
+
+
+def test_a_line_that_was_cut_off_with_its_connection_is_ignored() -> None:
+    job = Reports()
+    job.launch._take_line(job.b, 1, f'{job.launch._word}{{"rank": 2, "co'.encode())
+    assert not job.b.answers
+
+
+def test_a_long_line_is_whole_beside_heartbeats() -> None:
+    read, write = os.pipe()
+    host = hosts_of("-H", "a.example")[0]
+    with open(read, "rb") as lines, open(write, "wb", buffering=0) as stdin:
+        process: Any = argparse.Namespace(stdin=stdin)
+        host.process = process
+        sent = "x" * 1_000_000
+        sender = threading.Thread(target=host.send, kwargs={"sent": sent})
+        beats = threading.Thread(target=lambda: [host.beat() for _ in range(100)])
+        sender.start()
+        while select.select([], [write], [], 0)[1]:  # until the line has filled the pipe
+            pass
+        beats.start()
+        assert json.loads(next(line for line in lines if line.strip())) == {"sent": sent}
+        sender.join()
+        beats.join()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_that_nohup_ignores_stays_ignored(ignored: bool) -> None:
+    arguments = parse("-H", "localhost")
+    arguments.python, arguments.folder = sys.executable, os.getcwd()
+    launch = run._Launch(arguments, [], {})
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        launch.open()
+        signal.raise_signal(signal.SIGHUP)
+        assert launch._events.empty() == ignored
+    finally:
+        launch.close()
+        signal.signal(signal.SIGHUP, before)
+
+
+# What a host makes of its ranks
+
+
+def test_ranks_are_done_when_the_last_of_each_is_known_to_have_ended_with_0() -> None:
+    ranks = remote_end._Ranks(os.getpid(), 2)
+    for attempt, (codes, reaped) in enumerate([((0, 0), True), ((0, 7), False), ((0, 0), False)]):
+        children = [
+            subprocess.Popen(
+                ["sh", "-c", f"read line; exit {code}"],
+                env={"RANK": str(rank)},
+                stdin=subprocess.PIPE,
+            )
+            for rank, code in enumerate(codes)
+        ]
+        assert ranks.find() == (attempt > 0)  # it is a restart
+        assert not ranks.find()
+        assert not ranks.all_done
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.close()
+            # As torchrun does, or a moment before it does.
+            os.waitid(os.P_PID, child.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
+        ends = sorted(ranks.ended(descriptor) for descriptor in list(ranks.alive))
+        assert ends == [(rank, None if reaped else code) for rank, code in enumerate(codes)]
+        assert ranks.all_done == (codes == (0, 0) and not reaped)
+        for child in children:
+            child.wait()
+
+
+def test_a_host_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    host = remote_end._Host({"silence_s": 1.0, "grace_s": 1.0, "word": ""})
+    reports: list[dict[str, Any]] = []
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(host, "_report", lambda **values: reports.append(values))
+    host._obey("start", torchrun=[], count=1, keeps_logs=False, variables={}, secret="")
+    host.close()
+    why = "[Errno 28] No space left on device: '/tmp/x'"
+    assert reports == [{"not_started": why}, {"exit": 1}]
 
 
 @pytest.mark.needs_native
@@ -71,6 +378,8 @@ def test_versions_are_those_of_what_would_be_imported() -> None:
 
 @pytest.mark.needs_native
 def test_this_host_alone_needs_no_ssh_and_passes_arguments_and_exit_codes(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys\nprint(sys.argv[1:], os.environ['MINE'], flush=True)\nsys.exit(5)\n"
@@ -78,14 +387,16 @@ def test_this_host_alone_needs_no_ssh_and_passes_arguments_and_exit_codes(tmp_pa
     done = run_python(
         [
             *("-m", "pycomm", "run", "-H", "localhost:1", "--ssh=/nowhere/ssh", "-x", "MINE=a b"),
-            *("--monitor_interval=0.5", str(script), "--with_underscore", "--help", "-H", "x"),
+            *("--monitor_interval=0.5", str(script), "--with_underscore", "--help", "--log-dir=x"),
         ],
+        env={"TMPDIR": str(temporary)},
     )
     assert done.returncode == 5, done.stderr
-    expected = r"[0@localhost] ['--with_underscore', '--help', '-H', 'x'] a b"
+    expected = r"[0@localhost] ['--with_underscore', '--help', '--log-dir=x'] a b"
     assert expected in done.stdout.splitlines(), done.stdout
     last = done.stderr.splitlines()[-1]
     assert last == "pycomm run: rank 0 on localhost failed first: exit code 5"
+    assert not list(temporary.iterdir())
     # Of torchrun itself: a host, and no rank.
     assert re.search(r"^\[localhost\] .*exitcode", done.stderr, re.MULTILINE)
 
