@@ -100,6 +100,7 @@ std::shared_ptr<FutureWrapper> then(
     } catch (const std::exception&) {
       result->setError(std::current_exception());
     }
+    keepIfBroken(*result);
   });
   return std::make_shared<FutureWrapper>(result);
 }

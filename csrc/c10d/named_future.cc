@@ -1,5 +1,6 @@
 #include "c10d/named_future.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -42,6 +43,16 @@ std::optional<Codec> currentCodec() {
 }
 
 } // namespace
+
+void keepIfBroken(c10::ivalue::Future& future) noexcept {
+  try {
+    for (const c10::Device& device : future.devices()) {
+      const c10::DeviceGuard guard(device);
+    }
+  } catch (const std::exception&) {
+    static_cast<void>(c10::intrusive_ptr<c10::ivalue::Future>::reclaim_copy(&future).release());
+  }
+}
 
 FutureName::FutureName(
     c10::TypePtr value,
@@ -225,9 +236,14 @@ void addNamed(
   future->addCallback([run, strand = context.get()](c10::ivalue::Future& completed) {
     const std::shared_ptr<FutureName> name = FutureName::of(completed);
     if (t_adding == strand && name != nullptr && name->leavesThread()) {
-      const auto later = [run, streams = currentStreams(completed)] {
-        const c10::MultiStreamGuard guard(streams);
-        run();
+      const auto later = [run,
+                          streams = currentStreams(completed),
+                          future = c10::intrusive_ptr<c10::ivalue::Future>::reclaim_copy(&completed)] {
+        {
+          const c10::MultiStreamGuard guard(streams);
+          run();
+        }
+        keepIfBroken(*future); // this task may have the last reference
       };
       if (name->engine()->callbacks().submit(later)) {
         return;

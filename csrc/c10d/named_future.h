@@ -123,6 +123,10 @@ struct WorkName {
     bool promised,
     c10::TypePtr value);
 
+/// Torch's destructor of a future makes the device of each of its events the current one, and ends the process if a broken device refuses
+/// that: such a future is leaked. Call it where the last reference may be dropped next.
+void keepIfBroken(c10::ivalue::Future& future) noexcept;
+
 /// Runs `callback` in the strand `context` when `future` completes; see FutureName::leavesThread().
 void addNamed(
     const c10::intrusive_ptr<c10::ivalue::Future>& future,

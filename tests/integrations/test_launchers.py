@@ -102,7 +102,6 @@ def test_elastic_restart(tmp_path: Path, end: list[str]) -> None:
 
 
 @pytest.mark.in_shares
-@pytest.mark.integration("torchrun", "--max-restarts=4: ranks are killed, the fifth life finishes")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_four_elastic_restarts(tmp_path: Path, transport: str) -> None:
     restart_until_done(tmp_path, 5, "killed", transport=transport)

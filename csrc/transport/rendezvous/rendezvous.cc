@@ -422,7 +422,7 @@ void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept {
   try {
     const std::string keys = keysOf(claim);
     if (store.add(keys + "over", 1) < size) {
-      return; // others read yet; and if one of them fails, it finds by its record that it was told of it
+      return; // others read yet, and one that fails is recognized by its record when it tries again
     }
     for (const std::string& round :
          {std::string("member"),
