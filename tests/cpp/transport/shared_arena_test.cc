@@ -8,6 +8,7 @@
 
 #include <csignal>
 #include <cstring>
+#include <functional>
 #include <string>
 
 #include "base/error.h"
@@ -64,8 +65,8 @@ TEST(SharedArena, NoRoomIsAnError) {
   EXPECT_EQ(codeOf([&] { arena.commit(kNbytes, kNbytes); }), ErrorCode::NoSharedMemory);
 }
 
-// At a limit the kernel would end a process of the group.
-TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
+// A child, which is at a limit of 64 MiB from join() on, returns true.
+void expectAtALimit(const std::function<bool(const MemoryLimit&)>& body) {
   const MemoryLimit limit(64 << 20);
   if (!limit.made()) {
     GTEST_SKIP() << "no control group with a memory limit can be made here";
@@ -73,6 +74,16 @@ TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
   int status = 0;
   const pid_t child = ::fork();
   if (child == 0) {
+    ::_exit(body(limit) ? 0 : 1);
+  }
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_FALSE(WIFSIGNALED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(status, 0);
+}
+
+// At a limit the kernel would end a process of the group.
+TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
+  expectAtALimit([](const MemoryLimit& limit) {
     constexpr size_t kLarge = size_t{256} << 20;
     const SharedArena arena = SharedArena::create(kLarge);
     std::string summary;
@@ -84,22 +95,13 @@ TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
     const bool both =
         summary.find("262144 KiB of shared memory: the memory limit in /sys/fs/cgroup") != std::string::npos;
     arena.commit(0, 16 << 20); // for which there is room
-    ::_exit(both && summary.find(" KiB.") != std::string::npos ? 0 : 1);
-  }
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_FALSE(WIFSIGNALED(status)) << "signal " << WTERMSIG(status);
-  EXPECT_EQ(status, 0);
+    return both && summary.find(" KiB.") != std::string::npos;
+  });
 }
 
 // Of 64 ranks each may have looked before the others took their piece.
 TEST(SharedArena, ASmallCommitLeavesRoomForAPieceOfEveryOtherRank) {
-  const MemoryLimit limit(64 << 20);
-  if (!limit.made()) {
-    GTEST_SKIP() << "no control group with a memory limit can be made here";
-  }
-  int status = 0;
-  const pid_t child = ::fork();
-  if (child == 0) {
+  expectAtALimit([](const MemoryLimit& limit) {
     constexpr size_t kSmall = size_t{1} << 20;
     const SharedArena arena = SharedArena::create(64 * kSmall);
     size_t taken = 0;
@@ -108,13 +110,10 @@ TEST(SharedArena, ASmallCommitLeavesRoomForAPieceOfEveryOtherRank) {
         arena.commit(taken * kSmall, kSmall);
       }
     } catch (const Error& error) {
-      ::_exit(error.record().code == ErrorCode::NoSharedMemory && taken > 16 && taken <= 32 ? 0 : 1);
+      return error.record().code == ErrorCode::NoSharedMemory && taken > 16 && taken <= 32;
     }
-    ::_exit(2);
-  }
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_FALSE(WIFSIGNALED(status)) << "signal " << WTERMSIG(status);
-  EXPECT_EQ(WEXITSTATUS(status), 0);
+    return false;
+  });
 }
 
 // Kernels before 6.9 take back what an interrupted call has allocated. So a call that takes longer than the time between two signals (of
