@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
+#include "base/wait_point.h"
 #include "c10d/cuda_devices.h"
 #include "c10d/process_engine.h"
 #include "c10d/python_errors.h"
@@ -137,6 +139,56 @@ py::dict buildInfo() {
   return info;
 }
 
+// What waits do in a test build: see beforeWait().
+struct Watch {
+  std::atomic<int64_t> waits{0};
+  std::atomic<int64_t> with_gil{0};
+  std::atomic<int64_t> with_mutex{0};
+  py::object handler; ///< guarded by the interpreter's lock, as is the next
+  py::list errors;
+};
+
+// Never freed, as threads may wait until the process ends.
+Watch& watch() {
+  static Watch* const made = new Watch();
+  return *made;
+}
+
+thread_local bool t_handles = false;
+
+/// As Python runs a signal handler: on the main thread, wherever that is.
+void observeWait() noexcept {
+  Watch& seen = watch();
+  ++seen.waits;
+  const bool usable = interpreterIsUsable();
+  const bool with_gil = usable && PyGILState_Check() != 0;
+  seen.with_gil += with_gil ? 1 : 0;
+  seen.with_mutex += LeafMutex::heldHere() ? 1 : 0;
+  if (with_gil || !usable || !onMainThread() || std::exchange(t_handles, true)) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  try {
+    seen.handler();
+  } catch (py::error_already_set& error) {
+    seen.errors.append(error.value());
+  }
+  t_handles = false;
+}
+
+/// From now on `handler()` runs at each wait of the main thread, and each wait is counted.
+void watchWaits(py::object handler) {
+  watch().handler = std::move(handler);
+  observeWaits(&observeWait);
+}
+
+/// (waits, those with the interpreter's lock, those with a mutex, exceptions of the handler). Nothing is watched any more.
+py::tuple watchedWaits() {
+  observeWaits(nullptr);
+  Watch& seen = watch();
+  return py::make_tuple(seen.waits.load(), seen.with_gil.load(), seen.with_mutex.load(), seen.errors);
+}
+
 } // namespace
 
 void bindProcess(py::module_& m) {
@@ -160,6 +212,8 @@ void bindProcess(py::module_& m) {
   m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
   if (faultPointsBuiltIn()) {
     m.def("fault_points", &faultPoints); // (point, visits, strikes) of each that is armed
+    m.def("watch_waits", &watchWaits, py::arg("handler"));
+    m.def("watched_waits", &watchedWaits);
   }
   m.def(
       "empty_shared",

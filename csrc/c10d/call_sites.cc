@@ -74,7 +74,7 @@ uint32_t CallSites::tagHere() {
   }
   const uint32_t tag = CallTag::of(site);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     if (!texts_.emplace(tag, site).second) {
       return tag;
     }
@@ -88,7 +88,7 @@ uint32_t CallSites::tagHere() {
 
 std::string CallSites::textOf(uint32_t tag) {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const auto found = texts_.find(tag);
     if (found != texts_.end()) {
       return found->second;
@@ -99,7 +99,7 @@ std::string CallSites::textOf(uint32_t tag) {
     text = printable(store_->get(keyOf(tag), Deadline::after(kAskMs)), kMaxTextNbytes);
   } catch (const Error&) { // a DDP bucket's, or the store is gone
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return texts_.emplace(tag, text).first->second;
 }
 

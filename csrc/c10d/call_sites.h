@@ -3,11 +3,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
+#include "base/wait_point.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
@@ -34,7 +34,7 @@ class CallSites {
 
   const std::shared_ptr<Store> store_;
   const std::vector<std::string> skipped_;
-  std::mutex mutex_; ///< guards texts_
+  LeafMutex mutex_; ///< guards texts_
   std::map<uint32_t, std::string> texts_;
 };
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/native_thread.h"
+#include "base/wait_point.h"
 #include "c10d/interruptible.h"
 #include "c10d/nccl_calls.h"
 
@@ -45,6 +46,7 @@ void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
   call.deadline = deadline;
   call.waits = true;
   const auto operation = group.start(call);
+  beforeWait();
   while (!group.wait(*operation, Deadline::after(kLookEveryMs))) {
     if (Interruptible::look() && !group.failure()) {
       group.abort(interrupted(group)); // which ends it: its memory is the caller's, who goes away

@@ -19,6 +19,7 @@
 #include <string>
 #include <utility>
 
+#include "base/wait_point.h"
 #include "c10d/backend.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
@@ -133,6 +134,7 @@ struct SparseSum {
   }
 
   void await(const Operation& operation) const {
+    beforeWait();
     static_cast<void>(group->wait(operation, Deadline::never())); // every operation has a deadline of its own
     if (const auto error = operation.error()) {
       throw Error(*error);

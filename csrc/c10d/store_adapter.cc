@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/unique_fd.h"
+#include "base/wait_point.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -63,6 +64,7 @@ void StoreAdapter::set(const std::string& key, const std::string& value) {
 std::string StoreAdapter::get(const std::string& key, Deadline deadline) {
   return translated("get", deadline, [&] {
     const int left = deadline.remainingMs(std::numeric_limits<int>::max());
+    beforeWait();
     store_->wait({key}, std::chrono::milliseconds(left > 0 ? left : 1));
     return store_->get_to_str(key);
   });

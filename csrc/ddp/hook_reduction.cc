@@ -1,5 +1,6 @@
 #include <utility>
 
+#include "base/wait_point.h"
 #include "ddp/reduction.h"
 #include "ddp/step_record.h"
 
@@ -50,6 +51,7 @@ class HookReduction final : public Reduction {
   void finish(Bucket& bucket, size_t index) override {
     const auto future = std::exchange(futures_[index], nullptr);
     const int64_t before = nowNs();
+    beforeWait();
     future->waitAndThrow(); // without the GIL
     const at::Tensor result = hook_->parseHookResult(future->value());
     counts_.waited_ns += nowNs() - before;
