@@ -57,12 +57,15 @@ struct Added {
   Engine* engine = nullptr;
 };
 
-/// `promise`: the program made the future, and completes it.
-Added addTo(const c10::ivalue::Future& future, bool promise) {
-  if (const std::shared_ptr<FutureName> name = FutureName::of(future)) {
-    return {name->addCallback(), name->engine()};
-  }
-  return {promise ? addPromiseCallback() : nullptr, nullptr};
+/// `promise`: of a future that the program made; null for others.
+std::shared_ptr<FutureName> nameOf(const c10::ivalue::Future& future, const Promise* promise) {
+  const std::shared_ptr<FutureName> name = FutureName::of(future);
+  return name != nullptr || promise == nullptr ? name : promise->name();
+}
+
+Added addTo(const c10::ivalue::Future& future, const Promise* promise) {
+  const std::shared_ptr<FutureName> name = nameOf(future, promise);
+  return name == nullptr ? Added() : Added{name->addCallback(), name->engine()};
 }
 
 /// What torch makes of an exception of a callback. With the interpreter's lock.
@@ -77,7 +80,7 @@ std::string textOf(py::error_already_set& error) {
 std::shared_ptr<FutureWrapper> then(
     const std::shared_ptr<FutureWrapper>& future,
     const py::object& callback,
-    bool promise) {
+    const Promise* promise) {
   const Added added = addTo(*future->fut, promise);
   if (added.context == nullptr) {
     return nullptr;
@@ -106,7 +109,7 @@ std::shared_ptr<FutureWrapper> then(
 }
 
 /// torch.futures.Future.add_done_callback() for a future with a name; false for others, to which nothing is added.
-bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, const py::object& callback, bool promise) {
+bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, const py::object& callback, const Promise* promise) {
   const Added added = addTo(*future->fut, promise);
   if (added.context == nullptr) {
     return false;
@@ -127,17 +130,17 @@ bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, const py::obj
   return true;
 }
 
-/// `all` is torch's future of all `parts`. The same with a name; null if it has none.
+/// `all` is torch's future of all `parts`. The same with a name; null if it has none. `promises`: by part.
 std::shared_ptr<FutureWrapper> nameCollected(
     const std::shared_ptr<FutureWrapper>& all,
     const std::vector<std::shared_ptr<FutureWrapper>>& parts,
-    bool promised) {
-  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
-  futures.reserve(parts.size());
-  for (const auto& part : parts) {
-    futures.push_back(part->fut);
+    const std::vector<const Promise*>& promises) {
+  std::vector<std::shared_ptr<FutureName>> names;
+  names.reserve(parts.size());
+  for (size_t part = 0; part < parts.size(); ++part) {
+    names.push_back(nameOf(*parts[part]->fut, promises.at(part)));
   }
-  const c10::TypePtr type = collected(futures, promised, all->fut->elementType());
+  const c10::TypePtr type = collected(names, all->fut->elementType());
   if (type == nullptr) {
     return nullptr;
   }
@@ -173,6 +176,8 @@ void bindFutures(py::module_& m) {
           })
       .def("__exit__", [](IssueChain& self, const py::args&) { self.exit(); });
 
+  py::class_<Promise>(m, "Promise").def(py::init<>()).def("complete", &Promise::complete);
+
   m.def(
       "fail_future",
       [](const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const py::object& error) {
@@ -185,7 +190,7 @@ void bindFutures(py::module_& m) {
       py::arg("error"));
   m.def("named_then", &then, py::arg("future"), py::arg("callback"), py::arg("promise"));
   m.def("named_done_callback", &addDoneCallback, py::arg("future"), py::arg("callback"), py::arg("promise"));
-  m.def("name_collected", &nameCollected, py::arg("all"), py::arg("parts"), py::arg("promised"));
+  m.def("name_collected", &nameCollected, py::arg("all"), py::arg("parts"), py::arg("promises"));
   m.def("note_waited", &noteWaited, py::arg("future"));
 }
 

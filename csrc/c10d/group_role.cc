@@ -7,10 +7,8 @@
 namespace pycomm {
 namespace {
 
-std::mutex g_job_mutex; ///< guards the next three
+LeafMutex g_job_mutex; ///< guards g_last
 std::shared_ptr<GroupRole> g_last; ///< of the groups of the job
-uint32_t g_promises = 0;
-OneThread g_adds; ///< callbacks to promises
 
 uint64_t mixText(uint64_t value, const std::string& text) noexcept {
   for (const char c : text) {
@@ -25,11 +23,9 @@ std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::op
   if (!starts_world) {
     return std::shared_ptr<GroupRole>(new GroupRole(backend, 0, 0));
   }
-  const std::lock_guard<std::mutex> lock(g_job_mutex);
+  const std::lock_guard lock(g_job_mutex);
   if (*starts_world) {
     g_last = nullptr;
-    g_promises = 0;
-    g_adds.forget();
   }
   const uint64_t before = g_last == nullptr ? 0 : g_last->hash();
   const uint32_t number = g_last == nullptr ? 1 : g_last->number() + 1;
@@ -38,22 +34,16 @@ std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::op
 }
 
 void GroupRole::settle() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (const c10d::Backend* const backend = std::exchange(backend_, nullptr)) {
     hash_ = mixText(mix64(before_ + static_cast<uint64_t>(backend->getSize())), backend->getGroupDesc());
   }
 }
 
 GroupRole::Message GroupRole::takeMessage() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   const bool ambiguous = !asks_.isThis();
   return {messages_++, ambiguous};
-}
-
-UserStrand::Promise UserStrand::takePromise() noexcept {
-  const std::lock_guard<std::mutex> lock(g_job_mutex);
-  const bool ambiguous = !g_adds.isThis();
-  return {g_promises++, ambiguous};
 }
 
 } // namespace pycomm

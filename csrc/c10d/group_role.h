@@ -4,9 +4,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
+
+#include "base/wait_point.h"
 
 namespace pycomm {
 
@@ -20,9 +21,6 @@ class OneThread {
     }
     several_ = several_ || first_ != std::this_thread::get_id();
     return !several_;
-  }
-  void forget() noexcept {
-    *this = {};
   }
 
  private:
@@ -63,24 +61,13 @@ class GroupRole {
   GroupRole(const c10d::Backend& backend, uint64_t before, uint32_t number)
       : backend_(&backend), before_(before), number_(number) {}
 
-  std::mutex mutex_; ///< guards backend_, hash_ and messages_
+  LeafMutex mutex_; ///< guards backend_, hash_ and messages_
   const c10d::Backend* backend_; ///< until the description is known
   const uint64_t before_; ///< the role of the group that was made before it
   uint64_t hash_ = 0; ///< constant as soon as backend_ is null
   const uint32_t number_;
   uint32_t messages_ = 0;
   OneThread asks_;
-};
-
-/// What user threads have done so far in this job where only the order counts; callbacks count for themselves (IssueContext).
-class UserStrand {
- public:
-  struct Promise {
-    uint32_t index; ///< from 0
-    bool ambiguous; ///< several threads add such callbacks
-  };
-  /// The calling thread adds a callback to a future that the program completes itself.
-  [[nodiscard]] static Promise takePromise() noexcept;
 };
 
 } // namespace pycomm

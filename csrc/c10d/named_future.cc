@@ -61,7 +61,8 @@ FutureName::FutureName(
     std::optional<Codec> codec,
     Engine* engine,
     bool ambiguous,
-    std::vector<std::weak_ptr<FutureName>> parents)
+    std::vector<std::weak_ptr<FutureName>> parents,
+    std::shared_ptr<const Promised> promised)
     : Type(value->kind()),
       value_(std::move(value)),
       name_(name),
@@ -69,7 +70,8 @@ FutureName::FutureName(
       codec_(codec),
       engine_(engine),
       ambiguous_(ambiguous),
-      parents_(std::move(parents)) {}
+      parents_(std::move(parents)),
+      promised_(std::move(promised)) {}
 
 void FutureName::noteWaited() noexcept {
   if (!waited_.exchange(true, std::memory_order_relaxed)) {
@@ -96,12 +98,22 @@ std::shared_ptr<IssueContext> FutureName::addCallback() {
   CallbackOrigin origin = origin_;
   bool ambiguous = ambiguous_ || (adder != nullptr && adder->ambiguous());
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     ambiguous = ambiguous || (adder == nullptr && !adds_.isThis());
     origin.number = ++added_[adder == nullptr ? 0 : adder->name().anywhere];
   }
   const StrandName name = (adder == nullptr ? name_ : name_.by(adder->name())).then(origin.number);
-  return std::make_shared<IssueContext>(name, origin, codec_, ambiguous);
+  if (promised_ == nullptr) {
+    return std::make_shared<IssueContext>(name, origin, codec_, ambiguous);
+  }
+  auto promised = std::make_shared<Promised>(*promised_);
+  const bool on_promise = promised->adder == std::thread::id();
+  const auto here = std::this_thread::get_id();
+  promised->one_adder = promised->one_adder && adder == nullptr && (on_promise || promised->adder == here);
+  promised->adder = here;
+  promised->first = promised->first && (!on_promise || origin.number == 1);
+  return std::make_shared<IssueContext>(
+      name, origin, on_promise ? currentCodec() : codec_, ambiguous, std::move(promised));
 }
 
 std::shared_ptr<IssueContext> FutureName::unnamedCallbacks() const {
@@ -145,21 +157,20 @@ WorkName nameOfMessage(GroupRole& role, uint8_t kind) {
   return named;
 }
 
-std::shared_ptr<IssueContext> addPromiseCallback() {
-  const std::shared_ptr<IssueContext>& adder = IssueContext::current();
-  UserStrand::Promise promise{0, false};
-  StrandName name;
-  if (adder == nullptr) {
-    promise = UserStrand::takePromise();
-  } else {
-    promise = {adder->takeIndex(IssueContext::Counted::Promises, 0), adder->ambiguous()};
-    name = adder->name();
-  }
+Promise::Promise() : completion_(std::make_shared<Completion>()) {
   CallbackOrigin origin;
   origin.of = CallbackOrigin::Of::Promise;
-  origin.number = promise.index + 1;
-  return std::make_shared<IssueContext>(
-      name.then(kPromise).then(promise.index), origin, currentCodec(), promise.ambiguous);
+  auto promised = std::make_shared<Promised>();
+  promised->completions = {completion_};
+  name_ = std::make_shared<FutureName>(
+      c10::NoneType::get(),
+      StrandName().then(kPromise),
+      origin,
+      std::nullopt,
+      nullptr,
+      false,
+      std::vector<std::weak_ptr<FutureName>>{},
+      std::move(promised));
 }
 
 c10::TypePtr resultOf(
@@ -176,21 +187,21 @@ c10::TypePtr resultOf(
       callback.codec(),
       engine,
       callback.ambiguous(),
-      std::vector<std::weak_ptr<FutureName>>{FutureName::of(future)});
+      std::vector<std::weak_ptr<FutureName>>{FutureName::of(future)},
+      callback.promised());
 }
 
-c10::TypePtr collected(
-    const std::vector<c10::intrusive_ptr<c10::ivalue::Future>>& parts,
-    bool promised,
-    c10::TypePtr value) {
+c10::TypePtr collected(const std::vector<std::shared_ptr<FutureName>>& parts, c10::TypePtr value) {
+  const bool only_promised = std::none_of(
+      parts.begin(), parts.end(), [](const auto& part) { return part != nullptr && part->promised() == nullptr; });
   std::optional<StrandName> all;
+  std::shared_ptr<Promised> promised;
   CallbackOrigin origin;
   Engine* engine = nullptr;
   bool ambiguous = false;
   std::vector<std::weak_ptr<FutureName>> parents;
-  for (const auto& part : parts) {
-    const std::shared_ptr<FutureName> named = FutureName::of(*part);
-    if (named == nullptr) {
+  for (const auto& named : parts) {
+    if (named == nullptr || (named->promised() != nullptr && !only_promised)) {
       if (all) {
         all = all->then(kCollected);
       }
@@ -209,19 +220,29 @@ c10::TypePtr collected(
     all = name;
     engine = engine != nullptr ? engine : named->engine();
     ambiguous = ambiguous || callback->ambiguous();
+    if (const auto& more = callback->promised(); more != nullptr && promised == nullptr) {
+      promised = std::make_shared<Promised>(*more);
+    } else if (more != nullptr) {
+      promised->completions.insert(promised->completions.end(), more->completions.begin(), more->completions.end());
+      promised->one_adder = promised->one_adder && more->one_adder;
+      promised->first = promised->first && more->first;
+    }
   }
-  if (!all && promised) {
-    const std::shared_ptr<IssueContext> callback = addPromiseCallback();
-    all = callback->name();
-    origin = callback->origin();
-    ambiguous = callback->ambiguous();
-  } else if (all) {
-    origin.of = CallbackOrigin::Of::Several;
-  } else {
+  if (!all) {
     return nullptr;
   }
+  if (parents.size() > 1 || promised == nullptr) {
+    origin.of = CallbackOrigin::Of::Several;
+  }
   return std::make_shared<FutureName>(
-      std::move(value), all->then(kCollected), origin, currentCodec(), engine, ambiguous, std::move(parents));
+      std::move(value),
+      all->then(kCollected),
+      origin,
+      currentCodec(),
+      engine,
+      ambiguous,
+      std::move(parents),
+      std::move(promised));
 }
 
 void addNamed(
@@ -229,7 +250,7 @@ void addNamed(
     const std::shared_ptr<IssueContext>& context,
     std::function<void()> callback) {
   auto run = [context, callback = std::move(callback)] {
-    const IssueScope scope(context);
+    const IssueScope scope(IssueContext::beginning(context));
     callback();
   };
   const Adding adding(context.get());

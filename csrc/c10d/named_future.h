@@ -7,11 +7,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "c10d/group_role.h"
 #include "engine/engine.h"
 #include "engine/operation/issue_context.h"
@@ -37,7 +37,8 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
       std::optional<Codec> codec,
       Engine* engine,
       bool ambiguous = false,
-      std::vector<std::weak_ptr<FutureName>> parents = {});
+      std::vector<std::weak_ptr<FutureName>> parents = {},
+      std::shared_ptr<const Promised> promised = nullptr);
 
   /// Of this future; null if it has no name.
   [[nodiscard]] static std::shared_ptr<FutureName> of(const c10::ivalue::Future& future);
@@ -53,6 +54,9 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
   }
   [[nodiscard]] bool ambiguous() const noexcept {
     return ambiguous_;
+  }
+  [[nodiscard]] const std::shared_ptr<const Promised>& promised() const noexcept {
+    return promised_;
   }
   /// The program has waited for it: from now on callbacks run where they are added.
   /// As it is for what it follows, which has ended by then.
@@ -83,7 +87,8 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
   const bool ambiguous_;
   std::atomic<bool> waited_{false};
   const std::vector<std::weak_ptr<FutureName>> parents_;
-  std::mutex mutex_; ///< guards the next two
+  const std::shared_ptr<const Promised> promised_;
+  LeafMutex mutex_; ///< guards the next two
   std::map<uint64_t, uint32_t> added_; ///< callbacks so far, by the strand that added them; 0: user threads
   OneThread adds_; ///< of those of user threads
 };
@@ -106,8 +111,22 @@ struct WorkName {
 /// Of the next message of the group whose future the calling strand asks for. (A message's id is its two ranks' business.)
 [[nodiscard]] WorkName nameOfMessage(GroupRole& role, uint8_t kind);
 
-/// The strand of a callback that the calling strand adds to a future that the program completes itself.
-[[nodiscard]] std::shared_ptr<IssueContext> addPromiseCallback();
+/// The name of a future that the program made, and completes itself (torch.futures.Future). Such a future has a type of torch's.
+class Promise {
+ public:
+  Promise();
+  /// The calling strand completes it now.
+  void complete() {
+    completion_->note();
+  }
+  [[nodiscard]] const std::shared_ptr<FutureName>& name() const noexcept {
+    return name_;
+  }
+
+ private:
+  std::shared_ptr<Completion> completion_;
+  std::shared_ptr<FutureName> name_; ///< no type of any value
+};
 
 /// The type of the future of the result of `callback`, which was added to `future`.
 [[nodiscard]] c10::TypePtr resultOf(
@@ -116,12 +135,9 @@ struct WorkName {
     Engine* engine,
     c10::TypePtr value);
 
-/// The type of the future of all `parts`: collect_all counts as a callback of each. Null if none has a name; but with `promised` the
-/// program completes some of them itself, and it counts as a callback of such a one.
-[[nodiscard]] c10::TypePtr collected(
-    const std::vector<c10::intrusive_ptr<c10::ivalue::Future>>& parts,
-    bool promised,
-    c10::TypePtr value);
+/// The type of the future of all `parts`: collect_all counts as a callback of each. `parts`: by place, null for those without a name. Null
+/// if none has one. Operations' futures alone give the name, if there are any.
+[[nodiscard]] c10::TypePtr collected(const std::vector<std::shared_ptr<FutureName>>& parts, c10::TypePtr value);
 
 /// Torch's destructor of a future makes the device of each of its events the current one, and ends the process if a broken device refuses
 /// that: such a future is leaked. Call it where the last reference may be dropped next.

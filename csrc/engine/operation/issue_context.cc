@@ -11,6 +11,7 @@ namespace {
 thread_local std::shared_ptr<IssueContext> t_context;
 
 constexpr uint64_t kContinuation = 0x636f6e74ULL;
+constexpr uint64_t kCompletion = 0x636f6d706c657465ULL;
 
 struct Field {
   unsigned shift;
@@ -98,6 +99,45 @@ std::string CallbackOrigin::text() const {
   return "issued in callback " + std::to_string(number) + " of " + parent;
 }
 
+void Completion::note() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(known_, true)) {
+    return;
+  }
+  thread_ = std::this_thread::get_id();
+  if (const std::shared_ptr<IssueContext>& strand = IssueContext::current()) {
+    first_of_strand_ = strand->takeIndex(IssueContext::Counted::Promises, 0) == 0;
+    ambiguous_ = strand->ambiguous();
+    strand_ = strand->name().then(kCompletion);
+  }
+}
+
+std::shared_ptr<IssueContext> IssueContext::beginning(const std::shared_ptr<IssueContext>& callback) {
+  if (callback->promised_ == nullptr) {
+    return callback;
+  }
+  const Promised& promised = *callback->promised_;
+  const auto here = std::this_thread::get_id();
+  std::optional<StrandName> strands;
+  bool in_place = promised.one_adder && promised.adder == here;
+  for (const auto& completion : promised.completions) {
+    const std::lock_guard<std::mutex> lock(completion->mutex_);
+    in_place = in_place && completion->known_ && !completion->strand_ && completion->thread_ == here;
+    if (!completion->known_) { // it follows others, one of which has failed
+      callback->ambiguous_ = true;
+    } else if (completion->strand_) {
+      callback->ambiguous_ = callback->ambiguous_ || completion->ambiguous_ || !completion->first_of_strand_;
+      strands = strands ? strands->by(*completion->strand_) : *completion->strand_;
+    }
+  }
+  if (in_place) {
+    return nullptr;
+  }
+  callback->ambiguous_ = callback->ambiguous_ || !strands || !promised.first;
+  callback->name_ = strands ? strands->by(callback->name_) : callback->name_;
+  return callback;
+}
+
 const std::shared_ptr<IssueContext>& IssueContext::current() noexcept {
   return t_context;
 }
@@ -118,9 +158,10 @@ OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) {
   if (context->ambiguous()) {
     throw Error(
         ErrorCode::InvalidArgument,
-        "A callback issues a collective, and two threads of this process have added callbacks to its future, have asked for futures of "
-        "messages, or have added callbacks to futures that the program completes itself: no other rank can tell which callback this is.",
-        "do so on one thread, or in callbacks of operations");
+        "A callback issues a collective, and no other rank can tell which callback this is. Either two threads of this process have added "
+        "callbacks to its future, or have asked for futures of messages. Or the program completes its future itself (torch.futures.Future), "
+        "and not on the thread that added the callback; nor is it the first callback of the first such future that another callback completes.",
+        "add callbacks on one thread, complete futures there or one in each callback, or add the callback to the operation's own future");
   }
   const uint32_t index = context->takeIndex(IssueContext::Counted::Operations, group);
   const uint64_t id = mix64(mix64(context->name().in(group) ^ group) + index);

@@ -4,9 +4,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/codec.h"
 
@@ -77,6 +80,36 @@ inline constexpr uint64_t kDerivedIdBit = 1ULL << 63;
 /// In the frames by which a receive asks for messages under a tag, and in the answers. No operation has it.
 inline constexpr uint64_t kAskForMessagesId = kDerivedIdBit | 2;
 
+/// Which strand completed a future that the program made. Thread-safe.
+class Completion {
+ public:
+  /// The calling strand completes it now. Only the first call counts.
+  void note();
+
+ private:
+  friend class IssueContext;
+
+  mutable std::mutex mutex_; ///< guards the rest
+  bool known_ = false;
+  bool first_of_strand_ = false; ///< the strand has completed no such future before
+  bool ambiguous_ = false; ///< the strand is
+  std::optional<StrandName> strand_; ///< nothing: a user's thread
+  std::thread::id thread_;
+};
+
+/// What the name of a callback depends on if it follows futures that the program completes itself. Such a future has no place in the
+/// program's text that all ranks could count: a rank may make more of them, and complete them where it likes. So
+///   - completed by the user's thread that adds the callback, the callback is a part of that thread, as if called by it;
+///   - completed in a callback, it is named by that strand. As neither futures nor callbacks that issue nothing may shift a name, there is
+///     one such name for each strand: for the first callback of the first future that it completes;
+///   - else the callback may not issue.
+struct Promised {
+  std::vector<std::shared_ptr<const Completion>> completions;
+  std::thread::id adder; ///< the user's thread that added the callback
+  bool one_adder = true; ///< and the callbacks before it
+  bool first = true; ///< the first callback of each such future
+};
+
 /// A strand that runs now. Used by one thread at a time.
 class IssueContext {
  public:
@@ -87,11 +120,20 @@ class IssueContext {
       const StrandName& name,
       const CallbackOrigin& origin,
       std::optional<Codec> codec = std::nullopt,
-      bool ambiguous = false) noexcept
-      : name_(name), origin_(origin), codec_(codec), ambiguous_(ambiguous) {}
+      bool ambiguous = false,
+      std::shared_ptr<const Promised> promised = nullptr) noexcept
+      : name_(name), origin_(origin), codec_(codec), ambiguous_(ambiguous), promised_(std::move(promised)) {}
 
+  /// The strand as which a callback begins to run: itself, or null if it is a part of the calling user's thread.
+  [[nodiscard]] static std::shared_ptr<IssueContext> beginning(const std::shared_ptr<IssueContext>& callback);
+
+  /// With promised(): only its part after the strand that completes, until beginning().
   [[nodiscard]] const StrandName& name() const noexcept {
     return name_;
+  }
+  /// Null if it follows no future that the program completes itself.
+  [[nodiscard]] const std::shared_ptr<const Promised>& promised() const noexcept {
+    return promised_;
   }
   [[nodiscard]] const CallbackOrigin& origin() const noexcept {
     return origin_;
@@ -99,7 +141,7 @@ class IssueContext {
   [[nodiscard]] const std::optional<Codec>& codec() const noexcept {
     return codec_;
   }
-  /// Two threads added callbacks where only the order of adding can tell them apart: nothing may be issued.
+  /// No other rank can tell which callback it is: nothing may be issued.
   [[nodiscard]] bool ambiguous() const noexcept {
     return ambiguous_;
   }
@@ -112,10 +154,11 @@ class IssueContext {
   [[nodiscard]] static const std::shared_ptr<IssueContext>& current() noexcept;
 
  private:
-  const StrandName name_;
+  StrandName name_;
   const CallbackOrigin origin_;
   const std::optional<Codec> codec_;
-  const bool ambiguous_;
+  bool ambiguous_;
+  const std::shared_ptr<const Promised> promised_;
   std::map<std::pair<Counted, uint64_t>, uint32_t> next_;
 };
 

@@ -395,26 +395,151 @@ def test_a_promise_is_named_by_the_strand_that_adds() -> None:
     run_ranks(2, promises)
 
 
-def promises_of_two_threads(rank: int, world_size: int) -> str:
-    def add(promise: Any) -> Any:
-        return promise.then(lambda _: dist.all_reduce(torch.ones(3)))
+def sum_later(filled: float) -> Any:
+    """A callback that sums on the default group, without waiting for the sum."""
+    return lambda _: dist.all_reduce(torch.full((3,), filled), async_op=True)
 
-    add_elsewhere = torch.futures.Future()
-    thread = threading.Thread(target=lambda: add_elsewhere.then(lambda _: None))
-    torch.futures.Future().then(lambda _: None)
+
+def promises_elsewhere(rank: int, world_size: int) -> None:
+    """Threads that issue nothing add callbacks to futures of their own, rank 1 more of them."""
+
+    def elsewhere() -> None:
+        for _ in range(1 + rank):
+            promise: torch.futures.Future[int] = torch.futures.Future()
+            child = promise.then(lambda done: done.value() + 1)
+            promise.set_result(1)
+            assert child.wait() == 2
+
+    for step in range(3):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        promise: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        result = promise.then(lambda done: dist.all_reduce(done.value())).then(
+            lambda _, step=step: dist.all_reduce(torch.full((2,), 5.0 + step), async_op=True)
+        )
+        tensor = torch.full((3,), 1.0 + step)
+        promise.set_result(tensor)
+        assert tensor.eq(2.0 + 2 * step).all()
+        (fives,) = result.wait().get_future().wait()
+        assert fives.eq(10.0 + 2 * step).all()
+
+
+def test_promises_of_threads_that_issue_nothing_refuse_nothing() -> None:
+    run_ranks(2, promises_elsewhere)
+
+
+def one_promise_more(rank: int, world_size: int) -> None:
+    """Rank 0 adds a callback that issues nothing before those that do."""
+    count = 3 if rank == 0 else 2
+    made: list[Any] = [torch.futures.Future() for _ in range(count)]
+    quiet = [lambda _: None] if rank == 0 else []
+    results = [
+        promise.then(callback)
+        for promise, callback in zip(made, [*quiet, sum_later(1.0), sum_later(10.0)], strict=True)
+    ]
+    for promise in made:
+        promise.set_result(0)
+    sums = [result.wait().get_future().wait()[0].tolist() for result in results[-2:]]
+    assert sums == [[2.0] * 3, [20.0] * 3], sums
+    # Two callbacks of one future, likewise.
+    one: Any = torch.futures.Future()
+    for callback in quiet:
+        one.add_done_callback(callback)
+    results = [one.then(sum_later(100.0)), one.then(sum_later(1000.0))]
+    one.set_result(0)
+    sums = [result.wait().get_future().wait()[0].tolist() for result in results]
+    assert sums == [[200.0] * 3, [2000.0] * 3], sums
+
+
+def test_a_promise_more_on_one_rank_shifts_nothing() -> None:
+    run_ranks(2, one_promise_more)
+
+
+def completed_in_a_callback(rank: int, world_size: int, more: str) -> list[str]:
+    """As above, but a callback completes them; `more`: what rank 0 has one more of."""
+    add = [sum_later(1.0), sum_later(10.0)]
+    if rank == 0:
+        add.insert(0, lambda _: None)
+    one: Any = torch.futures.Future()
+    made = [one for _ in add] if more == "callbacks" else [torch.futures.Future() for _ in add]
+    results = [promise.then(callback) for promise, callback in zip(made, add, strict=True)]
+
+    def complete(_: Any) -> None:
+        for promise in dict.fromkeys(made):
+            promise.set_result(0)
+
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(complete).wait()
+    said = []
+    for result in results[-2:]:
+        try:
+            work = result.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+            continue
+        dist.barrier()  # what has a partner has ended
+        said.append("summed" if work.is_completed() else "waits")
+    for _ in range(2 - sum(each in ("summed", "waits") for each in said)):
+        dist.barrier()
+    if "waits" in said:  # for the first callback of rank 0, which issues nothing
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
+    return said
+
+
+@pytest.mark.parametrize("more", ["callbacks", "futures"])
+def test_of_several_promises_that_a_callback_completes_one_may_issue(more: str) -> None:
+    found = run_ranks(2, completed_in_a_callback, args=(more,), check=False)
+    first, second = (found[rank].value for rank in range(2))
+    refusal = "no other rank can tell which callback this is"
+    assert all(refusal in each for each in first), found.describe()
+    assert second[0] == "waits", found.describe()
+    assert refusal in second[1], found.describe()
+
+
+def completed_on_another_thread(rank: int, world_size: int) -> str:
+    promise: torch.futures.Future[int] = torch.futures.Future()
+    result = promise.then(lambda _: dist.all_reduce(torch.ones(3)))
+    thread = threading.Thread(target=lambda: promise.set_result(1))
     thread.start()
     thread.join()
-    promise: torch.futures.Future[int] = torch.futures.Future()
-    result = add(promise)
-    promise.set_result(1)
     with pytest.raises(RuntimeError) as raised:
         result.wait()
     return str(raised.value)
 
 
-def test_promises_of_two_threads_are_refused() -> None:
-    for said in run_ranks(2, promises_of_two_threads).values():
-        assert "two threads of this process" in said
+def test_a_promise_that_another_thread_completes_is_refused_if_it_issues() -> None:
+    for said in run_ranks(2, completed_on_another_thread).values():
+        assert "no other rank can tell which callback this is" in said
+
+
+def collected_promises(rank: int, world_size: int) -> None:
+    """Of promises alone, and of one beside an operation's future."""
+    for step in range(TIMES):
+        works = [dist.all_reduce(torch.full((3,), 10.0**k), async_op=True) for k in range(3)]
+        made: list[Any] = [torch.futures.Future() for _ in range(2)]
+
+        def pass_on(future: Any, to: Any) -> None:
+            time.sleep(0.004 * torch.rand(1).item())
+            to.set_result(future.value()[0])
+
+        for work, promise in zip(works, made, strict=False):
+            work.get_future().add_done_callback(
+                lambda future, promise=promise: pass_on(future, promise)
+            )
+
+        def again(done: Any) -> torch.Tensor:
+            tensors = [part.value() for part in done.value()]
+            flat = [each[0] if isinstance(each, list) else each for each in tensors]
+            return dist.all_reduce(sum(flat), async_op=True).get_future().wait()[0]
+
+        both = torch.futures.collect_all(made).then(again)
+        beside = torch.futures.collect_all([made[1], works[2].get_future()]).then(again)
+        assert both.wait().eq(4 * 11.0).all(), step
+        assert beside.wait().eq(4 * 110.0).all(), step
+
+
+def test_collected_promises() -> None:
+    run_ranks(2, collected_promises)
 
 
 def messages_of_two_threads(rank: int, world_size: int) -> str:
@@ -546,7 +671,7 @@ def private_parts_of_torch(rank: int, world_size: int) -> None:
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     assert type(future) is Base and type(future.then(lambda done: done.value())) is Base
     assert issubclass(torch.futures.Future, Base)
-    for name in ("then", "add_done_callback", "wait"):
+    for name in ("then", "add_done_callback", "wait", "set_result"):
         assert in_pycomm(getattr(Base, name))
         assert "super" in getattr(torch.futures.Future, name).__code__.co_names
         assert name in getattr(torch.futures.Future, name).__code__.co_names

@@ -6,6 +6,9 @@
 #include <atomic>
 #include <memory>
 #include <set>
+#include <string>
+#include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "schedule/step.h"
@@ -66,6 +69,56 @@ TEST(OperationIds, AnAmbiguousStrandHasNone) {
     EXPECT_EQ(error.record().code, ErrorCode::InvalidArgument);
     EXPECT_THAT(error.record().summary, HasSubstr("two threads of this process"));
   }
+}
+
+// The strand that completes the future of a callback × whether the callback is its first × whether this thread added it.
+TEST(PromisedCallbacks, IssueAsTheirThreadOrAsTheStrandThatCompletesOrNotAtAll) {
+  enum class By { ThisThread, OtherThread, Strand, StrandAgain, Nobody };
+  for (const By by : {By::ThisThread, By::OtherThread, By::Strand, By::StrandAgain, By::Nobody}) {
+    for (const bool first : {true, false}) {
+      for (const bool added_here : {true, false}) {
+        auto completion = std::make_shared<Completion>();
+        if (by == By::ThisThread) {
+          completion->note();
+        } else if (by == By::OtherThread) {
+          std::thread([&] { completion->note(); }).join();
+        } else if (by != By::Nobody) {
+          const IssueScope scope(strand(7));
+          if (by == By::StrandAgain) {
+            Completion().note();
+          }
+          completion->note();
+        }
+        completion->note(); // counts no more
+        auto promised = std::make_shared<Promised>();
+        promised->completions = {completion};
+        promised->adder = added_here ? std::this_thread::get_id() : std::thread::id();
+        promised->first = first;
+        const auto callback = std::make_shared<IssueContext>(
+            StrandName{5, 0, 0}, CallbackOrigin(), std::nullopt, false, std::move(promised));
+        const auto begun = IssueContext::beginning(callback);
+        const std::string row =
+            std::to_string(static_cast<int>(by)) + (first ? " first" : "") + (added_here ? " here" : "");
+        const bool here = by == By::ThisThread || by == By::Nobody; // Nobody: the last note() above is the first
+        EXPECT_EQ(begun == nullptr, here && added_here) << row;
+        if (begun != nullptr) {
+          EXPECT_EQ(begun->ambiguous(), by != By::Strand || !first) << row;
+        }
+        if (by == By::Strand) {
+          const auto again = std::make_shared<IssueContext>(
+              StrandName{6, 0, 0}, CallbackOrigin(), std::nullopt, false, callback->promised());
+          EXPECT_NE(IssueContext::beginning(again)->name().anywhere, begun->name().anywhere) << row;
+          EXPECT_NE(begun->name().anywhere, 5U) << row;
+        }
+      }
+    }
+  }
+  auto promised = std::make_shared<Promised>();
+  promised->completions = {std::make_shared<Completion>()};
+  promised->adder = std::this_thread::get_id();
+  const auto callback =
+      std::make_shared<IssueContext>(StrandName{5, 0, 0}, CallbackOrigin(), std::nullopt, false, std::move(promised));
+  EXPECT_TRUE(IssueContext::beginning(callback)->ambiguous()) << "a part of a collection, not complete";
 }
 
 TEST(StrandNames, AreTheOperationsOwnAtHomeAndByRoleElsewhere) {
