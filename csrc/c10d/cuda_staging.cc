@@ -78,21 +78,6 @@ void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& st
   }
 }
 
-void letGo(
-    c10::intrusive_ptr<c10::ivalue::Future> future,
-    const std::vector<std::shared_ptr<const CudaOrder>>& behind) noexcept {
-  try {
-    std::optional<c10::DeviceGuard> guard;
-    for (const auto& each : behind) {
-      guard.reset();
-      guard.emplace(each->stream().device());
-    }
-    future.reset();
-  } catch (const std::exception&) { // torch's; the events are lost with the device
-    static_cast<void>(future.release());
-  }
-}
-
 ErrorRecord caughtOnDevice() {
   ErrorRecord record;
   record.code = ErrorCode::SystemError;

@@ -77,12 +77,6 @@ class CudaOrder {
 
 void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& stream);
 
-/// Drops a reference, perhaps the last, to a future that waits for these. Torch's destructor makes the device of each of its events the
-/// current one, and ends the process if a broken device refuses that. Then this leaks the future instead.
-void letGo(
-    c10::intrusive_ptr<c10::ivalue::Future> future,
-    const std::vector<std::shared_ptr<const CudaOrder>>& behind) noexcept;
-
 /// In a catch block: converts the caught exception to an error of pycomm's. Torch throws errors of its own if a device is broken.
 [[nodiscard]] ErrorRecord caughtOnDevice();
 

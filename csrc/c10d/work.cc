@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/fault_point.h"
+#include "base/wait_point.h"
 #include "c10d/named_future.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
@@ -57,14 +58,14 @@ struct PycommWork::State {
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
   std::mutex finishing; ///< held by the first thread that needs the result, while it runs unpack and profiling_end
   std::atomic<bool> finished{false}; ///< that has been done; written under `finishing`
-  std::mutex mutex; ///< guards future and waited
+  LeafMutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
   std::shared_ptr<State> kept_for_good; ///< itself: nobody can say any more when the operations have ended
 
   ~State() {
-    if (future && !content.order_after.empty()) {
-      letGo(std::move(future), content.order_after);
+    if (future) {
+      keepIfBroken(*future);
     }
   }
 
@@ -136,6 +137,9 @@ struct PycommWork::State {
   /// there are any or not.
   void finish() {
     const WithoutGil no_gil;
+    if (!finished.load(std::memory_order_acquire)) {
+      beforeWait(); // another thread may be at it
+    }
     const std::lock_guard<std::mutex> lock(finishing);
     finishLocked();
   }
@@ -336,7 +340,10 @@ std::exception_ptr PycommWork::exception() const {
 }
 
 std::vector<at::Tensor> PycommWork::result() {
-  return state_->content.outputs;
+  const auto& lists = state_->content.output_lists;
+  TORCH_CHECK(
+      lists.size() <= 1, "the result of this operation is a list of lists of tensors: use get_future() and value()");
+  return lists.empty() ? state_->content.outputs : lists.front();
 }
 
 void PycommWork::synchronize() {
@@ -345,6 +352,7 @@ void PycommWork::synchronize() {
 
 void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds timeout, Deadline deadline) {
   const auto ended = [&] {
+    beforeWait();
     return raising([&] { return group.wait(operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
   };
   while (!ended()) {
@@ -398,7 +406,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
+    const std::lock_guard lock(state_->mutex);
     state_->noteWaited();
   }
   if (record) {
@@ -408,7 +416,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void PycommWork::noteWaited() {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
+  const std::lock_guard lock(state_->mutex);
   state_->noteWaited();
 }
 
@@ -452,7 +460,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->content.nccl != nullptr && !state_->group().failure()) {
     raising([&] { state_->content.nccl->requireLaunched(); });
   }
-  std::unique_lock<std::mutex> lock(state_->mutex);
+  std::unique_lock lock(state_->mutex);
   if (state_->future) {
     return state_->future;
   }
@@ -502,7 +510,7 @@ void PycommWork::completeInChild(State& state, c10::ivalue::Future& future) {
 void PycommWork::completeFuture(State& state) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
-    const std::lock_guard<std::mutex> lock(state.mutex);
+    const std::lock_guard lock(state.mutex);
     future = state.future;
   }
   const IssueScope scope(FutureName::of(*future)->unnamedCallbacks());
