@@ -14,9 +14,15 @@ namespace {
 
 std::atomic<bool> g_process_ends{false};
 thread_local bool t_ends_process = false;
+thread_local int t_within = 0; ///< StayWithin's around this place
 
 bool holdsGil() noexcept {
   return interpreterIsUsable() && PyGILState_Check() != 0;
+}
+
+bool mustStay() noexcept {
+  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && !CallbackPool::ownsThisThread() &&
+      !holdsGil();
 }
 
 } // namespace
@@ -27,13 +33,30 @@ void beginProcessEnd() noexcept {
 }
 
 void stayIfProcessEnds() noexcept {
-  if (!g_process_ends.load(std::memory_order_acquire) || t_ends_process || CallbackPool::ownsThisThread() ||
-      holdsGil()) {
-    return;
+  if (t_within == 0) {
+    stayBeforeGil();
   }
-  for (;;) {
+}
+
+void stayBeforeGil() noexcept {
+  while (mustStay()) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
+}
+
+bool mayTakeGil() noexcept {
+  stayIfProcessEnds();
+  return !mustStay() && interpreterIsUsable();
+}
+
+void StayWithin::enter() noexcept {
+  stayIfProcessEnds();
+  ++t_within;
+}
+
+void StayWithin::leave() noexcept {
+  --t_within;
+  stayIfProcessEnds();
 }
 
 } // namespace pycomm

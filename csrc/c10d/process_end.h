@@ -10,22 +10,33 @@ namespace pycomm {
 /// before anything wakes them.
 void beginProcessEnd() noexcept;
 
-/// Does not return once the process ends, unless the calling thread ends it, is one of the callback pool's, for which the end waits, or
-/// holds the interpreter's lock. Call it before taking that lock, and before returning to code that takes it; never with a lock held
-/// that the end of a process needs. Costs a load of a flag.
+/// Does not return once the process ends, unless the calling thread ends it, is one of the callback pool's, for which the end waits,
+/// holds the interpreter's lock, or is within a StayWithin. Call it before returning to code that takes the interpreter's lock; never with a
+/// lock held that the end of a process needs. Costs a load of a flag.
 void stayIfProcessEnds() noexcept;
 
-/// The body of a function that torch calls without the interpreter's lock: enters and leaves it by stayIfProcessEnds().
+/// As stayIfProcessEnds(), also within a StayWithin: for code that is about to take the interpreter's lock, whatever it holds.
+void stayBeforeGil() noexcept;
+
+/// Whether the calling thread may take the interpreter's lock. If it may not because the process ends, this returns within a StayWithin only.
+[[nodiscard]] bool mayTakeGil() noexcept;
+
+/// The body of a function that torch calls without the interpreter's lock: enters and leaves it by stayIfProcessEnds(). In between the
+/// thread does not stay, since it may hold a lock, such as a reducer's turn, which the program's own end may want. It goes on until it
+/// leaves the outermost of these: what it waits for fails when the engine is shut down.
 class StayWithin {
  public:
   StayWithin() noexcept {
-    stayIfProcessEnds();
+    enter();
   }
   ~StayWithin() {
-    stayIfProcessEnds();
+    leave();
   }
   StayWithin(const StayWithin&) = delete;
   StayWithin& operator=(const StayWithin&) = delete;
+
+  static void enter() noexcept;
+  static void leave() noexcept;
 };
 
 } // namespace pycomm

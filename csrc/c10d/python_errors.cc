@@ -40,8 +40,7 @@ void setExceptionTypes(void* dict) {
 }
 
 std::exception_ptr toException(const ErrorRecord& record) {
-  stayIfProcessEnds();
-  if (!interpreterIsUsable()) {
+  if (!mayTakeGil()) {
     return std::make_exception_ptr(std::runtime_error(record.text()));
   }
   const py::gil_scoped_acquire lock;
@@ -61,9 +60,8 @@ std::exception_ptr toException(const ErrorRecord& record) {
 }
 
 bool standsFor(const std::exception& error, ErrorCode code) {
-  stayIfProcessEnds();
   const auto* python = dynamic_cast<const py::error_already_set*>(&error);
-  if (python == nullptr || !interpreterIsUsable()) {
+  if (python == nullptr || !mayTakeGil()) {
     return false;
   }
   const py::gil_scoped_acquire lock;
@@ -73,9 +71,8 @@ bool standsFor(const std::exception& error, ErrorCode code) {
 }
 
 void addNote(const std::exception& error, const std::string& note) {
-  stayIfProcessEnds();
   const auto* python = dynamic_cast<const py::error_already_set*>(&error);
-  if (python == nullptr || !interpreterIsUsable()) {
+  if (python == nullptr || !mayTakeGil()) {
     return;
   }
   const py::gil_scoped_acquire lock;

@@ -21,7 +21,7 @@ class WithoutGil {
   }
   ~WithoutGil() {
     if (released_) { // else a scope around this one does it, which may hold a lock meanwhile
-      stayIfProcessEnds();
+      stayBeforeGil();
     }
   }
   WithoutGil(const WithoutGil&) = delete;

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "base/wait_point.h"
+#include "c10d/process_end.h"
 #include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"
 
@@ -17,10 +19,21 @@ void PassLock::lock() {
         IssueContext::current() == nullptr,
         "a comm hook or a callback of a future called a DistributedDataParallel wrapper whose backward pass is under way, "
         "and may wait for it. Try: call the wrapper between two passes; stats() may be called at any time");
-    const WithoutGil no_gil;
-    mutex_.lock();
-    owner_.store(std::this_thread::get_id());
+    StayWithin::enter();
+    take();
   }
+}
+
+void PassLock::take() noexcept {
+  const WithoutGil no_gil;
+  beforeWait();
+  mutex_.lock();
+  owner_.store(std::this_thread::get_id());
+}
+
+void PassLock::giveBack() noexcept {
+  owner_.store(std::thread::id());
+  mutex_.unlock();
 }
 
 bool PassLock::refuses() const noexcept {
@@ -31,13 +44,14 @@ bool PassLock::try_lock() noexcept {
   if (owner_.load() == std::this_thread::get_id() || !mutex_.try_lock()) {
     return false;
   }
+  StayWithin::enter();
   owner_.store(std::this_thread::get_id());
   return true;
 }
 
 void PassLock::unlock() noexcept {
-  owner_.store(std::thread::id());
-  mutex_.unlock();
+  giveBack();
+  StayWithin::leave();
 }
 
 } // namespace pycomm

@@ -11,6 +11,8 @@ namespace pycomm {
 ///
 /// Meanwhile Python code may run that calls the reducer again: a signal handler, on the thread that has the turn, or a hook, for which that
 /// thread waits. lock() refuses both, as neither would ever get the turn. A caller that only reads asks try_lock().
+///
+/// When the process ends, a thread with the turn goes on until it has given it back: see StayWithin.
 class PassLock {
  public:
   /// Waits for the turn; gives the interpreter's lock back meanwhile. Throws a RuntimeError if the calling thread has the turn, or if
@@ -22,7 +24,27 @@ class PassLock {
   [[nodiscard]] bool try_lock() noexcept;
   void unlock() noexcept;
 
+  /// Gives the turn of the calling thread back for its scope, and waits for it at the end without the refusals of lock(): once a pass
+  /// has failed, others have it for a bounded time only.
+  class Interval {
+   public:
+    explicit Interval(PassLock& lock) noexcept : lock_(lock) {
+      lock_.giveBack();
+    }
+    ~Interval() {
+      lock_.take();
+    }
+    Interval(const Interval&) = delete;
+    Interval& operator=(const Interval&) = delete;
+
+   private:
+    PassLock& lock_;
+  };
+
  private:
+  void take() noexcept;
+  void giveBack() noexcept;
+
   std::mutex mutex_;
   std::atomic<std::thread::id> owner_; ///< written with mutex_ held; a thread compares it with itself only
 };

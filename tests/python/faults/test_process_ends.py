@@ -225,3 +225,53 @@ def test_a_callback_is_waited_for(ranks: Ranks, case: dict[str, Any], end: str) 
 def test_ctrl_c_ends_the_wait_for_a_callback(ranks: Ranks) -> None:
     codes, text = ranks.run(what="sleeping", s=600, end="returns", interrupt=True)
     assert codes == [-signal.SIGINT] * 2, text  # as Python ends then
+
+
+TURN = r"""
+# A daemon thread's backward pass waits for rank 1 when rank 0 ends; a handler of the program's,
+# which runs after pycomm's own, asks for the reducer's turn.
+import atexit, sys, threading, time
+
+def last():
+    try:
+        model.reducer.prepare_for_forward()
+    except RuntimeError as error:
+        print("refused:", error)
+    print("it has the turn", flush=True)
+
+atexit.register(last)
+import torch
+import torch.distributed as dist
+import pycomm
+
+rank = int(sys.argv[1])
+dist.init_process_group("pycomm", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+model = pycomm.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+if rank == 1:
+    time.sleep(60)
+loss = model(torch.ones(2, 4)).sum()
+threading.Thread(target=loss.backward, daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+def test_a_daemon_thread_keeps_no_turn_at_the_end(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TURN, str(rank), store],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, _ = started[0].communicate(timeout=40)
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    assert "it has the turn" in said and "refused" in said, said
+    assert started[0].returncode == 0, said
