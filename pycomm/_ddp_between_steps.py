@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from pycomm._averaging import average_
 from pycomm._ddp_options import reducible
-from pycomm.errors import UnsupportedError
+from pycomm.errors import CollectiveMismatchError, UnsupportedError
 
 # A new reducer, and one whose state was reset, counts a static graph's gradients in its next pass.
 # torch's wrapper calls the end of that pass only while this is False.
@@ -73,6 +73,16 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
             outputs = [each for each in tensors if each.requires_grad]
             self.reducer.mark_forward(outputs, self.require_backward_grad_sync)
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
+
+    def _sync_buffers(self) -> None:
+        try:
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+        except CollectiveMismatchError as error:
+            if not self._use_python_reducer:
+                why = self.reducer.explain_forward(str(error))
+                if why is not None:  # as add_note() of Python 3.11
+                    error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), why]
+            raise
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         # Torch's way runs hooks on zeros, bucket by bucket; buckets may need to be reduced twice.

@@ -244,6 +244,7 @@ void bindReducer(py::module_& m) {
           torch::wrap_pybind_function_no_gil(&Reducer::updateProcessGroup),
           py::arg("new_process_group"))
       .def("share_store", torch::wrap_pybind_function_no_gil(&Reducer::shareStore), py::arg("store"))
+      .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed
       .def("_set_ddp_runtime_logging_sample_rate", [](const Reducer& /*self*/, int /*rate*/) {}); // counts every step

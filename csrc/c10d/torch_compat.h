@@ -20,4 +20,14 @@ using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 /// Holds a node of the autograd graph: a shared_ptr up to torch 2.12, an intrusive_ptr since.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
+/// Whether the weak pointer is one to this node, which lives. Without counting a reference.
+template <typename Weak, typename Pointer>
+[[nodiscard]] bool refersTo(const Weak& weak, const Pointer& node) {
+  if constexpr (requires { weak._unsafe_get_target(); }) {
+    return weak._unsafe_get_target() == node.get();
+  } else {
+    return !weak.owner_before(node) && !node.owner_before(weak);
+  }
+}
+
 } // namespace pycomm

@@ -45,6 +45,10 @@ class BackwardPass {
   void arm() noexcept {
     phase_ = Phase::Armed;
   }
+  /// No forward pass asks any more.
+  void disarm() noexcept {
+    phase_ = phase_ == Phase::Armed ? Phase::Idle : phase_;
+  }
   /// A Local pass is over.
   void endLocal() noexcept {
     phase_ = phase_ == Phase::Local ? Phase::Idle : phase_;

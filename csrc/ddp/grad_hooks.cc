@@ -45,7 +45,7 @@ void GradHooks::addHook(const at::Tensor& param, size_t index, const OnGradient&
       });
   index_of_[accumulator.get()] = index;
   const uintptr_t key = accumulator->add_post_hook(std::move(hook));
-  hooked_.push_back({std::move(accumulator), key}); // there is room: it cannot throw, which would leave the hook
+  hooked_.push_back({param, std::move(accumulator), key}); // there is room: it cannot throw, which would leave the hook
 }
 
 GradHooks::~GradHooks() {
@@ -60,10 +60,10 @@ void GradHooks::remove() {
   index_of_.clear();
 }
 
-bool GradHooks::reach(const std::vector<ReducedParam>& params) const {
-  return std::all_of(hooked_.begin(), hooked_.end(), [&](const Hooked& hooked) {
-    const at::Tensor& param = params[index_of_.at(hooked.accumulator.get())].tensor;
-    return torch::autograd::impl::grad_accumulator(param).get() == hooked.accumulator.get();
+bool GradHooks::reach() const {
+  return std::all_of(hooked_.begin(), hooked_.end(), [](const Hooked& hooked) {
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(hooked.param);
+    return meta != nullptr && refersTo(meta->grad_accumulator_, hooked.accumulator);
   });
 }
 

@@ -31,7 +31,8 @@ class GradHooks {
 
   /// Whether the hooks are on the accumulators that autograd uses: it makes new ones for parameters whose `data` was of another
   /// dtype or device in between.
-  [[nodiscard]] bool reach(const std::vector<ReducedParam>& params) const;
+  /// Cost: a comparison of pointers for each parameter.
+  [[nodiscard]] bool reach() const;
 
   /// Indices of hooked parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
   [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
@@ -41,6 +42,7 @@ class GradHooks {
   void remove();
 
   struct Hooked {
+    at::Tensor param;
     NodePtr accumulator;
     uintptr_t key; ///< what del_post_hook() takes
   };

@@ -33,12 +33,13 @@ class EntryHook final : public torch::autograd::FunctionPreHook {
 } // namespace
 
 void BackwardCall::follow() {
-  auto token = std::make_shared<char>();
-  token_ = token;
-  torch::autograd::Engine::get_default_engine().queue_callback([token] {});
+  auto over = std::make_shared<std::atomic<bool>>(false);
+  over_ = over;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [over] { over->store(true, std::memory_order_release); });
 }
 
-void markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry) {
+bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry) {
   std::unordered_set<const Node*> marked;
   const auto mark = [&](const at::TensorBase& output) {
     const auto& node = output.grad_fn();
@@ -52,6 +53,7 @@ void markGraph(const std::vector<at::Tensor>& outputs, const std::function<void(
       mark(output._base());
     }
   }
+  return !marked.empty();
 }
 
 void raiseCompiledAutograd() {

@@ -28,6 +28,14 @@ PassMarks::PassMarks(const std::vector<at::Tensor>& params) {
   params_ = std::make_shared<const Params>(std::move(mine));
 }
 
+void PassMarks::forward() {
+  if (get_current_graph_task_id() == kNoCall) { // else a checkpoint runs it in the call
+    call_.forget();
+    local_call_.forget();
+    last_marked.call.forget();
+  }
+}
+
 void PassMarks::enterLocal() {
   if (!local_call_.running()) {
     local_call_.follow();

@@ -23,6 +23,8 @@ class PassMarks {
  public:
   explicit PassMarks(const std::vector<at::Tensor>& params);
 
+  /// A forward pass of the module has ended: no call that it is not a part of is under way, whatever an exception left.
+  void forward();
   /// The call goes through a forward pass of no_sync().
   void enterLocal();
   /// The call goes through a forward pass that reduces. `begun`: its pass has begun already, without a mark.
@@ -43,6 +45,9 @@ class PassMarks {
   /// `any`: the next pass begins whatever graph it goes through.
   void expectAnyGraph(bool any) noexcept {
     any_graph_ = any;
+  }
+  [[nodiscard]] bool expectsAnyGraph() const noexcept {
+    return any_graph_;
   }
   void begin();
   /// The call in which the last marked pass began is over.

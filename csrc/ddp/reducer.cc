@@ -121,7 +121,7 @@ void Reducer::followTrained() {
   std::vector<bool> read = readTrained(params_);
   const auto [changed, before] = std::mismatch(read.begin(), read.end(), trained().begin());
   if (changed == read.end()) {
-    if (grad_hooks_ != nullptr && !grad_hooks_->reach(params_)) {
+    if (grad_hooks_ != nullptr && !grad_hooks_->reach()) {
       hookGradients(trained());
     }
     return;
@@ -138,15 +138,25 @@ void Reducer::followTrained() {
 void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces) {
   auto mark = std::make_shared<ForwardMark>();
   mark->reduces = reduces;
-  if (reduces) {
-    const std::lock_guard lock(mutex_);
-    last_forward_ = mark;
-  }
-  markGraph(outputs, [weak = weak_from_this(), mark] {
+  const bool marked = markGraph(outputs, [weak = weak_from_this(), mark] {
     if (const auto self = weak.lock()) {
       self->onEntry(*mark);
     }
   });
+  std::unique_lock turn(mutex_, std::defer_lock);
+  if (reduces) {
+    turn.lock();
+  } else if (!turn.try_lock()) {
+    return; // a pass is under way, so no forward pass asks for one
+  }
+  marks_.forward();
+  if (reduces) {
+    last_forward_ = mark;
+    armed_by_mark_ = marked;
+  } else if (armed_by_mark_ && !marks_.expectsAnyGraph()) {
+    // The mark of the forward pass that asked for a reduction begins it. Without it, gradients are of this forward pass, or beside any.
+    pass_.disarm();
+  }
 }
 
 void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
@@ -178,8 +188,15 @@ bool Reducer::rebuildBuckets() {
     if (now.agreed || !now.ordered || !stable || !idle) {
       return false;
     }
-    const std::vector<size_t> order = group_.fromRank0(order_.seen(now.order));
-    checkOrder(order, params_.size());
+    std::vector<size_t> order;
+    try {
+      order = group_.fromRank0(order_.seen(now.order));
+      checkOrder(order, params_.size());
+    } catch (const std::exception& error) {
+      parts_ = now.parts();
+      fail("the order of buckets was being agreed on", error);
+      throw;
+    }
     state_.change([&order](SharedValues& values) {
       values.order = order;
       values.agreed = true;
@@ -401,12 +418,16 @@ void Reducer::show() {
   stats.accumulated = state_.now().accumulated;
   stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
   const SharedValues& now = state_.now();
-  std::vector<size_t> seen = now.ordered && !now.agreed ? order_.seen(now.order) : std::vector<size_t>{};
+  const bool changed = shown_version_ != state_.version(); // with thousands of parameters, copying them takes a while
+  std::vector<size_t> seen = changed && now.ordered && !now.agreed ? order_.seen(now.order) : std::vector<size_t>{};
   const std::lock_guard lock(shown_mutex_);
   shown_.stats = stats;
   shown_.last_step = recorder_.last();
-  shown_.values = now;
-  shown_.seen = std::move(seen);
+  if (changed) {
+    shown_.values = now;
+    shown_.seen = std::move(seen);
+    shown_version_ = state_.version();
+  }
   shown_.reduces = pass_.reducing();
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "ddp/backward_pass.h"
 #include "ddp/bucket_pipeline.h"
 #include "ddp/bucket_set.h"
@@ -96,6 +97,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Takes part in the others' reduction with zeros.
   void shadowBackward();
 
+  /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
+  /// failed.
+  [[nodiscard]] std::optional<std::string> explainForward(const std::string& error);
+
   void removeAutogradHooks();
   void checkFinalized();
   /// Forgets an unfinished or failed pass, and all that ranks share: scales, order and counts are those of a new reducer, so that a
@@ -179,6 +184,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void commit();
 
   void fail(const std::string& doing, const std::exception& error);
+  [[nodiscard]] std::optional<std::string> difference();
   void throwIfUnfinished() const;
   void checkHookMayBeSet() const;
 
@@ -212,6 +218,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   BackwardPass pass_;
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
+  bool armed_by_mark_ = false; ///< the last forward pass outside no_sync() has a marked graph
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   c10::intrusive_ptr<c10d::Work> join_work_;
@@ -221,8 +228,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   int64_t failures_ = 0; ///< that reports_ knows
 
   ReducerStats stats_;
-  std::mutex shown_mutex_; ///< guards shown_; held while it is copied
+  LeafMutex shown_mutex_; ///< guards shown_; held while it is copied
   Shown shown_;
+  uint64_t shown_version_ = 0; ///< of state_, in shown_
   std::unique_ptr<GradHooks> grad_hooks_; ///< null once removed. Last, so that it goes first: its hooks hold `this`
 };
 

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "c10d/call_tag.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
@@ -174,6 +176,7 @@ void Reducer::beginPass() {
   shareState();
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
+    beforeWait();
     future->waitAndThrow();
     pipeline_->begin(future->value().toTensorVector().at(0).item<int>());
   }
@@ -272,6 +275,7 @@ void Reducer::finishBuckets() {
       used_->await(); // every rank takes part, also if all parameters were used here
     }
     for (const auto& future : std::exchange(post_backward_, {})) {
+      beforeWait();
       future->waitAndThrow();
     }
   } catch (const std::exception& error) {
@@ -339,26 +343,51 @@ void Reducer::reduceZeros() {
   commit();
 }
 
+// Ends what the caller does: it holds nothing of the pass over this call, and only throws on.
 void Reducer::fail(const std::string& doing, const std::exception& error) {
   if (!failure_.record(doing, error)) {
     return;
   }
-  // Reading the store may take kReportsTimeout, and the turn is kept: nothing but this wrapper's own next pass waits for it, which would
-  // only raise this failure. stats() and the other questions need no turn, another wrapper has its own, and nobody waits with the
-  // interpreter's lock.
+  const ReducerGroup group = group_; // others may come to have the turn
   if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
-    std::optional<std::string> why = reports_.trainedDifference(trained(), params_, group_.size());
-    if (!why.has_value()) {
-      why = reports_.partsDifference(parts_, failures_++, group_.size(), kReportsTimeout);
-    }
-    if (why.has_value()) {
-      failure_.explain(*why);
+    if (const auto why = difference()) {
       addNote(error, *why);
     }
   }
   if (hook_ != nullptr) {
-    group_.abort(); // the hook may have raised here alone: the others would wait for its collectives until the deadline
+    group.abort(); // the hook may have raised here alone: the others would wait for its collectives until the deadline
   }
+}
+
+// Reads the store without the turn, for kReportsTimeout at most. Meanwhile the pass changes nothing: a gradient, a forward pass or another
+// caller that gets the turn finds the failure and throws. Only calls that end a failure may change the reducer, such as _reset_state(). So
+// all that is read here is copied before, and a failure that is over is not explained.
+std::optional<std::string> Reducer::difference() {
+  const int64_t failure = failures_++;
+  const auto why = [this, failure] {
+    const StateReports reports = reports_;
+    const SharedValues::Parts parts = parts_;
+    const std::vector<bool> trained_now = trained();
+    const int world_size = group_.size();
+    const PassLock::Interval others(mutex_);
+    auto frozen = reports.trainedDifference(trained_now, params_, world_size);
+    return frozen ? frozen : reports.partsDifference(parts, failure, world_size, kReportsTimeout);
+  }();
+  if (why.has_value() && failure_.any() && failures_ == failure + 1) {
+    failure_.explain(*why);
+  }
+  return why;
+}
+
+std::optional<std::string> Reducer::explainForward(const std::string& error) {
+  return raising([&]() -> std::optional<std::string> {
+    const std::lock_guard lock(mutex_);
+    if (!failure_.record("buffers were being copied from rank 0", std::runtime_error(error))) {
+      return std::nullopt;
+    }
+    parts_ = state_.now().parts();
+    return difference();
+  });
 }
 
 void Reducer::throwIfUnfinished() const {

@@ -52,7 +52,7 @@ std::vector<size_t> ReducerGroup::fromRank0(const std::vector<size_t>& values) c
   return {received, received + values.size()};
 }
 
-void ReducerGroup::abort() {
+void ReducerGroup::abort() const {
   try {
     group_->getBackend(c10::DeviceType::CPU)->abort();
   } catch (const std::exception&) { // a backend that cannot

@@ -55,7 +55,7 @@ class ReducerGroup {
   /// Returns rank 0's `values` on all ranks. All pass the same number of values. Collective; throws.
   [[nodiscard]] std::vector<size_t> fromRank0(const std::vector<size_t>& values) const;
   /// Fails this group's operations on all ranks, if the backend can; else nothing happens.
-  void abort();
+  void abort() const;
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

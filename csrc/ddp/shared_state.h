@@ -68,22 +68,30 @@ class SharedState {
   }
   void commit() {
     now_ = next_;
+    ++version_;
   }
   /// A change that is no step's: between passes, or by a pass that reduces nothing.
   void change(const std::function<void(SharedValues&)>& how) {
     how(now_);
     how(next_);
+    ++version_;
+  }
+  /// Another one whenever now() has changed.
+  [[nodiscard]] uint64_t version() const noexcept {
+    return version_;
   }
   /// As constructed, except for what the program says: which parameters are trained, and that the graph is static.
   void reset(bool static_graph) {
     now_ = SharedValues(now_.trained);
     now_.counting = static_graph;
     next_ = now_;
+    ++version_;
   }
 
  private:
   SharedValues now_;
   SharedValues next_;
+  uint64_t version_ = 1;
 };
 
 } // namespace pycomm

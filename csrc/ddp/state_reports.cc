@@ -5,10 +5,15 @@
 #include <algorithm>
 #include <exception>
 #include <sstream>
+#include <thread>
 #include <utility>
+
+#include "base/wait_point.h"
 
 namespace pycomm {
 namespace {
+
+constexpr std::chrono::milliseconds kLookEvery{20};
 
 std::string keyOf(int rank) {
   return "trained/" + std::to_string(rank);
@@ -99,41 +104,60 @@ std::optional<std::string> StateReports::partsDifference(
     const SharedValues::Parts& parts,
     int64_t failure,
     int world_size,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout) const {
   if (store_ == nullptr) {
     return std::nullopt;
   }
   const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::vector<int> missing;
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (rank != rank_) {
+      missing.push_back(rank);
+    }
+  }
+  std::optional<std::string> difference;
   try {
     store_->set(keyOf(failure, rank_), textOf(parts));
-  } catch (const std::exception&) {
+    while (true) {
+      // Each in turn, again and again: one that does not report at all takes no time from the others.
+      std::erase_if(missing, [&](int rank) {
+        if (difference || !store_->check({keyOf(failure, rank)})) {
+          return false;
+        }
+        difference = differenceTo(rank, parts, store_->get_to_str(keyOf(failure, rank)));
+        return true;
+      });
+      if (difference || missing.empty() || std::chrono::steady_clock::now() >= deadline) {
+        return difference;
+      }
+      beforeWait();
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  } catch (const std::exception&) { // the store is gone, or another process has it
     return std::nullopt;
   }
-  for (int rank = 0; rank < world_size; ++rank) {
-    SharedValues::Parts theirs{};
-    try {
-      const auto left =
-          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-      store_->wait({keyOf(failure, rank)}, std::max(left, std::chrono::milliseconds(1)));
-      std::istringstream text(store_->get_to_str(keyOf(failure, rank)));
-      for (uint32_t& part : theirs) {
-        text >> part;
-      }
-    } catch (const std::exception&) {
-      continue; // it has not failed, is gone, or another process has the store
-    }
-    std::string differing;
-    for (size_t part = 0; part < parts.size(); ++part) {
-      if (parts[part] != theirs[part]) {
-        differing += (differing.empty() ? "" : ", ") + std::string(SharedValues::kNames[part]);
-      }
-    }
-    if (!differing.empty()) {
-      return "the reducers of " + job_.text(rank_) + " and " + job_.text(rank) + " differ in " + differing +
-          ": load communication_state_dict(), and call _reset_state() or _update_process_group(), on all ranks or on none";
+}
+
+std::optional<std::string> StateReports::differenceTo(
+    int rank,
+    const SharedValues::Parts& parts,
+    const std::string& text) const {
+  SharedValues::Parts theirs{};
+  std::istringstream words(text);
+  for (uint32_t& part : theirs) {
+    words >> part;
+  }
+  std::string differing;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    if (parts[part] != theirs[part]) {
+      differing += (differing.empty() ? "" : ", ") + std::string(SharedValues::kNames[part]);
     }
   }
-  return std::nullopt;
+  if (differing.empty()) {
+    return std::nullopt;
+  }
+  return "the reducers of " + job_.text(rank_) + " and " + job_.text(rank) + " differ in " + differing +
+      ": load communication_state_dict(), and call _reset_state() or _update_process_group(), on all ranks or on none";
 }
 
 } // namespace pycomm

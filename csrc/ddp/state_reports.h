@@ -22,7 +22,7 @@ namespace pycomm {
 /// The mismatch itself has only two tags of a bucket, which name nothing. A rank that freezes or unfreezes a parameter publishes its set
 /// at once, and any other part only once it has failed. So a rank whose set never changes, and that never fails, writes nothing.
 ///
-/// Not thread-safe.
+/// A value: a copy asks for the same ranks. Not thread-safe.
 class StateReports {
  public:
   /// `store`: shared by the ranks and by nothing else; null: nothing is published or compared. `trained`: the same on all ranks.
@@ -42,14 +42,19 @@ class StateReports {
       const std::vector<ReducedParam>& params,
       int world_size) const;
   /// The same about parts(), which this publishes. `failure`: how many there were before, the same on all ranks. Waits for the other ranks
-  /// until `timeout` in sum: each has failed, too, or soon will.
+  /// until `timeout`, for all of them at once: each has failed, too, or soon will.
   [[nodiscard]] std::optional<std::string> partsDifference(
       const SharedValues::Parts& parts,
       int64_t failure,
       int world_size,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout) const;
 
  private:
+  [[nodiscard]] std::optional<std::string> differenceTo(
+      int rank,
+      const SharedValues::Parts& parts,
+      const std::string& text) const;
+
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
   JobRanks job_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -124,6 +125,87 @@ def unused_forward(rank: int, world_size: int) -> dict[int, float]:
 def test_a_forward_without_backward_does_not_make_a_pass_in_no_sync_reduce() -> None:
     found = ranks.run_ranks(2, unused_forward, timeout_s=100, preload=ranks.TORCH_DDP)
     assert [found[rank].value for rank in range(2)] == [{1: 1.0, 2: 1.5, 3: 2.0}] * 2
+
+
+class HandedOut(Slopes):
+    """Hands its loss out as an attribute, too; unless `visible`, no output leads to its graph."""
+
+    visible = True
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.loss = super().forward(batch)
+        return self.loss if self.visible else self.loss.detach()
+
+
+def after_a_call_that_a_thread_keeps(rank: int, world_size: int) -> list[float]:
+    """A thread is still in the last callback of its backward call, whose gradients have come."""
+    model = wrap(HandedOut(), bucket_cap_mb=0.001)
+    ended, go_on = threading.Event(), threading.Event()
+
+    def local_pass() -> None:
+        with model.no_sync():
+            loss = model(torch.full((1,), -1.0 - rank))
+        engine = torch.autograd.Variable._execution_engine
+
+        def last() -> None:
+            ended.set()
+            assert go_on.wait(30)
+
+        # Queued in a callback, so it comes after the wrapper's own.
+        def queue(_: torch.Tensor) -> None:
+            if not hooked:
+                hooked.append(engine.queue_callback(lambda: engine.queue_callback(last)))
+
+        model.module.first.register_post_accumulate_grad_hook(queue)
+        loss.backward()
+
+    hooked: list[Any] = []
+    model.module.visible = False
+    model(torch.full((1,), -1.0 - rank))
+    hidden = model.module.loss
+    model.module.visible = True
+    thread = threading.Thread(target=local_pass)
+    thread.start()
+    assert ended.wait(30)
+    try:
+        model.zero_grad()
+        hidden.backward()
+        return [gradient(model)]
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_backward_call_that_a_thread_keeps_decides_nothing_for_the_next_one() -> None:
+    found = ranks.run_ranks(
+        2, after_a_call_that_a_thread_keeps, timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    assert [found[rank].value for rank in range(2)] == [[-1.5]] * 2
+
+
+class Penalised(Slopes):
+    """`penalty` takes part in no forward pass: the program adds a term of its own on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty = nn.Parameter(torch.zeros(300))
+
+
+def penalty_in_no_sync(rank: int, world_size: int) -> list[float]:
+    """A forward without backward, then a pass in no_sync() that begins beside its graph."""
+    model = wrap(Penalised(), find_unused_parameters=True)
+    forward(model, 1.0, SYNCED)
+    output = forward(model, 1.0 + rank, LOCAL)
+    # The later an operator was recorded, the sooner its backward runs.
+    (output + (model.module.penalty * (1.0 + rank)).sum()).backward()
+    found = [float(model.module.penalty.grad[0]), gradient(model)]
+    forward(model, 1.0, SYNCED).backward()
+    return [*found, gradient(model)]
+
+
+def test_a_forward_without_backward_lets_no_penalty_reduce_in_no_sync() -> None:
+    found = ranks.run_ranks(2, penalty_in_no_sync, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert [found[rank].value for rank in range(2)] == [[1.0, 1.0, 2.5], [2.0, 2.0, 2.5]]
 
 
 def accumulated_pairs(rank: int, world_size: int) -> list[float]:

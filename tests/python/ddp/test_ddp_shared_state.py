@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
 from ddp_rig import Layers, all_ranks, step, wrap
 
@@ -94,6 +98,122 @@ def test_ranks_that_do_not_share_their_state_get_an_error_that_names_the_part(
         assert "COLLECTIVE_MISMATCH" in found[rank].value
         assert f"the reducers of rank {rank} and rank {1 - rank} differ in" in found[rank].value
         assert part in found[rank].value
+
+
+def loaded_alone(
+    rank: int, world_size: int, ranks_that_load: list[int], buffers: bool, steps: int
+) -> str:
+    """A run is resumed, and only some ranks load the wrapper's state: the order of its buckets."""
+    first = wrap(Layers(), bucket_cap_mb=0.004)
+    for _ in range(3):
+        step(first, 0.03)
+    state = first.communication_state_dict()
+    module = Layers()
+    if buffers:
+        module.register_buffer("steps", torch.zeros(1))
+    model = wrap(module, bucket_cap_mb=0.004)
+    for _ in range(steps):
+        step(model, 0.03)
+    if rank in ranks_that_load:
+        model.load_communication_state_dict(state)
+    with pytest.raises(Exception) as caught:
+        for _ in range(3):
+            found = step(model, 0.03)
+        raise AssertionError(f"no error, and gradients {found}")
+    return f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+
+
+@pytest.mark.parametrize("ranks_that_load", [[0], [1]])
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_loaded_on_some_ranks_only_is_named(
+    ranks_that_load: list[int], buffers: bool, steps: int
+) -> None:
+    found = ranks.run_ranks(
+        2,
+        loaded_alone,
+        args=(ranks_that_load, buffers, steps),
+        timeout_s=100,
+        init_timeout_s=20.0,
+        check=False,
+    )
+    for rank in range(2):
+        said = found[rank].value
+        assert "COLLECTIVE_MISMATCH" in said
+        assert f"the reducers of rank {rank} and rank {1 - rank} differ in" in said, said
+        assert "whether that order has been agreed on" in said, said
+
+
+class FarStore(dist.Store):  # type: ignore[misc]
+    """A store some milliseconds away. `silent`: what this rank reports does not arrive."""
+
+    def __init__(self, store: Any, silent: bool) -> None:
+        super().__init__()
+        self.store, self.silent = store, silent
+        self.awaited = threading.Event()
+
+    def set(self, key: str, value: Any) -> None:
+        if not (self.silent and key.startswith("parts/")):
+            self.store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self.store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.005)
+        if keys[0].startswith("parts/"):
+            self.awaited.set()
+        return bool(self.store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        self.awaited.set()
+        time.sleep(0.005)
+        if timeout < timedelta(seconds=0.005):
+            raise RuntimeError("the store's answer came too late")
+        self.store.wait(keys, timeout)
+
+
+def one_reports_nothing(rank: int, world_size: int) -> tuple[str, list[float]]:
+    """Rank 2 differs from rank 0. Rank 1 does not report, so rank 0 waits for it as long as it may.
+
+    Meanwhile another thread asks the wrapper something that needs its turn.
+    """
+    model = wrap(Layers(), bucket_cap_mb=0.004)
+    for _ in range(3):
+        step(model, 0.03)
+    shared = dist.PrefixStore("far", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    store = FarStore(shared, silent=rank == 1)
+    model.reducer.share_store(store)
+    if rank == 2:
+        time.sleep(0.5)
+        model.reducer._reset_state()
+        store.silent = False
+        publish, store.set = store.set, lambda *args: (time.sleep(1.0), publish(*args))  # type: ignore[method-assign]
+    took_s: list[float] = []
+
+    def ask() -> None:
+        if store.awaited.wait(60):
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match="earlier backward pass failed"):
+                model.reducer.prepare_for_forward()
+            took_s.append(time.monotonic() - began)
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    with pytest.raises(Exception) as caught:
+        for _ in range(4):
+            step(model, 0.03)
+        raise AssertionError("no error")
+    asks.join()
+    return f"{caught.value} {getattr(caught.value, '__notes__', '')}", took_s
+
+
+def test_a_rank_that_reports_nothing_takes_neither_the_others_time_nor_the_turn() -> None:
+    found = ranks.run_ranks(3, one_reports_nothing, timeout_s=100, init_timeout_s=20.0, check=False)
+    for rank, differs in ((0, 2), (2, 0)):
+        said, took_s = found[rank].value
+        assert f"the reducers of rank {rank} and rank {differs} differ in" in said, said
+        assert took_s and took_s[0] < 0.7, took_s
 
 
 def frozen_before_join(rank: int, world_size: int) -> list[float]:
