@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from pycomm._averaging import average_
 from pycomm._ddp_options import reducible
+from pycomm._ddp_weights import Weighed
 from pycomm.errors import CollectiveMismatchError, UnsupportedError
 
 # A new reducer, and one whose state was reset, counts a static graph's gradients in its next pass.
@@ -18,7 +19,7 @@ from pycomm.errors import CollectiveMismatchError, UnsupportedError
 _FIRST_PASS = {"_static_graph_delay_allreduce_enqueued": False}
 
 
-class BetweenSteps(nn.parallel.DistributedDataParallel):
+class BetweenSteps(Weighed):
     """Overrides of private methods of torch's wrapper."""
 
     reducer: Any
@@ -71,7 +72,9 @@ class BetweenSteps(nn.parallel.DistributedDataParallel):
         if torch.is_grad_enabled() and not self._use_python_reducer:
             tensors = _find_tensors(output)  # type: ignore[no-untyped-call]
             outputs = [each for each in tensors if each.requires_grad]
-            self.reducer.mark_forward(outputs, self.require_backward_grad_sync)
+            self.reducer.mark_forward(
+                outputs, self.require_backward_grad_sync, self._forward_weight
+            )
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
     def _sync_buffers(self) -> None:

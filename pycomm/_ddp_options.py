@@ -44,6 +44,7 @@ _OURS = {
     "drops_nonfinite_steps": True,
     "accumulate": 1,
     "sync_every": 1,
+    "weight": None,
 }
 """The options that torch's constructor has not, with their defaults."""
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"

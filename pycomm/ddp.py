@@ -42,6 +42,7 @@ from pycomm._ddp_options import (
     some,
     torch_options,
 )
+from pycomm._ddp_weights import check_weight
 from pycomm._ddp_stats import AS_COUNTED, DDPStats, add_wrapper
 from pycomm._model_check import check_same_on_all_ranks
 from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
@@ -83,6 +84,10 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             pass reduces the sum, as with ``no_sync()`` around the others.
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
             the next forward averages the parameters over all ranks. Optimizer state is not sent.
+        weight: "samples": a rank counts by the samples of its batch, which need not be as many on
+            all ranks: averages are those of one process with all batches. Losses are means over
+            samples. A batch is counted by the first dimension of what ``forward()`` gets; else set
+            ``samples``. A rank without a batch calls ``no_batch()``. None: all ranks count alike.
         gradient_as_bucket_view: True by default here.
         bucket_cap_mb: Buckets hold 4 MiB by default here, 25 MiB if NCCL moves them; the first and
             the last one 1 MiB.
@@ -128,6 +133,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         drops_nonfinite_steps: bool = True,
         accumulate: int = 1,
         sync_every: int = 1,
+        weight: str | None = None,
         **kwargs: Any,
     ) -> None:
         spelled = {
@@ -149,12 +155,14 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         wires = named_wire_dtype(wire_dtype)
         check_switch(error_feedback=error_feedback, drops_nonfinite_steps=drops_nonfinite_steps)
         check_counts(accumulate=accumulate, sync_every=sync_every)
+        check_weight(weight)
         # Before Module.__init__, which keeps plain attributes: torch's constructor calls back.
         self._wire_dtype = wires
         self._error_feedback = error_feedback
         self._drops_nonfinite_steps = drops_nonfinite_steps
         self._accumulate = accumulate
         self._sync_every = sync_every
+        self._weight = weight
         self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
@@ -238,6 +246,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             "fp16_exponents": self.reducer.exponents(),
             "bucket_order": order,
             "order_agreed": agreed,
+            "weighed": self._weighed_so_far(),
         }
         return {**state, **{name: value for name, value in more.items() if value}}
 
@@ -257,6 +266,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
         self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
+        if self._weight is not None:
+            self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0)))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
         self._note_trained()
         self._unsynced.update(state.get("unsynced_parameters", ()))
@@ -347,6 +358,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """
         if enable:
             check_python_reducer(self, "join()")
+        if enable and self._weight is not None:
+            raise UnsupportedError(
+                f'join() cannot follow weight="{self._weight}": a rank that has run out of data '
+                "calls model.no_batch() until the others have, too"
+            )
         if enable and self._sync_every > 1:
             raise UnsupportedError(
                 "join() cannot follow the averaging of sync_every yet: give every rank the same "
@@ -370,6 +386,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "drops_nonfinite_steps": self._drops_nonfinite_steps,
                     "accumulate": self._accumulate,
                     "sync_every": self._sync_every,
+                    "weight": self._weight,
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,
@@ -420,6 +437,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             error_feedback=self._error_feedback,
             drops_nonfinite_steps=self._drops_nonfinite_steps,
+            weighs=self._weight is not None,
             cuda_library=str(_extension.CUDA_LIBRARY),
         )
         self.logger = native.DdpLogger(self.reducer)

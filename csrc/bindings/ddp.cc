@@ -74,6 +74,23 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
+/// A list of (step, [(weight, passes, last_weight, last_compute_ns) of each rank]).
+py::list stepRows(Reducer& reducer, int64_t since) {
+  const std::vector<PassWeights::Step> steps = [&] {
+    const WithoutGil no_gil;
+    return reducer.stepRows(since);
+  }();
+  py::list found;
+  for (const PassWeights::Step& step : steps) {
+    py::list rows;
+    for (const PassWeights::Row& row : step.rows) {
+      rows.append(py::make_tuple(row.weight, row.passes, row.last_weight, row.last_compute_ns));
+    }
+    found.append(py::make_tuple(step.index, rows));
+  }
+  return found;
+}
+
 void setResiduals(Reducer& reducer, const std::map<std::string, at::Tensor>& residuals) {
   std::string why;
   TORCH_CHECK_VALUE(reducer.setResiduals(residuals, why), why);
@@ -103,6 +120,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool gradient_as_bucket_view,
     bool error_feedback,
     bool drops_nonfinite_steps,
+    bool weighs,
     std::string cuda_library) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
@@ -119,6 +137,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.error_feedback = error_feedback;
   options.drops_nonfinite_steps = drops_nonfinite_steps;
+  options.weighs = weighs;
   options.cuda_library = std::move(cuda_library);
   return std::make_shared<Reducer>(
       std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
@@ -197,13 +216,38 @@ void bindReducer(py::module_& m) {
           py::arg("gradient_as_bucket_view"),
           py::arg("error_feedback"),
           py::arg("drops_nonfinite_steps"),
+          py::arg("weighs"),
           py::arg("cuda_library"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
           "mark_forward",
           torch::wrap_pybind_function_no_gil(&Reducer::markForward),
           py::arg("outputs"),
+          py::arg("reduces"),
+          py::arg("weight"))
+      .def("forward_began", torch::wrap_pybind_function_no_gil(&Reducer::forwardBegan))
+      .def("set_weight", torch::wrap_pybind_function_no_gil(&Reducer::setWeight), py::arg("weight"))
+      .def("pending_weight", torch::wrap_pybind_function_no_gil(&Reducer::pendingWeight))
+      .def(
+          "pass_without_batch",
+          torch::wrap_pybind_function_no_gil(&Reducer::passWithoutBatch),
           py::arg("reduces"))
+      .def("step_rows", stepRows, py::arg("since"))
+      .def(
+          "weighed",
+          [](Reducer& self) {
+            const auto sum = [&self] {
+              const WithoutGil no_gil;
+              return self.weighed();
+            }();
+            return py::make_tuple(sum.weight, sum.unit, sum.passes);
+          })
+      .def(
+          "set_weighed",
+          torch::wrap_pybind_function_no_gil(&Reducer::setWeighed),
+          py::arg("weight"),
+          py::arg("unit"),
+          py::arg("passes"))
       .def(
           "prepare_for_backward",
           torch::wrap_pybind_function_no_gil(

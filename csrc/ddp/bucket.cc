@@ -44,8 +44,9 @@ size_t Bucket::wireNbytes() const {
   return wire_->nbytes(memory_.travelling());
 }
 
-void Bucket::beginStep(int divisor) {
+void Bucket::beginStep(int divisor, double ratio) {
   divisor_ = divisor;
+  ratio_ = ratio;
   pending_ = slots().size();
   shadow_ = false;
   old_grads_.clear();
@@ -57,7 +58,6 @@ void Bucket::beginShadowStep(int divisor) {
   beginStep(divisor);
   shadow_ = true;
   pending_ = 0;
-  packer_->packZeros(memory_);
 }
 
 void Bucket::pack(size_t slot, bool unused) {
@@ -65,20 +65,25 @@ void Bucket::pack(size_t slot, bool unused) {
   if (streams_.has_value()) {
     streams_->note();
   }
+  --pending_;
+  if (packsZeros()) {
+    return; // seal() packs them
+  }
   if (const at::Tensor& grad = slots()[slot].param.grad(); encodes_ && unused && grad.defined()) {
     old_grads_[slot] = grad.clone();
   }
-  packer_->pack(memory_, slots()[slot], wire_->packFactor(divisor_));
-  --pending_;
+  packer_->pack(memory_, slots()[slot], packFactor());
 }
 
 void Bucket::seal() {
   const at::NoGradGuard no_grad;
   const bool streams_differ = streams_.has_value() && streams_->join();
-  if (!shadow_) {
-    packer_->seal(memory_, wire_->packFactor(divisor_), streams_differ);
+  if (packsZeros()) {
+    packer_->packZeros(memory_);
+  } else {
+    packer_->seal(memory_, packFactor(), streams_differ);
   }
-  wire_->seal(memory_.tail(), *packer_);
+  wire_->seal(memory_.tail(), *packer_, ratio_);
 }
 
 c10::intrusive_ptr<c10d::Work> Bucket::allReduce(c10d::ProcessGroup& group) const {
@@ -93,11 +98,9 @@ Verdict Bucket::judge() {
   // The local gradients are still where they were: write() overwrites them.
   const at::NoGradGuard no_grad;
   packer_->begin();
-  if (shadow_) {
-    packer_->packZeros(memory_);
-  } else {
+  if (!packsZeros()) {
     for (const Slot& slot : slots()) {
-      packer_->pack(memory_, slot, wire_->packFactor(divisor_));
+      packer_->pack(memory_, slot, packFactor());
     }
   }
   seal();
@@ -137,7 +140,7 @@ void Bucket::takeBack(const std::vector<size_t>& slots) {
     if (wire_->residual().defined()) {
       at::Tensor residual = residualOf(slot);
       if (old.defined()) {
-        residual.sub_(old.to(residual.options()), wire_->packFactor(divisor_));
+        residual.sub_(old.to(residual.options()), packFactor());
       }
       if (rank_ == 0) {
         residual.add_(memory_.travelling()

@@ -50,7 +50,8 @@ class Bucket {
   /// The bytes of one all-reduce, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
 
-  void beginStep(int divisor);
+  /// `ratio`: see PassWeights; 0: zeros travel, whatever gradients there are.
+  void beginStep(int divisor, double ratio = 1.0);
   /// A step in which this rank has no data: zeros travel, and no .grad is read or written.
   void beginShadowStep(int divisor);
   /// Slots that have not been packed in this step.
@@ -82,6 +83,13 @@ class Bucket {
   }
 
  private:
+  [[nodiscard]] double packFactor() const {
+    return wire_->packFactor(divisor_) * ratio_;
+  }
+  [[nodiscard]] bool packsZeros() const noexcept {
+    return shadow_ || ratio_ == 0.0;
+  }
+
   std::unique_ptr<Wire> wire_;
   BucketMemory memory_;
   std::unique_ptr<Packer> packer_;
@@ -91,6 +99,7 @@ class Bucket {
   int rank_;
   bool encodes_; ///< the sums are not exact
   int divisor_ = 1;
+  double ratio_ = 1.0;
   bool shadow_ = false;
 };
 

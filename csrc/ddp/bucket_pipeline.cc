@@ -24,9 +24,9 @@ BucketPipeline::BucketPipeline(
       recorder_(recorder),
       looks_(looks && buckets.keepsResiduals()) {}
 
-void BucketPipeline::begin(int divisor) {
+void BucketPipeline::begin(int divisor, double ratio) {
   for (Bucket& bucket : buckets_.all()) {
-    bucket.beginStep(divisor);
+    bucket.beginStep(divisor, ratio);
   }
   beginStep();
 }

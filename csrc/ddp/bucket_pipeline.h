@@ -31,8 +31,8 @@ class BucketPipeline {
   /// `buckets`, `recorder`: the reducer's, which outlive this. `reduction`: of these buckets. `looks`: for averagesAreFinite().
   BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder, bool looks);
 
-  /// `divisor`: of the sums; the ranks that have data.
-  void begin(int divisor);
+  /// `divisor`: of the sums; the ranks that have data. `ratio`: see PassWeights.
+  void begin(int divisor, double ratio = 1.0);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
   /// See Reduction::begin().

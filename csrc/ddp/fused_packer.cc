@@ -147,11 +147,18 @@ void FusedPacker::seal(BucketMemory& memory, double factor, bool streams_differ)
 
 // By a kernel of its own: reading the bits here would wait for the device in the middle of backward, and torch's operators would be
 // more than ten launches a bucket.
-void FusedPacker::writeMagnitude(const at::Tensor& tail, int rank) const {
-  if (stats_.defined()) {
-    kernels_.writeExponent(stats_, tail, rank);
-  } else {
+void FusedPacker::writeMagnitude(const at::Tensor& tail, int rank, double ratio) const {
+  if (!stats_.defined()) {
     tail.zero_(); // zeros were packed
+    return;
+  }
+  kernels_.writeExponent(stats_, tail, rank);
+  if (const int shift = WireScale::exponentOf(ratio); shift != 0) {
+    at::Tensor code = tail.narrow(0, rank, 1);
+    const at::Tensor flag = code.ge(WireScale::kNonFinite).to(code.scalar_type()).mul(WireScale::kNonFinite);
+    const at::Tensor plain = code.sub(flag);
+    const at::Tensor shifted = plain.add(shift).clamp(WireScale::kLowestCode, WireScale::kHighestCode);
+    code.copy_(at::where(plain.gt(0), shifted, plain).add(flag));
   }
 }
 

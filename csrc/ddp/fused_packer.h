@@ -60,7 +60,7 @@ class FusedPacker final : public Packer {
   }
   void pack(BucketMemory& /*memory*/, const Slot& /*slot*/, double /*factor*/) override {}
   void seal(BucketMemory& memory, double factor, bool streams_differ) override;
-  void writeMagnitude(const at::Tensor& tail, int rank) const override;
+  void writeMagnitude(const at::Tensor& tail, int rank, double ratio) const override;
   void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
 
  private:

@@ -35,6 +35,7 @@ class BackwardCall {
 /// What the graph of one forward pass tells the backward passes that go through it.
 struct ForwardMark {
   bool reduces = true; ///< false: the forward pass was in no_sync()
+  double weight = 1.0; ///< see PassWeights
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
 };
 

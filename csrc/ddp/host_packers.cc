@@ -115,10 +115,10 @@ void CastPacker::pack(BucketMemory& memory, const Slot& slot, double factor) {
   }
 }
 
-void CastPacker::writeMagnitude(const at::Tensor& tail, int rank) const {
+void CastPacker::writeMagnitude(const at::Tensor& tail, int rank, double ratio) const {
   auto* sizes = static_cast<at::Half*>(tail.data_ptr());
   std::fill_n(sizes, tail.numel(), at::Half(0.0F));
-  sizes[rank] = at::Half(WireScale::exponentCode(magnitude_));
+  sizes[rank] = at::Half(WireScale::exponentCode(magnitude_, ratio));
 }
 
 void CastPacker::unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const {

@@ -24,7 +24,7 @@ class CastPacker final : public Packer {
     magnitude_ = {};
   }
   void pack(BucketMemory& memory, const Slot& slot, double factor) override;
-  void writeMagnitude(const at::Tensor& tail, int rank) const override;
+  void writeMagnitude(const at::Tensor& tail, int rank, double ratio) const override;
   void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
 
  private:

@@ -35,8 +35,9 @@ class Packer {
   virtual void pack(BucketMemory& memory, const Slot& slot, double factor) = 0;
   /// All gradients have come. `streams_differ`: some were made on another stream than the current one.
   virtual void seal(BucketMemory& /*memory*/, double /*factor*/, bool /*streams_differ*/) {}
-  /// Writes WireScale::exponentCode() of the largest magnitude packed since begin() to element `rank` of `tail`, zeros to the others.
-  virtual void writeMagnitude(const at::Tensor& /*tail*/, int /*rank*/) const {}
+  /// Writes WireScale::exponentCode() of the largest magnitude packed since begin(), with this ratio, to element `rank` of `tail`, zeros to the
+  /// others.
+  virtual void writeMagnitude(const at::Tensor& /*tail*/, int /*rank*/, double /*ratio*/) const {}
   /// Zeros travel, and no .grad is read or written.
   virtual void packZeros(BucketMemory& memory) const {
     memory.zero();

@@ -36,11 +36,13 @@ void PassMarks::forward() {
   }
 }
 
-void PassMarks::enterLocal() {
-  if (!local_call_.running()) {
-    local_call_.follow();
-    tellOthers(local_call_);
+bool PassMarks::enterLocal() {
+  if (local_call_.running()) {
+    return false;
   }
+  local_call_.follow();
+  tellOthers(local_call_);
+  return true;
 }
 
 void PassMarks::enterReducing(bool begun) {

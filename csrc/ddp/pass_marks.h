@@ -25,13 +25,17 @@ class PassMarks {
 
   /// A forward pass of the module has ended: no call that it is not a part of is under way, whatever an exception left.
   void forward();
-  /// The call goes through a forward pass of no_sync().
-  void enterLocal();
+  /// The call goes through a forward pass of no_sync(). True if it went through none before.
+  bool enterLocal();
   /// The call goes through a forward pass that reduces. `begun`: its pass has begun already, without a mark.
   void enterReducing(bool begun);
   /// Whether enterReducing() came in this call.
   [[nodiscard]] bool reduces() const noexcept {
     return call_.running();
+  }
+  /// Whether enterLocal() came in this call.
+  [[nodiscard]] bool isLocal() const noexcept {
+    return local_call_.running();
   }
   /// Whether the last pass began in this call.
   [[nodiscard]] bool beganHere() const;

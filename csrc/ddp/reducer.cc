@@ -52,6 +52,9 @@ Reducer::Reducer(
   if (options_.find_unused_parameters) {
     used_.emplace(state_);
   }
+  if (options_.weighs) {
+    weights_.emplace(params_);
+  }
   buckets_.setSource(FlatMemory(group_.sharesTensors()));
   cutBuckets();
   hookGradients(trained());
@@ -103,6 +106,7 @@ void Reducer::makeBuckets() {
 void Reducer::resetStep() {
   pipeline_->begin(group_.size());
   pass_.reset();
+  unpacked_.clear();
 }
 
 void Reducer::prepareForForward() {
@@ -135,9 +139,10 @@ void Reducer::followTrained() {
   reports_.publishTrained(read);
 }
 
-void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces) {
+void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, double weight) {
   auto mark = std::make_shared<ForwardMark>();
   mark->reduces = reduces;
+  mark->weight = weight;
   const bool marked = markGraph(outputs, [weak = weak_from_this(), mark] {
     if (const auto self = weak.lock()) {
       self->onEntry(*mark);
@@ -150,6 +155,7 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces) 
     return; // a pass is under way, so no forward pass asks for one
   }
   marks_.forward();
+  forward_weight_ = weight;
   if (reduces) {
     last_forward_ = mark;
     armed_by_mark_ = marked;
@@ -263,6 +269,9 @@ void Reducer::resetState() {
   if (used_.has_value()) {
     used_.emplace(state_);
   }
+  if (weights_.has_value()) {
+    weights_->reset();
+  }
   buckets_.clear(); // scales; and residuals, in which a failed operation may have left anything
   cutBuckets();
 }
@@ -280,6 +289,45 @@ void Reducer::shareStore(c10::intrusive_ptr<c10d::Store> store) {
   const std::lock_guard lock(mutex_);
   failures_ = 0;
   reports_.share(std::move(store), trained());
+}
+
+PassWeights& Reducer::weights() {
+  TORCH_CHECK(weights_.has_value(), "this reducer weighs no ranks: weight=\"samples\" was not given");
+  return *weights_;
+}
+
+void Reducer::forwardBegan() {
+  const std::lock_guard lock(mutex_);
+  weights().forwardBegan();
+}
+
+void Reducer::setWeight(double weight) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(
+      !pass_.reducing() || failure_.any(),
+      "model.samples is set before backward(), and gradients are being reduced: the other ranks know the weight already");
+  TORCH_CHECK_VALUE(std::isfinite(weight) && weight >= 0, "a weight is finite and not negative, and this one is ", weight);
+  weights().set(weight);
+}
+
+std::optional<double> Reducer::pendingWeight() {
+  const std::lock_guard lock(mutex_);
+  return weights().pending();
+}
+
+std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
+  const std::lock_guard lock(mutex_);
+  return weights().steps(since);
+}
+
+PassWeights::Accumulated Reducer::weighed() {
+  const std::lock_guard lock(mutex_);
+  return weights().accumulated();
+}
+
+void Reducer::setWeighed(double weight, double unit, int64_t passes) {
+  const std::lock_guard lock(mutex_);
+  weights().setAccumulated({weight, unit, passes});
 }
 
 void Reducer::recordSteps(bool on) {

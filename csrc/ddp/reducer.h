@@ -20,6 +20,7 @@
 #include "ddp/pass_failure.h"
 #include "ddp/pass_lock.h"
 #include "ddp/pass_marks.h"
+#include "ddp/pass_weights.h"
 #include "ddp/reduced_param.h"
 #include "ddp/reducer_group.h"
 #include "ddp/reducer_stats.h"
@@ -37,6 +38,7 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = true;
   bool error_feedback = true; ///< of codecs
   bool drops_nonfinite_steps = true; ///< the program does, so error feedback keeps nothing of one
+  bool weighs = false; ///< ranks count by the weights of their passes: see PassWeights
   std::string cuda_library; ///< see makePacker()
 };
 
@@ -71,8 +73,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   /// Throws if the last backward pass did not complete: the error names the parameters without a gradient, or its failure.
   void prepareForForward();
-  /// Marks the graph of a forward pass: whether backward passes through `outputs` reduce.
-  void markForward(const std::vector<at::Tensor>& outputs, bool reduces);
+  /// Marks the graph of a forward pass: whether backward passes through `outputs` reduce, and their weight.
+  void markForward(const std::vector<at::Tensor>& outputs, bool reduces, double weight);
   /// The forward pass that was marked last asks for a reduction. Without a mark since the last call, the next backward pass reduces,
   /// whatever graph it goes through. `outputs`: of forward, used with find_unused_parameters only.
   void prepareForBackward(const std::vector<at::Tensor>& outputs);
@@ -90,6 +92,19 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void compressToFp16();
   /// The end of the next backward pass waits for these.
   void installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
+
+  // Weights. All throw unless options().weighs.
+  /// What the forward pass waits for is over: it begins to compute.
+  void forwardBegan();
+  /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.
+  void setWeight(double weight);
+  [[nodiscard]] std::optional<double> pendingWeight();
+  /// A pass of a rank without a batch: of weight 0, and averages are written as on the others. `reduces`: see markForward().
+  void passWithoutBatch(bool reduces);
+  /// The rows of the steps from `since` on: see PassWeights.
+  [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
+  [[nodiscard]] PassWeights::Accumulated weighed();
+  void setWeighed(double weight, double unit, int64_t passes);
 
   // join(): ranks without data follow the others.
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
@@ -175,6 +190,13 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void beginPass();
   void endCounting();
   void markReady(size_t index);
+  void pack(size_t index);
+  [[nodiscard]] PassWeights& weights();
+  /// How many gradients the buckets of a pass have.
+  [[nodiscard]] size_t slotCount() const;
+  [[nodiscard]] bool packWeighed();
+  [[nodiscard]] bool launchWeighed();
+  void giveUpWeightless();
   void launchFull();
   void queueFinish();
   void finish();
@@ -221,6 +243,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   bool armed_by_mark_ = false; ///< the last forward pass outside no_sync() has a marked graph
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
+  std::optional<PassWeights> weights_; ///< if ranks are weighed
+  double forward_weight_ = 1.0; ///< of the last forward pass
+  std::vector<size_t> unpacked_; ///< parameters that are ready and wait for weights
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
 

@@ -62,7 +62,9 @@ void Reducer::onEntry(const ForwardMark& mark) {
 
 void Reducer::enter(const ForwardMark& mark) {
   if (!mark.reduces) {
-    marks_.enterLocal();
+    if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing()) {
+      weights_->enter(mark.weight, trained());
+    }
     return;
   }
   if (marks_.reduces()) {
@@ -78,6 +80,9 @@ void Reducer::enter(const ForwardMark& mark) {
   }
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
+  if (weights_.has_value() && before.empty()) {
+    weights_->enter(mark.weight, trained());
+  }
   if (!pass_.hasStaticGraph()) {
     std::vector<size_t> unreachable = mark.unreachable; // of this graph, but others of the same call may reach them
     std::erase_if(unreachable, [&](size_t param) {
@@ -89,6 +94,10 @@ void Reducer::enter(const ForwardMark& mark) {
     return;
   }
   try {
+    forward_weight_ = mark.weight;
+    if (weights_.has_value()) {
+      weights_->stray(false);
+    }
     beginPass();
     for (const size_t index : before) {
       if (!pass_.counting()) { // it has been counted
@@ -131,6 +140,14 @@ void Reducer::takeGradient(size_t index) {
     beginPass();
   } else if (!pass_.reducing()) {
     marks_.note(index);
+    if (weights_.has_value() && weights_->entered()) {
+      weights_->begin(forward_weight_);
+    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Local && !marks_.isLocal()) {
+      weights_->stray(true);
+    }
+  }
+  if (weights_.has_value()) {
+    weights_->came(index);
   }
   if (pass_.counting()) {
     pass_.count(index);
@@ -155,9 +172,12 @@ void Reducer::completeGradient(size_t index) {
   if (!used_.has_value() || used_->kept()) {
     pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
+  if (weights_.has_value() && weights_->ended()) {
+    (void)packWeighed();
+  }
   markReady(index);
   launchFull();
-  if (pipeline_->allLaunched()) {
+  if (pipeline_->allLaunched() || (!unpacked_.empty() && unpacked_.size() == slotCount())) {
     queueFinish();
   }
 }
@@ -168,12 +188,18 @@ void Reducer::beginPass() {
   for (const size_t nbytes : buckets_.gradientNbytes()) {
     stats_.gradient_nbytes += static_cast<int64_t>(nbytes);
   }
+  if (weights_.has_value()) {
+    weights_->begin(forward_weight_);
+  }
   pass_.begin();
   show();
   if (!pass_.reducing()) {
     return;
   }
   shareState();
+  if (weights_.has_value()) {
+    weights_->launch(*group_.get(), group_.device());
+  }
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
     beforeWait();
@@ -236,7 +262,56 @@ void Reducer::markReady(size_t index) {
   if (!state_.now().ordered && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
+  if (weights_.has_value() && (weights_->awaited() || !unpacked_.empty())) {
+    unpacked_.push_back(index);
+  } else {
+    pack(index);
+  }
+}
+
+void Reducer::pack(size_t index) {
   pipeline_->pack(index, used_.has_value() && used_->mayBeUnused(index));
+}
+
+size_t Reducer::slotCount() const {
+  size_t count = 0;
+  for (const Bucket& bucket : buckets_.all()) {
+    count += bucket.slots().size();
+  }
+  return count;
+}
+
+// The weights have come, or are waited for now. False if no rank has any: then nothing is packed in this pass.
+bool Reducer::packWeighed() {
+  const std::optional<double> ratio = weights_->await(group_.job());
+  if (!ratio.has_value()) {
+    return false;
+  }
+  pipeline_->begin(group_.size(), *ratio);
+  for (const size_t index : std::exchange(unpacked_, {})) {
+    pack(index);
+  }
+  return true;
+}
+
+// No rank has packed anything, so all of them go on as if the pass had not been.
+void Reducer::giveUpWeightless() {
+  state_.giveUp();
+  state_.change([](SharedValues& values) {
+    values.accumulated = 0;
+    ++values.passes;
+  });
+  weights_->commit();
+  if (used_.has_value()) {
+    used_->clear();
+  }
+  recorder_.drop();
+  resetStep();
+  show();
+  TORCH_CHECK_VALUE(
+      false,
+      "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "
+      "wrapper can go on with the next step");
 }
 
 void Reducer::launchFull() {
@@ -256,10 +331,65 @@ void Reducer::queueFinish() {
 void Reducer::finish() {
   raising([&] {
     const std::lock_guard lock(mutex_);
-    if (!pass_.reducing() || !pipeline_->allLaunched()) {
+    if (!pass_.reducing() || (!pipeline_->allLaunched() && unpacked_.size() < slotCount())) {
       return; // of a static graph whose first pass was local
     }
     recorder_.backwardEnded();
+    if (!unpacked_.empty() && !launchWeighed()) {
+      giveUpWeightless();
+    }
+    finishBuckets();
+    recorder_.end();
+    ++stats_.steps;
+    commit();
+  });
+}
+
+// All gradients have come, and none is packed. False if no rank has any weight.
+bool Reducer::launchWeighed() {
+  try {
+    const bool any = packWeighed();
+    if (any) {
+      launchFull();
+    }
+    return any;
+  } catch (const std::exception& error) {
+    fail("the weights of ranks were awaited", error);
+    throw;
+  }
+}
+
+void Reducer::passWithoutBatch(bool reduces) {
+  raising([&] {
+    const std::lock_guard lock(mutex_);
+    throwIfUnfinished();
+    followTrained();
+    resetStep();
+    weights().set(0.0);
+    weights_->enter(0.0, trained());
+    if (!reduces || buckets_.all().empty()) {
+      weights_->begin(0.0);
+      weights_->endWithoutGradients();
+      return;
+    }
+    recorder_.begin(buckets_.all().size());
+    try {
+      beginPass();
+      if (!pass_.reducing()) {
+        weights_->endWithoutGradients();
+        return;
+      }
+      for (const size_t index : pass_.missing(trained())) {
+        markReady(index);
+      }
+    } catch (const std::exception& error) {
+      fail("a rank without a batch took part in a reduction", error);
+      throw;
+    }
+    recorder_.backwardEnded();
+    if (!launchWeighed()) {
+      giveUpWeightless();
+    }
     finishBuckets();
     recorder_.end();
     ++stats_.steps;
@@ -293,6 +423,10 @@ bool Reducer::isUsed(size_t index) {
 void Reducer::commit() {
   stats_.add(pipeline_->counts());
   pipeline_->clearCounts();
+  if (weights_.has_value()) {
+    stats_.exposed_ns += weights_->takeWaitedNs();
+    weights_->commit();
+  }
   if (used_.has_value()) {
     stats_.exposed_ns += used_->takeWaitedNs();
     if (pass_.hasStaticGraph()) {

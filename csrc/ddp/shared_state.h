@@ -70,6 +70,11 @@ class SharedState {
     now_ = next_;
     ++version_;
   }
+  /// The pass under way leaves nothing, but what it has counted for this rank.
+  void giveUp() {
+    now_.counting = next_.counting;
+    next_ = now_;
+  }
   /// A change that is no step's: between passes, or by a pass that reduces nothing.
   void change(const std::function<void(SharedValues&)>& how) {
     how(now_);

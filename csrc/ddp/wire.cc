@@ -67,8 +67,8 @@ class ScaledWire final : public Wire {
   [[nodiscard]] double unpackFactor(int divisor) const override {
     return scale_.unpackFactor(divisor);
   }
-  void seal(const at::Tensor& tail, const Packer& packer) const override {
-    packer.writeMagnitude(tail, rank_);
+  void seal(const at::Tensor& tail, const Packer& packer, double ratio) const override {
+    packer.writeMagnitude(tail, rank_, ratio);
   }
   [[nodiscard]] Verdict judge(const at::Tensor& tail) override {
     const int before = scale_.exponent();

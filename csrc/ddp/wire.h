@@ -33,8 +33,8 @@ enum class Verdict {
 ///     scaled           cast = fp16(g * 2^s)   SUM, and of the tail       cast * 2^-s / N, or all once more
 ///     encoded          (cast =) fp32(g) / N   SUM + residual, by a codec home, or cast
 ///
-/// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Another kind of wire is one more
-/// class, and a line in makeWire().
+/// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Where ranks count by weights, g is the
+/// gradient times the ratio of PassWeights. Another kind of wire is one more class, and a line in makeWire().
 ///
 /// fp16 is scaled; bf16 and another float dtype are cast; fp8 and int8 are encoded: see makeWire() and bindings/ddp.cc wireOf().
 ///
@@ -62,8 +62,8 @@ class Wire {
   [[nodiscard]] virtual double packFactor(int divisor) const = 0;
   [[nodiscard]] virtual double unpackFactor(int divisor) const = 0;
 
-  /// After the last gradient was packed: fills the tail in.
-  virtual void seal(const at::Tensor& /*tail*/, const Packer& /*packer*/) const {}
+  /// After the last gradient was packed, times packFactor() and `ratio`: fills the tail in.
+  virtual void seal(const at::Tensor& /*tail*/, const Packer& /*packer*/, double /*ratio*/) const {}
   /// The bytes of an all-reduce of `travelling`, as they travel.
   [[nodiscard]] virtual size_t nbytes(const at::Tensor& travelling) const;
   [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> allReduce(

@@ -17,9 +17,6 @@ constexpr int kTopLowest = 0;
 // 2^s and 2^-s must both be normal fp32 numbers.
 constexpr int kExponentLimit = 126;
 
-// frexp() of an fp32 number gives -148 (the least subnormal) to 128, so codes are 52 to 328: exact in fp16.
-constexpr int kLowestCode = WireScale::kBias - 148;
-constexpr int kHighestCode = WireScale::kBias + 128;
 constexpr int kAllZeroCode = 0;
 
 int ceilLog2(int value) {
@@ -43,7 +40,13 @@ float WireScale::unpackFactor(int divisor) const {
   return std::ldexp(1.0F, -exponent_) / static_cast<float>(divisor);
 }
 
-float WireScale::exponentCode(Magnitude magnitude) {
+int WireScale::exponentOf(double ratio) {
+  int exponent = 0;
+  const double mantissa = std::frexp(ratio, &exponent); // 0.5 to below 1
+  return mantissa == 0.5 ? exponent - 1 : exponent;
+}
+
+float WireScale::exponentCode(Magnitude magnitude, double ratio) {
   const int flag = magnitude.non_finite ? kNonFinite : 0;
   if (magnitude.max_bits == 0) {
     return static_cast<float>(kAllZeroCode + flag);
@@ -52,7 +55,7 @@ float WireScale::exponentCode(Magnitude magnitude) {
   std::memcpy(&largest, &magnitude.max_bits, sizeof largest);
   int exponent = 0;
   (void)std::frexp(largest, &exponent);
-  return static_cast<float>(exponent + kBias + flag);
+  return static_cast<float>(std::clamp(exponent + kBias + exponentOf(ratio), kLowestCode, kHighestCode) + flag);
 }
 
 WireScale::Outcome WireScale::judge(const std::vector<float>& slots) {

@@ -59,8 +59,14 @@ class WireScale {
   /// 2^-s / divisor: the ranks that take part, N, or fewer while others have run out of data.
   [[nodiscard]] float unpackFactor(int divisor) const;
 
-  /// The value of a rank's own element, an integer below 1024. `magnitude`: of its gradients.
-  [[nodiscard]] static float exponentCode(Magnitude magnitude);
+  /// The value of a rank's own element, an integer below 1024. `magnitude`: of its gradients, which are packed times `ratio` and 2^s. It counts
+  /// as the next power of two.
+  [[nodiscard]] static float exponentCode(Magnitude magnitude, double ratio = 1.0);
+  /// The exponent that `ratio` adds: 0 if it is 1.
+  [[nodiscard]] static int exponentOf(double ratio);
+  /// The codes of numbers other than zero, without kNonFinite.
+  static constexpr int kLowestCode = kBias - 148; // frexp() of an fp32 number gives -148 (the least subnormal) to 128,
+  static constexpr int kHighestCode = kBias + 128; // so that codes are 52 to 328: exact in fp16
 
   /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) if they cannot be the sums of N
   /// ranks' exponentCode(): the backend did not sum.

@@ -1,0 +1,207 @@
+#include "ddp/pass_weights.h"
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "c10d/call_tag.h"
+#include "ddp/step_record.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int64_t kWords = 4; // of a row
+
+std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
+  const auto* word = words.const_data_ptr<int64_t>();
+  std::vector<PassWeights::Row> rows;
+  for (int64_t at = 0; at < words.numel(); at += kWords) {
+    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], std::bit_cast<double>(word[at + 2]), word[at + 3]});
+  }
+  return rows;
+}
+
+void checkPasses(const std::vector<PassWeights::Row>& rows, const JobRanks& job) {
+  for (size_t rank = 1; rank < rows.size(); ++rank) {
+    TORCH_CHECK(
+        rows[rank].passes == rows[0].passes,
+        "rank ",
+        job.of(static_cast<int>(rank)),
+        " has made ",
+        rows[rank].passes,
+        " backward passes since the last reduction, and rank ",
+        job.of(0),
+        " has made ",
+        rows[0].passes,
+        ": with weight=\"samples\" every rank makes the same number. A rank without a batch calls model.no_batch()");
+  }
+}
+
+} // namespace
+
+void PassWeights::forwardBegan() noexcept {
+  forward_began_ns_ = nowNs();
+}
+
+void PassWeights::enter(double weight, const std::vector<bool>& trained) {
+  const at::NoGradGuard no_grad;
+  const double now = set_.value_or(weight);
+  entered_ = now;
+  const auto has_grad = [](const ReducedParam& param) { return param.tensor.grad().defined(); };
+  if (sum_.weight > 0 && std::none_of(params_.begin(), params_.end(), has_grad)) {
+    sum_ = {}; // zero_grad(): the passes before do not count
+  }
+  drops_ = now == 0.0;
+  if (drops_) {
+    keepGradients(trained);
+  } else if (sum_.passes > 0 && sum_.unit != now) {
+    changeUnit(now, trained);
+  }
+}
+
+void PassWeights::keepGradients(const std::vector<bool>& trained) {
+  for (size_t param = 0; param < params_.size(); ++param) {
+    const at::Tensor& grad = params_[param].tensor.grad();
+    kept_[param] = trained[param] && grad.defined() ? grad.clone() : at::Tensor();
+  }
+}
+
+void PassWeights::changeUnit(double unit, const std::vector<bool>& trained) {
+  for (size_t param = 0; param < params_.size(); ++param) {
+    at::Tensor& grad = params_[param].tensor.mutable_grad();
+    if (!trained[param] || !grad.defined()) {
+      continue;
+    }
+    if (sum_.unit == 0.0) {
+      grad.zero_(); // passes without weight only
+    } else {
+      grad.mul_(sum_.unit / unit);
+    }
+  }
+  sum_.unit = unit;
+}
+
+void PassWeights::begin(double weight) {
+  TORCH_CHECK(
+      !stray_,
+      "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
+      "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
+  const bool known = entered_.has_value();
+  const double now = known ? *entered_ : set_.value_or(weight);
+  TORCH_CHECK(
+      known || sum_.passes == 0 || (now == sum_.unit && now != 0.0),
+      "weight=\"samples\" cannot weigh accumulated passes apart whose weights differ (",
+      sum_.unit,
+      " and ",
+      now,
+      "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
+  entered_.reset();
+  set_.reset();
+  drops_ = now == 0.0;
+  sum_.weight += now;
+  ++sum_.passes;
+  sum_.unit = drops_ ? sum_.unit : now;
+  endPass();
+  pass_began_ns_ = forward_began_ns_;
+  last_gradient_ns_ = nowNs();
+}
+
+void PassWeights::endPass() noexcept {
+  if (pass_began_ns_ != 0) {
+    compute_ns_ += last_gradient_ns_ - pass_began_ns_;
+    pass_began_ns_ = 0;
+  }
+}
+
+void PassWeights::came(size_t param) {
+  last_gradient_ns_ = nowNs();
+  if (!drops_) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor& grad = params_[param].tensor.mutable_grad();
+  if (!kept_[param].defined() || !grad.defined() || grad.is_sparse()) {
+    grad = kept_[param];
+  } else {
+    grad.copy_(kept_[param]);
+  }
+}
+
+void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
+  rows_ = at::zeros({group.getSize() * kWords}, at::kLong);
+  auto* row = rows_.mutable_data_ptr<int64_t>() + group.getRank() * kWords;
+  row[0] = std::bit_cast<int64_t>(sum_.weight);
+  row[1] = sum_.passes;
+  row[2] = std::bit_cast<int64_t>(last_.last_weight);
+  row[3] = last_.last_compute_ns;
+  rows_ = rows_.to(device);
+  std::vector<at::Tensor> tensors{rows_};
+  const CallTag about(CallTag::of("the weights of ranks"));
+  work_ = group.allreduce(tensors);
+}
+
+bool PassWeights::ended() const {
+  // A device is not asked: an answer costs a query of an event.
+  return work_ != nullptr && rows_.is_cpu() && work_->isCompleted() && work_->isSuccess();
+}
+
+std::optional<double> PassWeights::await(const JobRanks& job) {
+  if (weightless_) {
+    return std::nullopt;
+  }
+  const int64_t before = nowNs();
+  work_->wait();
+  waited_ns_ += nowNs() - before;
+  work_.reset();
+  Step step{next_step_++, rowsIn(rows_.cpu())};
+  checkPasses(step.rows, job);
+  double total = 0;
+  bool alike = true;
+  for (const Row& row : step.rows) {
+    total += row.weight;
+    alike = alike && row.weight == step.rows[0].weight;
+  }
+  const auto ranks = static_cast<double>(step.rows.size());
+  const auto passes = static_cast<double>(sum_.passes);
+  steps_.push_back(std::move(step));
+  if (steps_.size() > kStepsKept) {
+    steps_.pop_front();
+  }
+  if (total == 0.0) {
+    weightless_ = true;
+    return std::nullopt;
+  }
+  if (alike && sum_.unit * passes == sum_.weight) {
+    return 1.0; // also where a sum of weights is rounded
+  }
+  return sum_.weight == 0.0 ? 0.0 : ranks * passes * sum_.unit / total;
+}
+
+void PassWeights::commit() {
+  endPass();
+  last_.last_weight = sum_.weight;
+  last_.last_compute_ns = std::exchange(compute_ns_, 0);
+  sum_ = {};
+  drops_ = weightless_ = false;
+  std::fill(kept_.begin(), kept_.end(), at::Tensor());
+}
+
+void PassWeights::reset() {
+  set_.reset();
+  entered_.reset();
+  work_.reset();
+  stray_ = false;
+  commit();
+  last_ = {};
+}
+
+std::vector<PassWeights::Step> PassWeights::steps(int64_t since) const {
+  const auto first = std::find_if(steps_.begin(), steps_.end(), [since](const Step& step) { return step.index >= since; });
+  return {first, steps_.end()};
+}
+
+} // namespace pycomm

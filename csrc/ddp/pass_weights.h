@@ -1,0 +1,149 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/job_ranks.h"
+#include "ddp/reduced_param.h"
+
+namespace pycomm {
+
+/// How much each rank's gradients count, where ranks do not count alike: by a weight of each pass, such as the number of its samples.
+///
+/// Over all ranks r and the k passes i since the last reduction the average is
+///
+///     k * sum(w_ri * g_ri) / sum(w_ri)
+///
+/// so equal weights give what no weights give: averages over ranks, added up over passes. A rank packs its .grad times
+///
+///     ratio = N * k * unit / W        W = sum(w_ri),  .grad = sum(w_ri * g_ri) / unit
+///
+/// in place of 1, and everything behind that, wires and residuals included, is as without weights. `unit` is the weight of the rank's last pass,
+/// so that nothing is multiplied while it stays the same. A rank without weight packs zeros, whatever its gradients hold.
+///
+/// W comes from one small all-reduce, in which each rank writes a row of its own. The first gradient of a pass that reduces launches it, and
+/// packing waits for it, while backward goes on.
+///
+///     [set()] -> enter() by the graph, before a gradient -> begin() by the first gradient -> came() by each
+///             -> and in a pass that reduces: launch() -> ended() -> await() -> commit()
+///
+/// Not thread-safe; the reducer's mutex guards it.
+class PassWeights {
+ public:
+  /// What one rank said as a step began.
+  struct Row {
+    double weight = 0; ///< of its passes since the reduction before
+    int64_t passes = 0; ///< how many
+    double last_weight = 0; ///< of the step before,
+    int64_t last_compute_ns = 0; ///< and how long its forward and backward passes took, without waiting for other ranks
+  };
+  struct Step {
+    int64_t index = 0; ///< from 0
+    std::vector<Row> rows; ///< by rank of the group
+  };
+
+  explicit PassWeights(const std::vector<ReducedParam>& params) : params_(params), kept_(params.size()) {}
+
+  /// The weight of the next pass, whatever its forward pass says.
+  void set(double weight) noexcept {
+    set_ = weight;
+  }
+  /// What set() has said of the next pass, if it has.
+  [[nodiscard]] std::optional<double> pending() const noexcept {
+    return set_;
+  }
+  /// A forward pass begins to compute.
+  void forwardBegan() noexcept;
+  /// A backward pass goes through the graph of a forward pass of this weight, and no gradient has come: what .grad holds is brought to its unit.
+  /// `trained`: by parameter.
+  void enter(double weight, const std::vector<bool>& trained);
+  /// Whether enter() came and begin() did not.
+  [[nodiscard]] bool entered() const noexcept {
+    return entered_.has_value();
+  }
+  /// The first gradient of a pass has come. `weight`: if the graph was not entered. Throws if gradients that are accumulated have another
+  /// weight then.
+  void begin(double weight);
+  /// A gradient has come. In a pass without weight .grad is again what it was before.
+  void came(size_t param);
+  /// The pass under way has no gradients: it takes no time.
+  void endWithoutGradients() noexcept {
+    pass_began_ns_ = 0;
+  }
+  /// A gradient of a pass whose weight is not known.
+  void stray(bool is) noexcept {
+    stray_ = is;
+  }
+
+  /// Sends this rank's row. `device`: where the group reduces.
+  void launch(c10d::ProcessGroup& group, c10::Device device);
+  /// Whether packing waits for the other ranks' rows; and if no rank has any weight, so that it never begins.
+  [[nodiscard]] bool awaited() const noexcept {
+    return work_ != nullptr || weightless_;
+  }
+  /// Whether await() would neither wait nor throw for the network's sake.
+  [[nodiscard]] bool ended() const;
+  /// Waits for the rows, and returns the ratio; nothing if no rank has any weight. Throws the operation's error, and one of its own if ranks
+  /// have different numbers of passes.
+  [[nodiscard]] std::optional<double> await(const JobRanks& job);
+  /// The step is over, or has been given up: no pass is accumulated.
+  void commit();
+  /// As constructed.
+  void reset();
+
+  [[nodiscard]] int64_t takeWaitedNs() noexcept {
+    return std::exchange(waited_ns_, 0);
+  }
+  /// The steps from `since` on, as far as they are kept.
+  [[nodiscard]] std::vector<Step> steps(int64_t since) const;
+
+  // Of the passes since the last reduction: part of a checkpoint.
+  struct Accumulated {
+    double weight = 0;
+    double unit = 0;
+    int64_t passes = 0;
+  };
+  [[nodiscard]] const Accumulated& accumulated() const noexcept {
+    return sum_;
+  }
+  void setAccumulated(const Accumulated& sum) noexcept {
+    sum_ = sum;
+  }
+
+ private:
+  void endPass() noexcept;
+  void keepGradients(const std::vector<bool>& trained);
+  void changeUnit(double unit, const std::vector<bool>& trained);
+
+  static constexpr size_t kStepsKept = 4096;
+
+  const std::vector<ReducedParam>& params_;
+  std::optional<double> set_;
+  std::optional<double> entered_; ///< the weight of the pass that will begin
+  Accumulated sum_; ///< since the last reduction, the pass under way included
+  bool drops_ = false; ///< the pass under way has no weight
+  bool stray_ = false;
+  std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight
+
+  at::Tensor rows_; ///< int64: each rank's Row, as bits
+  c10::intrusive_ptr<c10d::Work> work_; ///< null unless rows_ is reduced now
+  bool weightless_ = false; ///< all ranks are, in the pass under way
+  int64_t waited_ns_ = 0;
+
+  int64_t forward_began_ns_ = 0;
+  int64_t pass_began_ns_ = 0; ///< its forward pass did; 0 between passes
+  int64_t last_gradient_ns_ = 0;
+  int64_t compute_ns_ = 0; ///< of this step's passes
+  Row last_; ///< of the step before: last_weight and last_compute_ns
+  std::deque<Step> steps_;
+  int64_t next_step_ = 0;
+};
+
+} // namespace pycomm

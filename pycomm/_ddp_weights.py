@@ -1,0 +1,147 @@
+"""How much a rank counts in the averages of a ``DistributedDataParallel`` with ``weight=``."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils import _pytree
+
+from pycomm._ddp_options import check_python_reducer
+from pycomm.errors import UnsupportedError
+
+_log = logging.getLogger("pycomm")
+
+_SAY = "Say it before forward: model.samples = n"
+
+
+def check_weight(weight: object) -> None:
+    if weight is not None and weight != "samples":
+        raise ValueError(f'weight={weight!r} is neither None nor "samples"')
+
+
+def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
+    """The size of the first dimension of the tensors that forward gets, and which tensor said so.
+
+    Raises:
+        ValueError: No tensor has a dimension, or two have different first ones.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, value in [*((f"argument {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
+        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                found.append((name + _pytree.keystr(path), leaf))
+    if not found:
+        raise ValueError(
+            'weight="samples" found no tensor with a dimension among the arguments of forward, so '
+            f"it cannot tell how many samples they are. {_SAY}"
+        )
+    first, tensor = found[0]
+    for other, leaf in found[1:]:
+        if leaf.shape[0] != tensor.shape[0]:
+            raise ValueError(
+                f'weight="samples" cannot tell how many samples forward got: {first} has the shape '
+                f"{list(tensor.shape)}, and {other} {list(leaf.shape)}. {_SAY}"
+            )
+    return tensor.shape[0], f"the first dimension of {first}, {list(tensor.shape)}"
+
+
+class Weighed(TorchDDP):
+    """The part of the wrapper that gives each backward pass its weight."""
+
+    reducer: Any
+    _weight: str | None = None
+    _forward_weight = 1.0
+    _counted = False
+
+    @property
+    def samples(self) -> float | None:
+        """With ``weight="samples"``: how much the next backward pass of this rank counts.
+
+        Set it before ``backward()``, for one pass: the number of its samples, or of its tokens if
+        the loss is their mean; any finite number from 0. None until it is set, and again after
+        the pass: then the first dimension of what ``forward()`` gets counts. ::
+
+            model = pycomm.DistributedDataParallel(net, weight="samples")
+            model.samples = int(mask.sum())
+            loss = masked_mean(model(batch), mask)
+            loss.backward()
+
+        ValueError: not such a number. RuntimeError: set in the middle of a backward pass.
+        UnsupportedError: the wrapper has no ``weight="samples"``.
+        """
+        pending: float | None = None if self._weight is None else self.reducer.pending_weight()
+        return pending
+
+    @samples.setter
+    def samples(self, number: float) -> None:
+        self._check_weighs("model.samples")
+        if isinstance(number, torch.Tensor):
+            number = number.item()
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number < 0:
+            raise ValueError(f"model.samples={number!r} is not a finite number from 0")
+        self.reducer.set_weight(float(number))
+
+    def no_batch(self) -> None:
+        """With ``weight="samples"``: forward and backward of a rank that has no batch in this step.
+
+        Takes the place of both, where the other ranks call them. This rank counts nothing: zeros
+        travel. Its parameters get the averages in ``.grad``, so its optimizer steps with the
+        others'. Inside ``no_sync()`` it is one pass of those that accumulate. Collective; blocks. ::
+
+            if batch is None:
+                model.no_batch()
+            else:
+                loss_of(model(batch)).backward()
+            optimizer.step()
+
+        Raises:
+            ValueError: No rank has any samples.
+            UnsupportedError: The wrapper has no ``weight="samples"``.
+        """
+        self._check_weighs("no_batch()")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
+        super()._pre_forward()  # type: ignore[no-untyped-call]
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        self.reducer.pass_without_batch(self.require_backward_grad_sync)
+
+    def _check_weighs(self, what: str) -> None:
+        check_python_reducer(self, what)
+        if self._weight is None:
+            raise UnsupportedError(
+                f'{what} needs pycomm.DistributedDataParallel(…, weight="samples"), and this '
+                "wrapper counts all ranks alike"
+            )
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._weight is None or not torch.is_grad_enabled():
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        weight, how = self._weigh(inputs, kwargs)  # first: this rank alone may have to refuse
+        self._forward_weight = weight
+        if not self._counted:
+            self._counted = True
+            _log.info("weight=%r: %s samples in the first step, %s", self._weight, weight, how)
+        prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self.reducer.forward_began()
+        return prepared
+
+    def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
+        said = self.samples
+        if said is not None:
+            return said, "as model.samples says"
+        samples, how = count_samples(inputs, kwargs)
+        return float(samples), how
+
+    def _weighed_so_far(self) -> tuple[float, float, int] | None:
+        """The passes since the last reduction, as a checkpoint has them; None without any."""
+        if self._weight is None:
+            return None
+        weight, unit, passes = self.reducer.weighed()
+        return (weight, unit, passes) if passes else None

@@ -1,0 +1,466 @@
+"""``weight="samples"``: averages of ranks that count by their samples, beside one process with all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import ddp_shapes
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ddp_rig import all_ranks, wrap
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+
+WIRES = (None, "fp16", "bf16", "int8")
+
+
+class Net(nn.Module):
+    """Large enough for an encoded bucket: 16 KiB."""
+
+    def __init__(self, dtype: torch.dtype, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(9, width, dtype=dtype)
+        self.inner = nn.Linear(width, width, dtype=dtype)
+        self.last = nn.Linear(width, 2, dtype=dtype)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.inner(torch.tanh(self.first(batch)))))
+
+
+def batch_of(rank: int, step: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(samples, 9, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch)
+    return (output - batch[:, :2]).square().mean()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.grad.flatten().double() for each in model.parameters()])
+
+
+def samples_of(rank: int, step: int) -> int:
+    """Unequal, and none on one rank now and then."""
+    table = ((5, 3, 0, 8), (1, 7, 4, 2), (0, 6, 1, 9), (32, 1, 3, 0), (4, 4, 4, 4))
+    return table[step % len(table)][rank]
+
+
+def union(net: nn.Module, world_size: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """The gradients of one process with all batches, in float64."""
+    whole = copy.deepcopy(net).double()
+    whole.zero_grad()
+    batches = [batch_of(r, step, samples_of(r, step), dtype) for r in range(world_size)]
+    loss_of(whole, torch.cat(batches).double()).backward()
+    return gradients(whole)
+
+
+def same_everywhere(values: torch.Tensor) -> bool:
+    return all(torch.equal(values, each) for each in all_ranks(values))
+
+
+def beside_one_process(rank: int, world_size: int) -> list[tuple[str, float, bool]]:
+    """Of each dtype, wire and kind of pass: how far off, by the largest gradient."""
+    found = []
+    cases: list[tuple[torch.dtype, str | None, dict[str, Any]]] = [
+        *((torch.float32, wire, {}) for wire in WIRES),
+        (torch.float64, None, {}),
+        (torch.bfloat16, None, {}),
+        (torch.float32, None, {"find_unused_parameters": True}),
+        (torch.float32, None, {"static_graph": True}),
+        (torch.float32, "int8", {"gradient_as_bucket_view": False}),
+        (torch.float32, "fp16", {"bucket_cap_mb": 0.001}),
+    ]
+    for dtype, wire, options in cases:
+        net = Net(dtype)
+        model = wrap(copy.deepcopy(net), weight="samples", wire_dtype=wire, **options)
+        worst, same = 0.0, True
+        for step in range(10):
+            samples = samples_of(rank, step)
+            model.zero_grad()
+            if samples == 0:
+                model.no_batch()
+            else:
+                loss_of(model, batch_of(rank, step, samples, dtype)).backward()
+            mine, right = gradients(model), union(net, world_size, step, dtype)
+            worst = max(worst, float((mine - right).abs().max() / right.abs().max()))
+            same = same and same_everywhere(mine)
+        found.append((f"{dtype} {wire} {options}", worst, same))
+    return found
+
+
+BOUNDS = {None: 2e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_averages_are_those_of_one_process_with_all_batches(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, beside_one_process, timeout_s=200, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        for case, worst, same in results:
+            dtype, wire, *_ = case.split()
+            bound = BOUNDS[None if wire == "None" else wire]
+            bound = {"torch.float64": 1e-12, "torch.bfloat16": 5e-2}.get(dtype, bound)
+            assert worst < bound, case
+            assert same, f"{case}: ranks have other bits"
+
+
+def equal_weights(rank: int, world_size: int) -> list[str]:
+    """Bits, with and without weights, of all shapes of models."""
+    wrong = []
+    for name, shape in ddp_shapes.SHAPES.items():
+        models = [
+            wrap(ddp_shapes.make(name), weight=weight, **shape.options)
+            for weight in (None, "samples")
+        ]
+        for step in range(4):
+            batch = ddp_shapes.batch_of(name, rank, step)
+            for model in models:
+                model.zero_grad()
+                shape.loss(model, batch).backward()
+            for (key, one), other in zip(
+                models[0].named_parameters(), models[1].parameters(), strict=True
+            ):
+                if (one.grad is None) != (other.grad is None) or (
+                    one.grad is not None and not torch.equal(dense(one.grad), dense(other.grad))
+                ):
+                    wrong.append(f"{name}, step {step}: {key}")
+    return wrong
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equal_weights_have_the_bits_of_no_weights(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, equal_weights, timeout_s=300, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[]] * world_size
+
+
+def equal_in_each_wire(rank: int, world_size: int) -> list[str]:
+    """The same over passes that accumulate, in each wire, with a weight that binary cannot hold."""
+    wrong = []
+    for wire in WIRES:
+        for accumulate in (1, 3):
+            models = [
+                wrap(Net(torch.float32), wire_dtype=wire, weight=weight, accumulate=accumulate)
+                for weight in (None, "samples")
+            ]
+            for step in range(9):
+                batch = batch_of(rank, step, 6, torch.float32)
+                models[1].samples = 0.1
+                for model in models:
+                    if step % accumulate == 0:
+                        model.zero_grad()
+                    loss_of(model, batch).backward()
+                if not torch.equal(*map(gradients, models)):
+                    wrong.append(f"{wire}, accumulate={accumulate}, step {step}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equal_weights_have_the_bits_of_no_weights_in_each_wire(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, equal_in_each_wire, timeout_s=200, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[]] * world_size
+
+
+@contextlib.contextmanager
+def no_sync_unless(model: Any, last: bool) -> Iterator[None]:
+    if last:
+        yield
+    else:
+        with model.no_sync():
+            yield
+
+
+WEIGHTS = ((24, 7, 3, 31), (5, 0, 8, 2), (1, 1, 0, 9), (0, 0, 0, 4))
+
+
+def accumulated(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """Four passes a step, each of its own weight: k * sum(w g) / sum(w), g by hand."""
+    found = []
+    for how in ("no_sync", "accumulate"):
+        net = Net(torch.float64)
+        options = {"accumulate": 4} if how == "accumulate" else {}
+        model = wrap(copy.deepcopy(net), weight="samples", **options)
+        for step in range(3):
+            model.zero_grad()
+            total, right = 0.0, torch.zeros(1, dtype=torch.float64)
+            for i in range(4):
+                for r in range(world_size):
+                    weight = WEIGHTS[(r + step) % 4][i]
+                    single = copy.deepcopy(net)
+                    loss_of(single, batch_of(r, 4 * step + i, 5, torch.float64)).backward()
+                    right = right + weight * gradients(single)
+                    total += weight
+            for i in range(4):
+                weight = WEIGHTS[(rank + step) % 4][i]
+                batch = batch_of(rank, 4 * step + i, 5, torch.float64)
+                sync = how == "accumulate" or i == 3
+                with no_sync_unless(model, sync):
+                    if weight == 0 and step == 1:
+                        model.no_batch()
+                    else:
+                        model.samples = weight
+                        loss = loss_of(model, batch)
+                        (loss * math.nan if weight == 0 else loss).backward()
+            mine = gradients(model)
+            right = 4 * right / total
+            found.append((f"{how} {step}", float((mine - right).abs().max() / right.abs().max())))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_passes_that_accumulate_count_each_by_its_own_weight(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, accumulated, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        for case, off in results:
+            assert off < 1e-12, case
+
+
+def without_samples(rank: int, world_size: int) -> dict[str, Any]:
+    model = wrap(Net(torch.float32), weight="samples", wire_dtype="int8")
+    found: dict[str, Any] = {"errors": []}
+    for step in range(6):
+        model.zero_grad()
+        empty = step in (1, 3) or (step == 4 and rank == 0)
+        batch = batch_of(rank, step, 0 if empty else 4, torch.float32)
+        try:
+            if step == 3 and rank == 0:
+                model.no_batch()
+            else:
+                loss_of(model, batch).backward()  # the mean of nothing is NaN
+        except ValueError as error:
+            found["errors"].append((step, str(error).splitlines()[0]))
+        else:
+            assert torch.isfinite(gradients(model)).all(), step
+            assert same_everywhere(gradients(model)), step
+    found["steps"] = model.stats().steps
+    return found
+
+
+def test_a_step_without_samples_is_a_named_error_on_all_ranks_and_the_wrapper_goes_on() -> None:
+    found = ranks.run_ranks(2, without_samples, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert [step for step, _ in results["errors"]] == [1, 3]
+        assert all("no rank has any samples" in text for _, text in results["errors"])
+        assert results["steps"] == 4
+
+
+def uneven_passes(rank: int, world_size: int) -> str:
+    model = wrap(Net(torch.float32), weight="samples")
+    batch = batch_of(rank, 0, 4, torch.float32)
+    if rank == 1:
+        with model.no_sync():
+            loss_of(model, batch).backward()
+    try:
+        loss_of(model, batch).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_numbers_of_passes_are_named() -> None:
+    found = ranks.run_ranks(2, uneven_passes, timeout_s=60, preload=ranks.TORCH_DDP)
+    for text in found.values():
+        assert "rank 1 has made 2 backward passes since the last reduction" in text
+        assert "rank 0 has made 1" in text
+
+
+def changing_weights(rank: int, world_size: int) -> tuple[float, float]:
+    """int8 with error feedback, and weights 1,000 times larger in some steps: the mean of 60 steps."""
+    net = Net(torch.float32)
+    model = wrap(copy.deepcopy(net), weight="samples", wire_dtype="int8")
+    arrived = torch.zeros(1, dtype=torch.float64)
+    right = torch.zeros(1, dtype=torch.float64)
+    for step in range(60):
+        scale = 1000.0 if step % 7 == 0 else 1.0
+        weights = [scale * (1 + r) for r in range(world_size)]
+        model.zero_grad()
+        model.samples = weights[rank]
+        loss_of(model, batch_of(rank, 0, 5, torch.float32)).backward()
+        arrived = arrived + gradients(model)
+        whole = torch.zeros(1, dtype=torch.float64)
+        for r in range(world_size):
+            single = copy.deepcopy(net).double()
+            loss_of(single, batch_of(r, 0, 5, torch.float32).double()).backward()
+            whole = whole + weights[r] * gradients(single) / sum(weights)
+        right = right + whole
+    off = float((arrived - right).abs().max() / right.abs().max())
+    single_step = float((gradients(model) - whole).abs().max() / whole.abs().max())
+    return off, single_step
+
+
+def test_residuals_have_the_unit_of_averages_whatever_the_weights() -> None:
+    found = ranks.run_ranks(2, changing_weights, timeout_s=100, preload=ranks.TORCH_DDP)
+    for off, single_step in found.values():
+        assert off < 3e-4  # feedback: of 60 steps only the last loss is left
+        assert single_step < 2e-2
+
+
+def forwards_and_hooks(rank: int, world_size: int) -> dict[str, float]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    found = {}
+    net = Net(torch.float64)
+
+    def compare(model: Any, weights: list[float], batches: list[torch.Tensor]) -> float:
+        right = torch.zeros(1, dtype=torch.float64)
+        for weight, batch in zip(weights, batches, strict=True):
+            single = copy.deepcopy(net)
+            loss_of(single, batch).backward()
+            right = right + weight * gradients(single) / sum(weights)
+        return float((gradients(model) - right).abs().max() / right.abs().max())
+
+    batches = [batch_of(r, 3, 2 + 3 * r, torch.float64) for r in range(world_size)]
+    weights = [2.0 + 3 * r for r in range(world_size)]
+
+    model = wrap(copy.deepcopy(net), weight="samples")
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    loss_of(model, batches[rank]).backward()
+    found["comm hook"] = compare(model, weights, batches)
+
+    model = wrap(copy.deepcopy(net), weight="samples")
+    with torch.no_grad():
+        model(batches[rank][:1])
+    model(batches[rank][:1])  # its graph is dropped
+    loss_of(model, batches[rank]).backward()
+    found["forwards without backward"] = compare(model, weights, batches)
+
+    model.zero_grad()
+    model(batch_of(9, 9, 1, torch.float64)).sum().mul(0).add(
+        loss_of(model, batches[rank])
+    ).backward()
+    found["two forwards: the last one counts"] = compare(model, weights, batches)
+
+    model.zero_grad()
+    loss = loss_of(model, batches[rank])
+    model.samples = 10.0 + rank  # after forward
+    loss.backward()
+    found["said after forward"] = compare(model, [10.0 + r for r in range(world_size)], batches)
+    model.zero_grad()
+    loss_of(model, batches[rank]).backward()
+    found["detected again"] = compare(model, weights, batches)
+
+    frozen = copy.deepcopy(net)
+    model = wrap(frozen, weight="samples")
+    loss_of(model, batches[rank]).backward()
+    model.module.last.requires_grad_(False)
+    model.zero_grad()
+    loss_of(model, batches[rank]).backward()
+    inner = model.module.inner.weight.grad
+    whole = torch.zeros_like(inner)
+    for weight, batch in zip(weights, batches, strict=True):
+        single = copy.deepcopy(net)
+        loss_of(single, batch).backward()
+        assert single.inner.weight.grad is not None
+        whole += weight * single.inner.weight.grad / sum(weights)
+    found["frozen"] = float((inner - whole).abs().max() / whole.abs().max())
+    return found
+
+
+def test_forwards_hooks_and_frozen_parameters() -> None:
+    found = ranks.run_ranks(2, forwards_and_hooks, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        for case, off in results.items():
+            assert off < 1e-12, case
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(40, 6, sparse=True, dtype=torch.float64)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.table(words).square().mean(dim=1)
+
+
+def sparse(rank: int, world_size: int) -> float:
+    model = wrap(Words(), weight="samples")
+    words = [torch.arange(3 + 4 * r) % 40 for r in range(world_size)]
+    model(words[rank]).mean().backward()
+    whole = Words()
+    whole(torch.cat(words)).mean().backward()
+    mine, right = model.module.table.weight.grad, whole.table.weight.grad
+    assert mine is not None
+    assert right is not None
+    return float((mine.to_dense() - right.to_dense()).abs().max())
+
+
+def test_sparse_gradients() -> None:
+    found = ranks.run_ranks(2, sparse, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert all(off < 1e-15 for off in found.values())
+
+
+def test_samples_are_counted_by_the_first_dimension() -> None:
+    from pycomm._ddp_weights import count_samples
+
+    batch, labels = torch.zeros(5, 9), torch.zeros(5, dtype=torch.long)
+    scalar = torch.tensor(3.0)
+    assert count_samples((batch,), {})[0] == 5
+    assert count_samples((scalar, {"x": [batch, scalar]}), {"labels": labels})[0] == 5
+    assert count_samples((), {"input_ids": batch})[0] == 5
+    number, how = count_samples(((0, {"image": batch}),), {})
+    assert number == 5
+    assert "argument 0[1]['image'], [5, 9]" in how
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
+    for args in ((batch, batch.T), (packed,)):
+        with pytest.raises(ValueError, match=r"cannot tell .*model\.samples = n"):
+            count_samples(args, {})
+    for args in ((), (scalar,), ("text",)):
+        with pytest.raises(ValueError, match=r"found no tensor .*model\.samples = n"):
+            count_samples(args, {})
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def tried(name: str, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            found[name] = f"{type(error).__name__}: {error}"
+
+    tried("value", lambda: wrap(Net(torch.float32), weight="tokens"))
+    plain = wrap(Net(torch.float32))
+    tried("plain samples", lambda: setattr(plain, "samples", 3))
+    tried("plain no_batch", plain.no_batch)
+    model = wrap(Net(torch.float32), weight="samples")
+    for bad in (-1, math.inf, math.nan, "3", True):
+        tried(f"samples {bad}", lambda bad=bad: setattr(model, "samples", bad))
+    tried("join", lambda: model.join().__enter__())
+    return found
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    (found, other) = ranks.run_ranks(2, refusals, timeout_s=60, preload=ranks.TORCH_DDP).values()
+    assert found == other
+    assert found["value"].startswith("ValueError: weight='tokens'")
+    assert found["plain samples"].startswith("UnsupportedError: model.samples needs")
+    assert found["plain no_batch"].startswith("UnsupportedError: no_batch() needs")
+    for bad in ("-1", "inf", "nan", "3", "True"):
+        assert "is not a finite number from 0" in found[f"samples {bad}"]
+    assert "no_batch()" in found["join"]
+
+
+def differs(rank: int, world_size: int) -> str:
+    try:
+        wrap(Net(torch.float32), weight="samples" if rank == 0 else None)
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_in_weight_are_named() -> None:
+    found = ranks.run_ranks(2, differs, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert all("weight" in text and "samples" in text for text in found.values())
