@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel.distributed import _find_tensors
 
 from pycomm._averaging import average_

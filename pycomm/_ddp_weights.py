@@ -91,7 +91,7 @@ class Weighed(TorchDDP):
 
         Takes the place of both, where the other ranks call them. This rank counts nothing: zeros
         travel. Its parameters get the averages in ``.grad``, so its optimizer steps with the
-        others'. Inside ``no_sync()`` it is one pass of those that accumulate. Collective; blocks. ::
+        others'. Inside ``no_sync()`` it is one pass that accumulates. Collective; blocks. ::
 
             if batch is None:
                 model.no_batch()

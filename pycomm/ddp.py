@@ -42,8 +42,8 @@ from pycomm._ddp_options import (
     some,
     torch_options,
 )
-from pycomm._ddp_weights import check_weight
 from pycomm._ddp_stats import AS_COUNTED, DDPStats, add_wrapper
+from pycomm._ddp_weights import check_weight
 from pycomm._model_check import check_same_on_all_ranks
 from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats

@@ -124,7 +124,7 @@ PYTHON_FLOORS = [
         "_ddp_stats",
     },
     {"options", "_averaging", "_exit", "_fragments", "_metrics_content", "_sparse_rows"},
-    {"_metrics", "_secret"},
+    {"_metrics", "_secret", "_ddp_weights"},
     {"_native_options"},
     {"_backend"},
     {

@@ -200,7 +200,8 @@ void PassWeights::reset() {
 }
 
 std::vector<PassWeights::Step> PassWeights::steps(int64_t since) const {
-  const auto first = std::find_if(steps_.begin(), steps_.end(), [since](const Step& step) { return step.index >= since; });
+  const auto first =
+      std::find_if(steps_.begin(), steps_.end(), [since](const Step& step) { return step.index >= since; });
   return {first, steps_.end()};
 }
 

@@ -306,7 +306,8 @@ void Reducer::setWeight(double weight) {
   TORCH_CHECK(
       !pass_.reducing() || failure_.any(),
       "model.samples is set before backward(), and gradients are being reduced: the other ranks know the weight already");
-  TORCH_CHECK_VALUE(std::isfinite(weight) && weight >= 0, "a weight is finite and not negative, and this one is ", weight);
+  TORCH_CHECK_VALUE(
+      std::isfinite(weight) && weight >= 0, "a weight is finite and not negative, and this one is ", weight);
   weights().set(weight);
 }
 

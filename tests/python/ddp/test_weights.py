@@ -1,4 +1,4 @@
-"""``weight="samples"``: averages of ranks that count by their samples, beside one process with all."""
+"""``weight="samples"``: ranks that count by their samples, beside one process with all batches."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def beside_one_process(rank: int, world_size: int) -> list[tuple[str, float, boo
     return found
 
 
-BOUNDS = {None: 2e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2}
+BOUNDS = {None: 1e-6, "fp16": 1e-3, "bf16": 8e-3, "int8": 3e-2}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -277,7 +277,7 @@ def test_ranks_with_other_numbers_of_passes_are_named() -> None:
 
 
 def changing_weights(rank: int, world_size: int) -> tuple[float, float]:
-    """int8 with error feedback, and weights 1,000 times larger in some steps: the mean of 60 steps."""
+    """int8 with error feedback, weights 1,000 times larger in some steps: the sum of 60 steps."""
     net = Net(torch.float32)
     model = wrap(copy.deepcopy(net), weight="samples", wire_dtype="int8")
     arrived = torch.zeros(1, dtype=torch.float64)
@@ -428,7 +428,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     def tried(name: str, call: Any) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
 
     tried("value", lambda: wrap(Net(torch.float32), weight="tokens"))
