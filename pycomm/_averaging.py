@@ -28,10 +28,26 @@ def exact_all_reduce(tensor: torch.Tensor, group: Any, *, async_op: bool = False
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
-def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
+def weight_ratio(weight: float, group: Any) -> float:
+    """The ranks of ``group`` times this one's share of all their weights: 1 if they are alike.
+
+    Collective. Also 1 if all weights are 0.
+    """
+    ranks = dist.get_world_size(group)
+    weights = torch.zeros(ranks, dtype=torch.float64)
+    weights[dist.get_rank(group)] = weight
+    exact_all_reduce(weights, group)
+    alike = bool((weights == weights[0]).all())
+    return 1.0 if alike else ranks * weight / float(weights.sum())
+
+
+def average_(tensors: Iterable[torch.Tensor], group: Any, ratio: float = 1.0) -> int:
     """Replaces each tensor by its mean over the group; the same bits on all ranks.
 
     Small floats are added and divided in fp32. A codec of the group does not apply.
+
+    Args:
+        ratio: Of ``weight_ratio()``: how much this rank counts.
 
     Returns:
         The bytes that were given to all_reduce.
@@ -40,6 +56,8 @@ def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
     nbytes = 0
     for chunk in chunks(tensors):
         flat = torch.cat([_travelling(tensor).flatten() for tensor in chunk])
+        if ratio != 1.0:
+            flat *= ratio
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         exact_all_reduce(wire, group)
         flat /= ranks

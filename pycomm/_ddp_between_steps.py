@@ -55,7 +55,7 @@ class BetweenSteps(Weighed):
         self._note_trained()
         mine = reducible(self.module, self.parameters_to_ignore)
         trained = [each for name, each in mine.items() if name in self._unsynced]
-        nbytes = average_(trained, self.global_group)
+        nbytes = average_(trained, self.global_group, self._ratio_of_sync(self.global_group))
         self._unsynced.clear()
         # A forward may have put others in their places.
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]

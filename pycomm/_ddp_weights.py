@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree
 
+from pycomm._averaging import weight_ratio
 from pycomm._ddp_options import check_python_reducer
 from pycomm.errors import UnsupportedError
 
@@ -55,6 +56,7 @@ class Weighed(TorchDDP):
     reducer: Any
     _weight: str | None = None
     _forward_weight = 1.0
+    _weight_at_sync = 0.0
     _counted = False
 
     @property
@@ -138,6 +140,13 @@ class Weighed(TorchDDP):
             return said, "as model.samples says"
         samples, how = count_samples(inputs, kwargs)
         return float(samples), how
+
+    def _ratio_of_sync(self, group: Any) -> float:
+        """How much this rank counts in an average of parameters: by its samples since the last."""
+        if self._weight is None:
+            return 1.0
+        since, self._weight_at_sync = self._weight_at_sync, self.reducer.weight_total()
+        return weight_ratio(self._weight_at_sync - since, group)
 
     def _weighed_so_far(self) -> tuple[float, float, int] | None:
         """The passes since the last reduction, as a checkpoint has them; None without any."""

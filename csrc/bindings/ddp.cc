@@ -227,6 +227,7 @@ void bindReducer(py::module_& m) {
           py::arg("weight"))
       .def("forward_began", torch::wrap_pybind_function_no_gil(&Reducer::forwardBegan))
       .def("set_weight", torch::wrap_pybind_function_no_gil(&Reducer::setWeight), py::arg("weight"))
+      .def("weight_total", torch::wrap_pybind_function_no_gil(&Reducer::weightTotal))
       .def("pending_weight", torch::wrap_pybind_function_no_gil(&Reducer::pendingWeight))
       .def("pass_without_batch", torch::wrap_pybind_function_no_gil(&Reducer::passWithoutBatch), py::arg("reduces"))
       .def("step_rows", stepRows, py::arg("since"))

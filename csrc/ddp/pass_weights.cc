@@ -184,6 +184,7 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
 void PassWeights::commit() {
   endPass();
   last_.last_weight = sum_.weight;
+  total_ += sum_.weight;
   last_.last_compute_ns = std::exchange(compute_ns_, 0);
   sum_ = {};
   drops_ = weightless_ = false;

@@ -104,6 +104,11 @@ class PassWeights {
   /// The steps from `since` on, as far as they are kept.
   [[nodiscard]] std::vector<Step> steps(int64_t since) const;
 
+  /// The weights of all passes that were reduced.
+  [[nodiscard]] double total() const noexcept {
+    return total_;
+  }
+
   // Of the passes since the last reduction: part of a checkpoint.
   struct Accumulated {
     double weight = 0;
@@ -128,6 +133,7 @@ class PassWeights {
   std::optional<double> set_;
   std::optional<double> entered_; ///< the weight of the pass that will begin
   Accumulated sum_; ///< since the last reduction, the pass under way included
+  double total_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
   bool stray_ = false;
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight

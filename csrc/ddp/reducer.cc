@@ -321,6 +321,11 @@ std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
   return weights().steps(since);
 }
 
+double Reducer::weightTotal() {
+  const std::lock_guard lock(mutex_);
+  return weights().total();
+}
+
 PassWeights::Accumulated Reducer::weighed() {
   const std::lock_guard lock(mutex_);
   return weights().accumulated();

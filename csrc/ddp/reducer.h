@@ -103,6 +103,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void passWithoutBatch(bool reduces);
   /// The rows of the steps from `since` on: see PassWeights.
   [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
+  [[nodiscard]] double weightTotal();
   [[nodiscard]] PassWeights::Accumulated weighed();
   void setWeighed(double weight, double unit, int64_t passes);
 

@@ -375,6 +375,51 @@ def test_forwards_hooks_and_frozen_parameters() -> None:
             assert off < 1e-12, case
 
 
+def synced(rank: int, world_size: int) -> tuple[float, bool]:
+    """Every rank is a host of its own here: parameters are averaged by samples since the sync."""
+    import pycomm.ddp
+
+    pycomm.ddp.host_group = lambda group: dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True
+    )
+    net = Net(torch.float64)
+    model = wrap(copy.deepcopy(net), weight="samples", sync_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = [copy.deepcopy(net) for _ in range(world_size)]
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank, step, 1 + samples_of(rank, step), torch.float64)).backward()
+        optimizer.step()
+        for r, single in enumerate(alone):
+            single.zero_grad()
+            loss_of(single, batch_of(r, step, 1 + samples_of(r, step), torch.float64)).backward()
+            with torch.no_grad():
+                for each in single.parameters():
+                    each -= 0.1 * each.grad
+        if step % 2 == 1:
+            weights = [
+                sum(1 + samples_of(r, s) for s in (step - 1, step)) for r in range(world_size)
+            ]
+            with torch.no_grad():
+                for same in zip(*(single.parameters() for single in alone), strict=True):
+                    mean = sum(w * each for w, each in zip(weights, same, strict=True)) / sum(
+                        weights
+                    )
+                    for each in same:
+                        each.copy_(mean)
+    model.sync()
+    mine = torch.cat([each.detach().flatten() for each in model.parameters()])
+    right = torch.cat([each.detach().flatten() for each in alone[0].parameters()])
+    return float((mine - right).abs().max()), same_everywhere(mine)
+
+
+def test_a_sync_weighs_parameters_by_samples_since_the_last_one() -> None:
+    found = ranks.run_ranks(3, synced, timeout_s=60, preload=ranks.TORCH_DDP)
+    for off, same in found.values():
+        assert off < 1e-14
+        assert same
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
