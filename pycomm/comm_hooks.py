@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.futures import Future
 from pycomm import _exit, _extension
 from pycomm._backend import next_number
 from pycomm._compression import Int8, TopK
-from pycomm._ddp_group import by_nccl, is_pycomm
+from pycomm._ddp_group import by_nccl, is_pycomm, pycomm_backend
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
@@ -61,7 +61,8 @@ def ordered(
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
         group: The group of the hook's collectives. None: the state, or its ``process_group``,
             if that is a group; else the default group. Then hooks are in the order of their first
-            buckets, not in that of these calls. pycomm matches collectives of hooks by this order.
+            buckets, not in that of these calls. pycomm matches collectives of hooks by this order,
+            and its errors number hooks by it, from 1.
         describe: The name of a bucket in a note to the exceptions that ``hook`` raises.
         codec_of: The name of the codec for the sums that ``hook`` issues for a bucket over pycomm;
             None for that of the group's options.
@@ -206,10 +207,23 @@ def _known(hook: object) -> bool:
     return "hook" not in cells or _known(cells["hook"].cell_contents)
 
 
+class _Chain(NamedTuple):
+    """What the call of a hook for one bucket issues."""
+
+    hook: int
+    """With ``call``, the same for this chain on all ranks, and for no other."""
+    call: int
+    """Of the hook over its group, from 1: errors name it, and the two below."""
+    number: int
+    """Of the hook among those of its group, from 1."""
+    group: int
+    """Of the group among this process's, from 1; 0 if it is not pycomm's."""
+
+
 class _Job:
     """One bucket: the hook's call, its context, and the future for the result."""
 
-    def __init__(self, state: Any, bucket: GradBucket, chain: tuple[int, int]) -> None:
+    def __init__(self, state: Any, bucket: GradBucket, chain: _Chain | None) -> None:
         buffer = bucket.buffer()
         self.state = state
         self.bucket = bucket
@@ -273,14 +287,21 @@ class _Chains:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        text = f"{group.group_name} {next_number(group, 'hook')}"
+        self._number = next_number(group, "hook")
+        text = f"{group.group_name} {self._number}"
         self._hook = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-        self._buckets = 0
+        self._group = _group_number(group)
+        self._calls = 0
 
-    def begin(self) -> tuple[int, int]:
+    def begin(self) -> _Chain:
         """The name of the next bucket's chain."""
-        self._buckets += 1
-        return self._hook, self._buckets
+        self._calls += 1
+        return _Chain(self._hook, self._calls, self._number, self._group)
+
+
+def _group_number(group: dist.ProcessGroup) -> int:
+    backend = pycomm_backend(group)
+    return 0 if backend is None else int(_extension.native.group_number(backend))
 
 
 class _Worker:
@@ -316,7 +337,7 @@ class _Worker:
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the interpreter is ending: no more buckets are reduced")
-            chain = (0, 0) if group is None else self._chains_of(group).begin()
+            chain = None if group is None else self._chains_of(group).begin()
             job = _Job(state, bucket, chain)
             threaded = not inline and not waits
             if threaded:
@@ -400,8 +421,10 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _issue_chain(
-    chain: tuple[int, int], codec: str | None
+    chain: _Chain | None, codec: str | None
 ) -> contextlib.AbstractContextManager[object]:
-    if _extension.loaded() is None:
+    if _extension.loaded() is None or chain is None:
         return contextlib.nullcontext()
-    return _extension.native.IssueChain(*chain, codec)
+    return _extension.native.IssueChain(
+        chain.hook, chain.call, number=chain.number, group=chain.group, codec=codec
+    )

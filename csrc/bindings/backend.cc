@@ -400,6 +400,10 @@ void bindBackend(py::module_& m) {
       py::arg("device"),
       py::call_guard<WithoutGil>()); // it may wait for the other ranks
   m.def(
+      "group_number",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).groupNumber(); },
+      py::arg("backend"));
+  m.def(
       "group_run",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().run; },
       py::arg("backend"));

@@ -21,15 +21,15 @@ namespace {
 
 using FutureWrapper = torch::jit::PythonFutureWrapper;
 
-/// `with IssueChain(hook, bucket, codec):` what the thread issues meanwhile belongs to one chain, the same on all ranks, and its
-/// sums travel as that codec; None: as the group's.
+/// `with IssueChain(hook, call, number, group, codec):` what the thread issues meanwhile belongs to one chain, the same on all ranks, and
+/// its sums travel as that codec; None: as the group's. `hook` and `call` name the chain; `number` of `group` is what errors call the hook.
 class IssueChain {
  public:
-  IssueChain(uint64_t hook, uint32_t bucket, const std::optional<std::string>& codec)
+  IssueChain(uint64_t hook, uint32_t call, uint32_t number, uint32_t group, const std::optional<std::string>& codec)
       : context_(
             std::make_shared<IssueContext>(
-                StrandName{mix64(mix64(hook) + bucket) ^ 0x636861696eULL, 0, 0},
-                originOf(bucket),
+                StrandName{mix64(mix64(hook) + call) ^ 0x636861696eULL, 0, 0},
+                originOf(call, number, group),
                 codec ? codecNamed(*codec) : std::nullopt)) {}
 
   void enter() {
@@ -40,10 +40,12 @@ class IssueChain {
   }
 
  private:
-  static CallbackOrigin originOf(uint32_t bucket) noexcept {
+  static CallbackOrigin originOf(uint32_t call, uint32_t number, uint32_t group) noexcept {
     CallbackOrigin origin;
     origin.of = CallbackOrigin::Of::Chain;
-    origin.sequence = bucket;
+    origin.hook = number;
+    origin.sequence = call;
+    origin.group = group;
     return origin;
   }
 
@@ -164,9 +166,11 @@ void noteWaited(const std::shared_ptr<FutureWrapper>& future) {
 void bindFutures(py::module_& m) {
   py::class_<IssueChain>(m, "IssueChain")
       .def(
-          py::init<uint64_t, uint32_t, const std::optional<std::string>&>(),
+          py::init<uint64_t, uint32_t, uint32_t, uint32_t, const std::optional<std::string>&>(),
           py::arg("hook"),
-          py::arg("bucket"),
+          py::arg("call"),
+          py::arg("number") = 0,
+          py::arg("group") = 0,
           py::arg("codec") = py::none())
       .def(
           "__enter__",

@@ -141,6 +141,10 @@ class PycommBackend final : public c10d::Backend {
   /// yet, this call decides it with all ranks, as the first collective would.
   [[nodiscard]] bool goesByNccl(c10::Device device);
 
+  /// How many-th group of the job this is in its process, from 1; 0 if it is of no job.
+  [[nodiscard]] uint32_t groupNumber() const noexcept {
+    return owner_->role->number();
+  }
   [[nodiscard]] Group& group() noexcept {
     return *group_;
   }

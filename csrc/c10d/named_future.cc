@@ -129,10 +129,10 @@ WorkName nameOfWork(GroupRole& role, uint32_t group, const OperationId& id, uint
   const auto mixed = [type](uint64_t value) { return mix64(mix64(value) + static_cast<uint64_t>(type)); };
   WorkName named;
   named.name = {mixed(mix64(role.hash()) ^ mix64(place)), mixed(id.id ^ (uint64_t{group} << 17)), group};
-  named.origin.of = CallbackOrigin::Of::Operation;
-  named.origin.kind = kind;
-  named.origin.sequence = static_cast<uint32_t>(std::max<int64_t>(id.sequence, 0));
-  named.origin.group = role.number();
+  named.origin = CallbackOrigin::ofOperation(id, kind);
+  if (named.origin.hook == 0) {
+    named.origin.group = role.number();
+  }
   return named;
 }
 
@@ -154,6 +154,9 @@ WorkName nameOfMessage(GroupRole& role, uint8_t kind) {
   named.origin.kind = kind;
   named.origin.sequence = n + 1;
   named.origin.group = role.number();
+  if (strand != nullptr) {
+    named.origin.takeHook(strand->origin());
+  }
   return named;
 }
 

@@ -250,7 +250,7 @@ class Running:
                 waited += _value(future)
                 continue
             if line.what == "chain":
-                with _extension.native.IssueChain(7, self._seed, None):
+                with _extension.native.IssueChain(7, self._seed):
                     self._run(line.body, given)
                 continue
             made = self._make(line, given)

@@ -29,9 +29,15 @@ struct Field {
 constexpr Field kOf{1, 3};
 constexpr Field kKind{4, 4};
 constexpr Field kDepth{8, 4};
-constexpr Field kNumber{12, 12};
-constexpr Field kGroup{24, 12};
+constexpr Field kNumber{12, 8};
+constexpr Field kHook{20, 6};
+constexpr Field kGroup{26, 10};
 constexpr Field kSequence{36, 28};
+
+/// The greatest number that fits stands for all above it, and must not name one of them.
+std::string counted(uint64_t value, const Field& field) {
+  return std::to_string(value) + (value < field.most() ? "" : " or later");
+}
 
 } // namespace
 
@@ -52,51 +58,76 @@ StrandName StrandName::by(const StrandName& other) const noexcept {
 
 uint64_t CallbackOrigin::packed() const noexcept {
   return kOf.put(static_cast<uint64_t>(of)) | kKind.put(kind) | kDepth.put(depth) | kNumber.put(number) |
-      kGroup.put(group) | kSequence.put(sequence);
+      kHook.put(hook) | kGroup.put(group) | kSequence.put(sequence);
 }
 
 CallbackOrigin CallbackOrigin::unpacked(uint64_t bits) noexcept {
   CallbackOrigin origin;
   const uint32_t of = kOf.get(bits);
-  origin.of = of <= static_cast<uint32_t>(Of::Chain) ? static_cast<Of>(of) : Of::Nothing;
+  origin.of = of <= static_cast<uint32_t>(Of::Part) ? static_cast<Of>(of) : Of::Nothing;
   origin.kind = static_cast<uint8_t>(kKind.get(bits));
   origin.depth = kDepth.get(bits);
   origin.number = kNumber.get(bits);
+  origin.hook = kHook.get(bits);
   origin.group = kGroup.get(bits);
   origin.sequence = kSequence.get(bits);
   return origin;
 }
 
 std::string CallbackOrigin::text() const {
+  const std::string in_group = group == 0 ? "" : " in group " + counted(group, kGroup);
+  const std::string call =
+      hook == 0 ? "" : "call " + counted(sequence, kSequence) + " of comm hook " + counted(hook, kHook) + in_group;
+  const std::string number_text = counted(sequence, kSequence);
   std::string parent;
   switch (of) {
     case Of::Nothing:
       return "issued in a callback";
     case Of::Chain:
-      return "issued by a comm hook for its bucket " + std::to_string(sequence);
+      return call.empty() ? "issued by a comm hook" : "issued in " + call;
     case Of::Promise:
-      parent = "futures that the program made";
+      parent = call.empty() ? "futures that the program made" : "futures made in " + call;
       break;
     case Of::Message:
-      parent = "message " + std::to_string(sequence);
+      parent = call.empty() ? "message " + number_text + in_group : "a message of " + call;
       break;
+    case Of::Part:
     case Of::Several:
     case Of::Operation: {
       const std::string name = collectiveName(static_cast<Collective>(kind));
-      parent = sequence == 0 ? "a callback's " + name : name + " #" + std::to_string(sequence);
+      parent = !call.empty() ? name + " of " + call
+                             : (sequence == 0 ? "a callback's " + name : name + " #" + number_text) + in_group;
       break;
     }
   }
-  if (of != Of::Promise && group != 0) {
-    parent += " in group " + std::to_string(group);
+  if (of == Of::Part) {
+    return "issued as a part of " + parent;
   }
   if (of == Of::Several) {
     parent = "futures collected from " + parent + " and others";
   }
   if (depth > 0) {
-    parent = "the result, " + std::to_string(depth) + " deep, of a callback of " + parent;
+    parent = "the result, " + counted(depth, kDepth) + " deep, of a callback of " + parent;
   }
-  return "issued in callback " + std::to_string(number) + " of " + parent;
+  return (number == 0 ? "issued in a callback of " : "issued in callback " + counted(number, kNumber) + " of ") +
+      parent;
+}
+
+CallbackOrigin CallbackOrigin::ofOperation(const OperationId& id, uint8_t kind) noexcept {
+  CallbackOrigin origin;
+  origin.of = Of::Operation;
+  origin.kind = kind;
+  origin.sequence = static_cast<uint32_t>(std::max<int64_t>(id.sequence, 0));
+  origin.takeHook(id.origin == 0 ? CallbackOrigin() : unpacked(id.origin));
+  return origin;
+}
+
+void CallbackOrigin::takeHook(const CallbackOrigin& issuer) noexcept {
+  if (issuer.hook != 0) {
+    hook = issuer.hook;
+    group = issuer.group;
+    sequence = issuer.sequence;
+  }
 }
 
 void Completion::note() {
@@ -169,10 +200,8 @@ OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) {
 }
 
 std::shared_ptr<IssueContext> continuationOf(const OperationId& id, uint32_t group, uint8_t kind) {
-  CallbackOrigin origin;
-  origin.of = CallbackOrigin::Of::Operation;
-  origin.kind = kind;
-  origin.sequence = static_cast<uint32_t>(std::max<int64_t>(id.sequence, 0));
+  CallbackOrigin origin = CallbackOrigin::ofOperation(id, kind);
+  origin.of = CallbackOrigin::Of::Part;
   const uint64_t name = mix64(mix64(id.id ^ (uint64_t{group} << 17)) ^ kContinuation);
   return std::make_shared<IssueContext>(StrandName{name, name, group}, origin);
 }

@@ -44,8 +44,15 @@ struct StrandName {
   [[nodiscard]] StrandName by(const StrandName& other) const noexcept;
 };
 
-/// Which callback issued an operation, in words for people. Travels in 64 bits with questions about the operation, so that an error can
-/// name the callback of another rank. The lowest bit is never used.
+/// An operation's name within its group, equal on all ranks.
+struct OperationId {
+  uint64_t id = 0; ///< top bit: derived, not counted
+  int64_t sequence = -1; ///< the counter's value; -1 where derived
+  uint64_t origin = 0; ///< CallbackOrigin::packed(); 0: a user's thread issued it, or it is a message
+};
+
+/// Which callback, or which call of a comm hook, issued an operation, in words for people. Travels in 64 bits with questions about the
+/// operation, so that an error can name the callback of another rank. The lowest bit is never used.
 struct CallbackOrigin {
   enum class Of : uint8_t {
     Nothing = 0,
@@ -53,26 +60,27 @@ struct CallbackOrigin {
     Message = 2, ///< `sequence`: how many-th message of the group whose future the program has asked for
     Promise = 3, ///< a future that the program completes itself
     Several = 4, ///< collect_all; the other fields are of the first future
-    Chain = 5, ///< no callback: a hook in comm_hooks.ordered; `sequence`: of the bucket
+    Chain = 5, ///< no callback: a hook in comm_hooks.ordered
+    Part = 6, ///< no callback: what follows the first half of an operation that is made of several
   };
   Of of = Of::Nothing;
-  uint32_t number = 0; ///< how many-th callback of that future, from 1
+  uint32_t number = 0; ///< how many-th callback of that future, from 1; 0: it has no number
   uint32_t depth = 0; ///< how many futures of callbacks lie between
   uint8_t kind = 0; ///< Collective
-  uint32_t sequence = 0; ///< of the operation; 0: a callback issued it
-  uint32_t group = 0; ///< how many-th group of its process, from 1, which is the default one
+  uint32_t hook = 0; ///< how many-th hook of its group issued all that, from 1; 0: none did
+  uint32_t sequence =
+      0; ///< of the operation; 0: a callback issued it. Of a hook: its call, one for each bucket of each step
+  uint32_t group =
+      0; ///< how many-th group of its process, from 1, which is the default one; of a hook: the one that counts it
 
   [[nodiscard]] uint64_t packed() const noexcept;
   [[nodiscard]] static CallbackOrigin unpacked(uint64_t bits) noexcept;
-  /// "issued in callback 1 of all_reduce #3 in group 2"
+  /// Of callbacks of this operation.
+  [[nodiscard]] static CallbackOrigin ofOperation(const OperationId& id, uint8_t kind) noexcept;
+  /// If a comm hook issued what this follows, its call is the name: what it issued has no number of its own.
+  void takeHook(const CallbackOrigin& issuer) noexcept;
+  /// "issued in callback 1 of all_reduce #3 in group 2", "issued in call 7 of comm hook 2 in group 1"
   [[nodiscard]] std::string text() const;
-};
-
-/// An operation's name within its group, equal on all ranks.
-struct OperationId {
-  uint64_t id = 0; ///< top bit: derived, not counted
-  int64_t sequence = -1; ///< the counter's value; -1 where derived
-  uint64_t origin = 0; ///< CallbackOrigin::packed(); 0: a user's thread issued it, or it is a message
 };
 
 inline constexpr uint64_t kDerivedIdBit = 1ULL << 63;

@@ -259,7 +259,7 @@ def sparse_sums_in_a_chain(rank: int, world_size: int) -> None:
         return total
 
     for step in range(TIMES):
-        with _extension.native.IssueChain(7, step, None):
+        with _extension.native.IssueChain(7, step):
             results = [
                 dist.all_reduce(sparse(value), async_op=True).get_future().then(again)
                 for value in (1.0, 100.0)

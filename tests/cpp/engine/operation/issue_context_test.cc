@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -16,7 +17,8 @@
 namespace pycomm {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 std::shared_ptr<IssueContext> strand(uint64_t name) {
   return std::make_shared<IssueContext>(StrandName{name, 0, 0}, CallbackOrigin());
@@ -130,6 +132,38 @@ TEST(StrandNames, AreTheOperationsOwnAtHomeAndByRoleElsewhere) {
   EXPECT_EQ(mine.by(mine).in(3), theirs.by(theirs).in(3));
 }
 
+// What a hook issues has no number of its own: its call is the name, also of what callbacks of that issue.
+TEST(CallbackOrigins, OfAHookNameItsCall) {
+  CallbackOrigin chain;
+  chain.of = CallbackOrigin::Of::Chain;
+  chain.hook = 2;
+  chain.sequence = 7;
+  chain.group = 3;
+  EXPECT_EQ(CallbackOrigin::unpacked(chain.packed()).text(), "issued in call 7 of comm hook 2 in group 3");
+  const OperationId id{kDerivedIdBit | 9, -1, chain.packed()};
+  const auto kind = static_cast<uint8_t>(Collective::AllReduce);
+  CallbackOrigin callback = CallbackOrigin::ofOperation(id, kind);
+  callback.number = 1;
+  EXPECT_EQ(
+      CallbackOrigin::unpacked(callback.packed()).text(),
+      "issued in callback 1 of all_reduce of call 7 of comm hook 2 in group 3");
+  for (const auto& [of, text] : std::map<CallbackOrigin::Of, std::string>{
+           {CallbackOrigin::Of::Message, "a message of call 7 of comm hook 2 in group 3"},
+           {CallbackOrigin::Of::Promise, "futures made in call 7 of comm hook 2 in group 3"},
+           {CallbackOrigin::Of::Several,
+            "futures collected from all_reduce of call 7 of comm hook 2 in group 3 and others"}}) {
+    callback.of = of;
+    EXPECT_EQ(CallbackOrigin::unpacked(callback.packed()).text(), "issued in callback 1 of " + text);
+  }
+  chain.hook = 1000;
+  EXPECT_EQ(CallbackOrigin::unpacked(chain.packed()).text(), "issued in call 7 of comm hook 63 or later in group 3");
+}
+
+TEST(CallbackOrigins, OfAPartNameTheOperation) {
+  const auto context = continuationOf({5, 5, 0}, 1, static_cast<uint8_t>(Collective::AllReduce));
+  EXPECT_EQ(context->origin().text(), "issued as a part of all_reduce #5");
+}
+
 TEST(CallbackOrigins, TravelInSixtyThreeBits) {
   CallbackOrigin origin;
   origin.of = CallbackOrigin::Of::Operation;
@@ -145,8 +179,10 @@ TEST(CallbackOrigins, TravelInSixtyThreeBits) {
   EXPECT_EQ(
       CallbackOrigin::unpacked(origin.packed()).text(),
       "issued in callback 2 of the result, 1 deep, of a callback of a callback's all_reduce in group 4");
-  origin.number = 1'000'000; // the most that fits
-  EXPECT_EQ(CallbackOrigin::unpacked(origin.packed()).number, 4095U);
+  origin.number = 1'000'000; // the most that fits must not name one
+  EXPECT_THAT(CallbackOrigin::unpacked(origin.packed()).text(), StartsWith("issued in callback 255 or later of "));
+  origin.number = 0;
+  EXPECT_THAT(CallbackOrigin::unpacked(origin.packed()).text(), StartsWith("issued in a callback of the result"));
   EXPECT_EQ(CallbackOrigin::unpacked(0).text(), "issued in a callback");
   std::set<std::string> texts;
   for (uint64_t bits = 0; bits < 1 << 8; ++bits) { // another build's
