@@ -135,7 +135,7 @@ std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
 void PycommBackend::entitle() {
   const std::string& description = getGroupDesc();
   if (!description.empty() && description != "undefined" && description != "default_pg") {
-    group_->entitle(description);
+    group_->identity().title->set(description);
   }
 }
 

@@ -35,11 +35,6 @@ bool Group::keepsParts(const ScheduleRequest& schedule) {
   return issuer_.keepsParts(schedule);
 }
 
-void Group::entitle(const std::string& title) {
-  roster_.identity.title->set(title);
-  log_->entitle(title);
-}
-
 void Group::refuseInChild() const {
   if (!engine_.belongsToThisProcess()) {
     ErrorRecord record;

@@ -105,8 +105,6 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return roster_.identity;
   }
-  /// What the group's users call it, once that is known.
-  void entitle(const std::string& title);
   /// How many operations user threads have issued on this rank.
   [[nodiscard]] int64_t operationsIssued() const noexcept {
     return issuer_.issued();

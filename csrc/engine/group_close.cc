@@ -15,6 +15,14 @@ namespace {
 // How often close() looks whether the lane has been stopped, so that nothing would ever report that the links are down.
 constexpr std::chrono::milliseconds kLook{50};
 
+template <typename Record>
+void noteFailing(FlightLog& log, const Record& record) noexcept {
+  try {
+    log.failing(record());
+  } catch (const std::bad_alloc&) { // of what is said about it
+  }
+}
+
 /// Runs the steps of closing on the engine's loops. The calling thread waits for each.
 class StepsOfEngine final : public Closing::Steps {
  public:
@@ -56,12 +64,21 @@ class StepsOfEngine final : public Closing::Steps {
 
 Planes::Events Group::planeEvents() {
   Planes::Events events;
+  // The log has the failure before anybody can know of it: what is issued by one who does is later than that, and who closes another
+  // group because of it finds the reason there.
   events.failed = [this](const ErrorRecord& cause) {
-    log_->reached(GroupPhase::Failed); // before anybody can know: what is issued by one who does is later than this
+    log_->reached(GroupPhase::Failed);
+    noteFailing(*log_, [&] { return errorOf(cause, roster_.identity); });
     failure_.set(cause);
   };
-  events.ending = [this](const ErrorRecord& oldest) { failure_.setOldest(oldest); };
-  events.ended = [this] { engine_.recorder().failed(log_, *failure()); };
+  events.ending = [this](const ErrorRecord& oldest) {
+    failure_.setOldest(oldest);
+    noteFailing(*log_, [&] { return *failure(); });
+  };
+  events.ended = [this] {
+    static_cast<void>(PYCOMM_FAULT("group.failed"));
+    engine_.recorder().failed(log_, *failure());
+  };
   return events;
 }
 

@@ -108,8 +108,9 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   subject.group = meeting.group_name;
   subject.rank = meeting.rank;
   subject.size = meeting.size;
-  subject.world_rank = meeting.job.of(meeting.rank);
   subject.job = meeting.job;
+  const auto title = std::make_shared<GroupTitle>();
+  subject.title = title;
   subject.slots = config.flight_slots;
   subject.dump_prefix = config.flight_dump_prefix;
   const std::shared_ptr<FlightLog> log = engine.recorder().open(std::move(subject));
@@ -129,6 +130,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     Roster roster(meeting, config.streams, met);
     config.security.checkHosts(roster);
     config.security.finish(roster, met.transcript, std::move(tls));
+    roster.identity.title = title;
     group.reset(new Group(engine, store, log, std::move(roster)));
     abort.made(group);
     log->met(group->identity().hosts, met.run);

@@ -214,14 +214,18 @@ void FlightLog::reached(GroupPhase phase) noexcept {
 void FlightLog::failed(const ErrorRecord& record) {
   reached(GroupPhase::Failed);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure_) {
+  if (!failure_is_final_) {
     failure_ = record;
+    failure_is_final_ = true;
   }
 }
 
-void FlightLog::entitle(std::string title) {
+void FlightLog::failing(const ErrorRecord& so_far) {
+  reached(GroupPhase::Failed);
   const std::lock_guard<std::mutex> lock(mutex_);
-  title_ = std::move(title);
+  if (!failure_is_final_) {
+    failure_ = so_far;
+  }
 }
 
 void FlightLog::met(std::vector<std::string> hosts, uint64_t run) {
@@ -335,10 +339,10 @@ void FlightLog::readRest(Snapshot& snapshot) const {
   for (size_t phase = 0; phase < kGroupPhases; ++phase) {
     snapshot.phase_ns[phase] = phase_ns_[phase].load(kRelaxed);
   }
+  snapshot.title = subject_.title == nullptr ? "" : subject_.title->get();
   const std::lock_guard<std::mutex> lock(mutex_);
   snapshot.hosts = hosts_;
   snapshot.run = run_;
-  snapshot.title = title_;
   snapshot.failure = failure_;
 }
 

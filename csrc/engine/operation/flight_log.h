@@ -13,6 +13,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "engine/operation/descriptor.h"
+#include "engine/operation/group_title.h"
 #include "engine/operation/issue_context.h"
 
 namespace pycomm {
@@ -39,10 +40,13 @@ class FlightLog {
     std::string group;
     int rank = 0;
     int size = 1;
-    int world_rank = 0; ///< of this process in its job: names the dump
     JobRanks job;
+    std::shared_ptr<const GroupTitle> title; ///< the group's identity has it, too; null: it never has one
     size_t slots = 0; ///< 0: nothing is recorded but phases and the failure
-    std::string dump_prefix; ///< where a dump goes when the group fails: PREFIX<world rank>.json; empty: nowhere
+    std::string dump_prefix; ///< where a dump goes when the group fails: PREFIX<rank in the job>.json; empty: nowhere
+    [[nodiscard]] int jobRank() const noexcept {
+      return job.of(rank);
+    }
   };
 
   /// One operation as a reader sees it. Times are steady-clock nanoseconds, 0 where it has not come to that.
@@ -122,13 +126,12 @@ class FlightLog {
 
   /// Now. The first time counts.
   void reached(GroupPhase phase) noexcept;
+  /// Notes a failure before anybody can see it. A later record replaces it, until failed().
+  void failing(const ErrorRecord& so_far);
   /// The first failure is kept.
   void failed(const ErrorRecord& record);
   /// Records the hosts of all ranks after the rendezvous. `run` tells this group from one of the same name in another run.
   void met(std::vector<std::string> hosts, uint64_t run);
-
-  /// What the group's users call it: GroupTitle.
-  void entitle(std::string title);
 
   [[nodiscard]] const Subject& subject() const noexcept {
     return subject_;
@@ -185,8 +188,8 @@ class FlightLog {
   mutable std::mutex mutex_; ///< guards all below
   std::vector<std::string> hosts_;
   uint64_t run_ = 0;
-  std::string title_;
   std::optional<ErrorRecord> failure_;
+  bool failure_is_final_ = false;
 };
 
 } // namespace pycomm

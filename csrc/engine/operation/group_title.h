@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-/// What a group's users call it. torch tells this only after the group was made, so the copies of a GroupIdentity share it. Any thread;
+/// What a group's users call it. torch tells this only after the group was made, so the copies of a GroupIdentity and the flight log share it. Any thread;
 /// without a lock, as a child of fork() asks for it, too.
 class GroupTitle final {
  public:

@@ -92,25 +92,25 @@ FlightRecorder::Logs FlightRecorder::logs() const {
 
 std::string FlightRecorder::json(const FlightLog* only) const {
   Logs chosen = logs();
-  const int rank = chosen.empty() ? 0 : chosen.front()->subject().world_rank;
+  const int rank = chosen.empty() ? 0 : chosen.front()->subject().jobRank();
   if (only != nullptr) {
     chosen.erase(
         std::remove_if(chosen.begin(), chosen.end(), [&](const auto& log) { return log.get() != only; }), chosen.end());
   }
-  return jsonOfLogs(chosen, only != nullptr ? only->subject().world_rank : rank, false);
+  return jsonOfLogs(chosen, only != nullptr ? only->subject().jobRank() : rank, false);
 }
 
 std::string FlightRecorder::report() const {
   Logs open = logs();
   open.erase(std::remove_if(open.begin(), open.end(), [](const auto& log) { return log->closed(); }), open.end());
-  return jsonOfLogs(open, open.empty() ? 0 : open.front()->subject().world_rank, true);
+  return jsonOfLogs(open, open.empty() ? 0 : open.front()->subject().jobRank(), true);
 }
 
-std::string FlightRecorder::jsonOfLogs(const Logs& logs, int world_rank, bool brief) const {
+std::string FlightRecorder::jsonOfLogs(const Logs& logs, int job_rank, bool brief) const {
   const WallClock clock{steadyNs(steady_anchor_), wall_anchor_ns_};
   const int64_t now = clock.at(steadyNs(Clock::now()));
   std::string out = "{\"format\":\"pycomm-flight-record\",\"version\":" + std::to_string(kFormatVersion) +
-      ",\"rank\":" + std::to_string(world_rank) + ",\"host\":" + jsonText(localHostName()) +
+      ",\"rank\":" + std::to_string(job_rank) + ",\"host\":" + jsonText(localHostName()) +
       ",\"pid\":" + std::to_string(::getpid()) + ",\"written_ns\":" + std::to_string(now) +
       ",\"clock\":{\"wall_ns\":" + std::to_string(wall_anchor_ns_) +
       ",\"monotonic_ns\":" + std::to_string(clock.steady_anchor_ns) + "},\"groups\":[";
@@ -158,7 +158,7 @@ std::optional<ErrorRecord> FlightRecorder::failedBeside(const FlightLog& log) co
 void FlightRecorder::dump(const FlightLog& failed) noexcept {
   const FlightLog::Subject& subject = failed.subject();
   try {
-    const std::string path = subject.dump_prefix + std::to_string(subject.world_rank) + ".json";
+    const std::string path = subject.dump_prefix + std::to_string(subject.jobRank()) + ".json";
     {
       const std::lock_guard<std::mutex> lock(write_mutex_);
       dump_waits_.store(false);
@@ -166,7 +166,7 @@ void FlightRecorder::dump(const FlightLog& failed) noexcept {
     }
     if (!told_.exchange(true)) {
       log(LogLevel::Warn,
-          "the last operations of rank " + std::to_string(subject.world_rank) + " are in " + path +
+          "the last operations of rank " + std::to_string(subject.jobRank()) + " are in " + path +
               "; read them, best with those of all ranks, by: python -m pycomm trace " +
               (path.find('/') == std::string::npos ? "." : path.substr(0, path.rfind('/') + 1)));
     }

@@ -50,7 +50,7 @@ class FlightRecorder {
   void dump(const FlightLog& failed) noexcept;
   using Logs = std::vector<std::shared_ptr<FlightLog>>;
   [[nodiscard]] Logs logs() const;
-  [[nodiscard]] std::string jsonOfLogs(const Logs& logs, int world_rank, bool brief) const;
+  [[nodiscard]] std::string jsonOfLogs(const Logs& logs, int job_rank, bool brief) const;
 
   CallbackPool& callbacks_;
   // One pair of readings of both clocks. All times of a process are computed from it, so that they do not jump when somebody sets the

@@ -8,15 +8,17 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fault_ranks import use_fault_build
 from ranks import RankError, describe_exception, mark, run_ranks, start_ranks
 
 import pycomm
-from pycomm import _backend
+from pycomm import _backend, _extension
 
 PAIR = [1, 3]
 _BOUND_S = 30.0
@@ -229,9 +231,14 @@ def test_a_rank_that_dies_or_stops_has_its_own_number(how: int, code: str, wante
     assert wanted in error.text.replace(error.record["host"], "{host}")
 
 
-def leaves_after_another_failure(rank: int, world_size: int) -> Any:
+def leaves_after_another_failure(rank: int, world_size: int, store: str, late: str) -> Any:
+    if late:
+        use_fault_build()
+    dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
     first = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     second = dist.new_group([1, 2], timeout=timedelta(seconds=1))
+    if late and rank == 1:
+        _extension.load().arm_fault_points(late)
     if rank == 0:
         return caught(lambda: dist.all_reduce(torch.ones(4), group=first))
     if rank == 1:
@@ -241,8 +248,20 @@ def leaves_after_another_failure(rank: int, world_size: int) -> Any:
     return until_failed(second)
 
 
-def test_a_rank_that_leaves_since_another_group_has_failed_says_so() -> None:
-    seen, cause, _ = run_ranks(3, leaves_after_another_failure, timeout_s=60.0).check().values()
+# With the fault rank 1 has the error, and leaves, before its process is done with the failure.
+@pytest.mark.parametrize("late", ["", "group.failed:1:delay=500"])
+def test_a_rank_that_leaves_since_another_group_has_failed_says_so(
+    late: str, tmp_path: Path
+) -> None:
+    results = run_ranks(
+        3,
+        leaves_after_another_failure,
+        args=(f"file://{tmp_path}/store", late),
+        init="none",
+        backend=None,
+        timeout_s=60.0,
+    )
+    seen, cause, _ = results.check().values()
     assert cause.record["code"] == "TIMEOUT"
     record = seen.record
     assert (record["code"], record["peer"]) == ("PEER_LEFT", 1), seen.text

@@ -234,7 +234,9 @@ TEST(FlightRecorder, WritesWholeFilesOrNone) {
   FlightLog::Subject subject;
   subject.group = "g";
   subject.slots = 4;
-  subject.world_rank = 3;
+  subject.rank = 1;
+  subject.size = 2;
+  subject.job = JobRanks({2, 3});
   subject.dump_prefix = (folder / "deep" / "rank_").string();
   const auto log = recorder.open(subject);
   issue(log, 1).ended(std::nullopt);
