@@ -71,13 +71,17 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
   const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
   const size_t plane_nbytes = one_host ? HostView::totalNbytes(identity_.size) : 0;
-  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(roster_.hostMates().size());
   const int maker = roster_.hostMates().front();
   const bool first = identity_.rank == maker;
+  const size_t on_host = roster_.hostMates().size();
+  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(on_host);
+  size_t at_once = on_host;
   if (one_host) {
     attempt(failed_, opened.no_heaps, [&] {
       PYCOMM_FAULT_POINT("heap.open");
       opened.heaps.own = engine_.heap();
+      opened.heaps.own->sharedBy(on_host);
+      at_once = opened.heaps.own->atOnce();
     });
   } else {
     opened.no_heaps = "the ranks are on several hosts";
@@ -87,7 +91,7 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
       PYCOMM_FAULT_POINT("arena.open");
       auto arena = std::make_shared<const SharedArena>(SharedArena::create(nbytes));
       if (one_host) {
-        arena->commit(0, HostView::commonNbytes(identity_.size));
+        arena->commit(0, HostView::commonNbytes(identity_.size), at_once);
       }
       opened.arena = std::move(arena);
     });
@@ -108,6 +112,13 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
           nbytes));
     });
   }
+  if (one_host && opened.no_arena.empty()) {
+    // Stages get their pages with the first large operation, since most groups never have one. If there is no room for them now, sockets
+    // serve the group; if there is none then, that operation is an error.
+    attempt(failed_, opened.no_arena, [&] {
+      SharedArena::expectRoom(plane_nbytes - HostView::commonNbytes(identity_.size), at_once);
+    });
+  }
   for (int rank = 0; rank < identity_.size && opened.no_heaps.empty() && opened.no_arena.empty(); ++rank) {
     attempt(failed_, opened.no_heaps, [&] { mapHeap(opened.heaps, rank, patience); });
   }
@@ -116,6 +127,7 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
     rings.arena = opened.arena;
     rings.begin = plane_nbytes;
     rings.ranks = roster_.hostMates();
+    rings.at_once = at_once;
     engine_.lane().run([&] { planes_.data()->shareRings(std::move(rings)); });
   }
 }

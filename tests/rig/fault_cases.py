@@ -210,6 +210,18 @@ def _in_shared_memory() -> Iterator[Case]:
             bound_s=20.0,
         )
         yield Case(
+            "no room for stages, auto",
+            "making the group",
+            world_size,
+            victim,
+            spec="arena.room:1+:errno=ENOMEM",
+            at_init=True,
+            transport="auto",
+            codes=(),
+            victim_codes=(),
+            bound_s=20.0,
+        )
+        yield Case(
             "no room for shared memory",
             "arena.commit",
             world_size,

@@ -52,3 +52,14 @@ def memory_limit(nbytes: int) -> Iterator[Path | None]:
 def join(group: Path) -> None:
     """The memory that this process takes from now on counts in the group."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def room_in(group: Path) -> int:
+    """How many bytes its limit leaves, without what the kernel would get back first."""
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        if (group / limit).exists():
+            return int((group / limit).read_text()) - int((group / usage).read_text())
+    raise FileNotFoundError(f"{group} has no memory limit")

@@ -16,6 +16,7 @@ struct HostRings {
   std::shared_ptr<const SharedArena> arena;
   size_t begin = 0; ///< of the first one
   std::vector<int> ranks; ///< of this host, ascending
+  size_t at_once = SharedArena::kMostAtOnce; ///< see SharedArena::commit()
 
   /// However many ranks share the host, a rank's rings to all others have no more bytes than this together.
   static constexpr size_t kRankNbytes = 8 << 20;
@@ -42,7 +43,7 @@ struct HostRings {
   }
   /// Makes its pages exist. Throws Error(NoSharedMemory).
   void commit(int from, int to) const {
-    arena->commit(offset(from, to), RingMemory::totalNbytes(ringNbytes(ranks.size())));
+    arena->commit(offset(from, to), RingMemory::totalNbytes(ringNbytes(ranks.size())), at_once);
   }
 
  private:

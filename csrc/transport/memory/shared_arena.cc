@@ -25,8 +25,6 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 constexpr size_t kPieceNbytes = 512 << 10; // takes the kernel some tenths of a millisecond
-constexpr size_t kMostAtOnce = 64; // ranks of a host that share memory in one group, or that use as many cores
-constexpr size_t kReserveNbytes = kMostAtOnce * kPieceNbytes;
 
 [[noreturn]] void throwNoRoom(size_t nbytes, int error_number, const std::string& left) {
   ErrorRecord record = systemError(ErrorCode::NoSharedMemory, "", error_number);
@@ -37,6 +35,17 @@ constexpr size_t kReserveNbytes = kMostAtOnce * kPieceNbytes;
       "give the container or the host more memory (shared memory counts against the limit), or set "
       "PYCOMM_TRANSPORT=tcp";
   throw Error(record);
+}
+
+/// Throws unless there is room for `rest` of `nbytes`. All ranks of a host may want the same at the same time, and each may have looked
+/// before the others took a piece. So each leaves room for one of every rank, however little it wants itself.
+void expect(size_t rest, size_t nbytes, size_t at_once) {
+  const size_t wanted = rest + at_once * kPieceNbytes;
+  const int injected = PYCOMM_FAULT("arena.room").error_number;
+  const MemoryHeadroom headroom = injected == 0 ? memoryHeadroom(wanted) : MemoryHeadroom{0, "a fault point"};
+  if (!headroom.has(wanted)) {
+    throwNoRoom(nbytes, ENOMEM, headroom.limit + " leaves " + std::to_string(headroom.nbytes >> 10) + " KiB");
+  }
 }
 
 } // namespace
@@ -93,16 +102,14 @@ SharedArena SharedArena::attach(UniqueFd fd, std::optional<size_t> nbytes) {
   return SharedArena(std::move(fd), static_cast<size_t>(status.st_size));
 }
 
-void SharedArena::commit(size_t offset, size_t nbytes) const {
+void SharedArena::expectRoom(size_t nbytes, size_t at_once) {
+  expect(nbytes, nbytes, at_once);
+}
+
+void SharedArena::commit(size_t offset, size_t nbytes, size_t at_once) const {
   const size_t end = offset + nbytes;
-  // All ranks of a host may want the same at the same time, and each may have looked before the others took a piece. So each looks before
-  // every piece, and leaves room for one of every other rank, however little it wants itself.
   while (offset < end) {
-    const size_t wanted = end - offset + kReserveNbytes;
-    const MemoryHeadroom headroom = memoryHeadroom(wanted);
-    if (!headroom.has(wanted)) {
-      throwNoRoom(nbytes, ENOMEM, headroom.limit + " leaves " + std::to_string(headroom.nbytes >> 10) + " KiB");
-    }
+    expect(end - offset, nbytes, at_once); // before every piece
     const size_t piece = std::min(kPieceNbytes, end - offset);
     const int injected = PYCOMM_FAULT("arena.commit").error_number;
     const int error_number =

@@ -28,9 +28,13 @@ class SharedArena {
   SharedArena& operator=(const SharedArena&) = delete;
   ~SharedArena();
 
-  /// Allocates the pages of a range. Throws Error(NoSharedMemory) if there is no room for them. Any process, any number
-  /// of times.
-  void commit(size_t offset, size_t nbytes) const;
+  /// Processes of one host that may allocate shared memory at the same moment, where nobody knows how many there are.
+  static constexpr size_t kMostAtOnce = 64;
+  /// Allocates the pages of a range. Throws Error(NoSharedMemory) if there is no room for them beside a piece for each
+  /// of `at_once` processes. Any process, any number of times.
+  void commit(size_t offset, size_t nbytes, size_t at_once = kMostAtOnce) const;
+  /// Throws what commit() would throw now for so many bytes. Allocates nothing.
+  static void expectRoom(size_t nbytes, size_t at_once);
 
   [[nodiscard]] std::byte* at(size_t offset) const noexcept {
     return base_ + offset;

@@ -44,6 +44,12 @@ SharedHeap::SharedHeap(SharedArena arena) : arena_(std::move(arena)), process_(:
   free_[0] = arena_.nbytes();
 }
 
+void SharedHeap::sharedBy(size_t ranks) noexcept {
+  size_t known = ranks_.load(std::memory_order_relaxed);
+  while (known < ranks && !ranks_.compare_exchange_weak(known, ranks, std::memory_order_relaxed)) {
+  }
+}
+
 size_t SharedHeap::takeRoom(size_t room) {
   for (auto range = free_.begin(); range != free_.end(); ++range) { // the first that is long enough
     const size_t offset = range->first;
@@ -87,7 +93,7 @@ void* SharedHeap::allocate(size_t nbytes) {
   const size_t offset = takeRoom(room);
   try {
     lock.unlock();
-    arena_.commit(offset, room);
+    arena_.commit(offset, room, atOnce());
     lock.lock();
     blocks_[offset] = Block{nbytes, room, {}};
   } catch (...) {

@@ -45,6 +45,14 @@ class SharedHeap {
   /// for the copy. placeOf() never again finds a buffer that has one of these pages.
   bool detach(const void* buffer, size_t nbytes) noexcept;
 
+  /// So many ranks of this host share memory in a group: of all groups the largest number counts. Any thread.
+  void sharedBy(size_t ranks) noexcept;
+  /// How many processes may allocate shared memory at the same moment, as far as this one knows.
+  [[nodiscard]] size_t atOnce() const noexcept {
+    const size_t ranks = ranks_.load(std::memory_order_relaxed);
+    return ranks == 0 ? SharedArena::kMostAtOnce : ranks;
+  }
+
   [[nodiscard]] std::byte* base() const noexcept {
     return arena_.at(0);
   }
@@ -73,6 +81,7 @@ class SharedHeap {
   const SharedArena arena_;
   const int process_;
   std::atomic<size_t> live_{0}; ///< number of blocks, read without the lock
+  std::atomic<size_t> ranks_{0}; ///< see sharedBy(); 0: no group yet
   mutable std::mutex mutex_; ///< guards the members below
   Blocks blocks_; ///< by offset
   std::map<size_t, size_t> free_; ///< offset: length; free ranges are never adjacent

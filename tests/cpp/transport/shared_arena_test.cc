@@ -116,6 +116,23 @@ TEST(SharedArena, ASmallCommitLeavesRoomForAPieceOfEveryOtherRank) {
   });
 }
 
+// Two ranks leave room for two pieces, 1 MiB, and not for as many as a host may have.
+TEST(SharedArena, ASmallCommitOfFewRanksNeedsLittleMoreRoomThanItsOwn) {
+  expectAtALimit([](const MemoryLimit& limit) {
+    constexpr size_t kSmall = size_t{1} << 20;
+    const SharedArena arena = SharedArena::create(64 * kSmall);
+    size_t taken = 0;
+    try {
+      for (bool joined = limit.join(); joined && taken < 64; ++taken) {
+        arena.commit(taken * kSmall, kSmall, 2);
+      }
+    } catch (const Error& error) {
+      return error.record().code == ErrorCode::NoSharedMemory && taken > 48;
+    }
+    return false;
+  });
+}
+
 // Kernels before 6.9 take back what an interrupted call has allocated. So a call that takes longer than the time between two signals (of
 // a profiler) would never end.
 TEST(SharedArena, ASignalCostsAPieceAndNotTheWhole) {
