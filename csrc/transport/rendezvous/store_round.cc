@@ -328,7 +328,10 @@ void StoreRound::logSlow(SlowWait& slow, const std::string& key, const Texts& te
     whom = "ranks " + listed(missing) + (all ? "" : " and maybe others") + ", which have not joined" + in_all +
         "If they have started, try";
   }
-  log(LogLevel::Warn, who + whom + " on each host: python -m pycomm doctor");
+  const std::string names = job.list().empty()
+      ? ""
+      : ". Or is that rank in another number of groups? Then new_group(use_local_synchronization=True) gives it another name to wait under";
+  log(LogLevel::Warn, who + whom + " on each host: python -m pycomm doctor" + names);
 }
 
 ErrorRecord StoreRound::failTogether(ErrorRecord record) const noexcept {
