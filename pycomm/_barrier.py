@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pycomm import _extension
 from pycomm._backend import group_timeout, last_error, native_backend, next_number
-from pycomm._flight_record import ranks_text
+from pycomm._flight_record import group_text
 from pycomm._settings import timeout_seconds
 from pycomm.errors import BY_CODE, PycommError
 
@@ -191,7 +191,7 @@ class _Round:
             return str(self.group.size())
         desc = self.group.group_desc
         called = self.group.group_name if desc in ("", "undefined") else desc
-        return f"group {called!r} of {ranks_text(self.ranks, 8)}"
+        return group_text(called, self.ranks)
 
     def _refused(self, peer: int) -> Exception:
         summary = (

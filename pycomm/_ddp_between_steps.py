@@ -30,6 +30,15 @@ class BetweenSteps(Weighed):
     _trains_in_mode: bool = True
     """Whether the forward of the last step was in train() mode."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        if getattr(self, "_sync_every", 1) > 1:  # torch would say that process_group was passed
+            raise UnsupportedError(
+                "a DistributedDataParallel with sync_every above 1 has a group of its own, and "
+                "cannot be copied or pickled. Try: its .module, which can"
+            )
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, **_FIRST_PASS})  # type: ignore[no-untyped-call]
 

@@ -137,7 +137,7 @@ def host_group(group: Any) -> Any:
     name = f"{group.group_name}_host{hosts.index(mine)}_{next_number(group, 'host group')}"
     c10d: Any = dist.distributed_c10d
     world: Any = dist.group.WORLD
-    options, timeout = _made_with(group)
+    options, timeout = _options_and_timeout(group)
     made, _ = c10d._new_process_group_helper(
         len(members),
         members.index(dist.get_rank()),
@@ -153,7 +153,7 @@ def host_group(group: Any) -> Any:
     return made
 
 
-def _made_with(group: Any) -> tuple[Any, timedelta]:
+def _options_and_timeout(group: Any) -> tuple[Any, timedelta]:
     """The options, if pycomm is the group's only backend, and the timeout that it was made with."""
     with contextlib.suppress(ValueError):
         native_backend(group)

@@ -210,15 +210,6 @@ class EndsByItself:
             "backward pass ends by itself. Try: torch's own DistributedDataParallel over pycomm"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        if getattr(self, "_sync_every", 1) > 1:  # torch would say that process_group was passed
-            raise UnsupportedError(
-                "a DistributedDataParallel with sync_every above 1 has a group of its own, and "
-                "cannot be copied or pickled. Try: its .module, which can"
-            )
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
-        return state
-
 
 def reducible(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
     """Parameters that have gradients, or may once they are unfrozen, by their first name."""

@@ -33,6 +33,11 @@ def ranks_text(ranks: Iterable[int], most: int | None = None) -> str:
     return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
+def group_text(called: str, ranks: Iterable[int]) -> str:
+    """What texts call a group that is not the whole job: "group 'dp' of ranks 1 and 3"."""
+    return f"group {called!r} of {ranks_text(ranks, _LISTED)}"
+
+
 class BadRecordError(ValueError):
     """A file is not a flight record, or not one that this version reads."""
 
@@ -142,7 +147,7 @@ class GroupRecord:
         """ "group 0", "group 'dp' of ranks 1 and 3"."""
         if not self.global_ranks:
             return f"group {self.called}"
-        return f"group {self.called!r} of {ranks_text(self.global_ranks, _LISTED)}"
+        return group_text(self.called, self.global_ranks)
 
     def host_of(self, rank: int) -> str | None:
         """The host of one of the group's ranks, if it is known."""

@@ -6,16 +6,15 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from refused_joins import join
 from time_bound import assert_within
 
-import pycomm
 from pycomm import _secret
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
@@ -24,29 +23,12 @@ TIMEOUT_S = 4.0
 WROTE = "has written into the store that it cannot join: "
 
 
-def join(rank: int, world_size: int) -> dict[str, Any]:
+def join_together(rank: int, world_size: int) -> dict[str, Any]:
     folder = Path(os.environ["TOGETHER"])
     (folder / f"here-{rank}").touch()
     while len(list(folder.glob("here-*"))) < world_size:
         time.sleep(0.01)  # the timeout is for joining, not for importing torch
-    begin = time.monotonic()
-    try:
-        dist.init_process_group(
-            "pycomm",
-            init_method=os.environ["MEETING"],
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
-    except (ValueError, pycomm.errors.PycommError) as error:
-        return {
-            "type": type(error).__name__,
-            "text": str(error),
-            "peer": getattr(error, "peer", None),
-            "took": time.monotonic() - begin,
-        }
-    dist.destroy_process_group()
-    return {"type": ""}
+    return join(rank, world_size, TIMEOUT_S)
 
 
 def missing(path: Path) -> str:
@@ -95,7 +77,7 @@ def _met(
         }
     results = run_ranks(
         2,
-        join,
+        join_together,
         init="none",
         backend=None,
         env=lambda rank: {**env, "PYCOMM_SECRET_FILE": str(bad if rank == bad_rank else good)},
@@ -145,7 +127,7 @@ def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
     _secret.generate_file(str(path))
     waited, refused = run_ranks(
         2,
-        join,
+        join_together,
         init="none",
         backend=None,
         env=lambda rank: {

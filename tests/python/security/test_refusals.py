@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from ranks import free_port, run_ranks
+from refused_joins import join
 
-import pycomm
 from pycomm import _secret
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
-
-
-def join(rank: int, world_size: int) -> tuple[str, str, int]:
-    try:
-        dist.init_process_group(
-            "pycomm",
-            init_method=os.environ["MEETING"],
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=30),
-        )
-    except (ValueError, pycomm.errors.PycommError) as error:
-        return type(error).__name__, str(error), getattr(error, "peer", -1)
-    return "", "", -1
 
 
 Environment = dict[str, str | None]
@@ -85,6 +69,7 @@ def test_all_ranks_name_the_reason(
     results = run_ranks(
         size,
         join,
+        args=(30.0,),
         init="none",
         backend=None,
         env=lambda rank: {
@@ -95,7 +80,7 @@ def test_all_ranks_name_the_reason(
         },
     )
     for rank, result in enumerate(results):
-        name, text, peer = result.value
+        name, text, peer = (result.value[each] for each in ("type", "text", "peer"))
         assert reason in text, (rank, text)
         if refuse is option and rank == 0:
             assert name == "ValueError", text
