@@ -53,7 +53,6 @@ def test_what_is_not_as_expected_is_a_complaint() -> None:
     assert machinery.verdict(mutation, green, green)[1] == "A.C does not notice it"
     both = mutation._replace(tests="A.B:A.C")
     assert machinery.verdict(both, green, red)[1] == "A.B does not notice it"
-    assert machinery.verdict(both, green, machinery.Ran(0, machinery.HANGS))[1] == ""
     assert machinery.verdict(mutation, red, red)[1] == "without it: failed: A.C"
     assert machinery.verdict(mutation, green, None)[1] == "does not compile"
     none, skipped = machinery.judged(0, ""), machinery.judged(0, PASSED + SKIPPED)
@@ -61,3 +60,31 @@ def test_what_is_not_as_expected_is_a_complaint() -> None:
     assert machinery.verdict(mutation, skipped, red)[1] == "without it: skipped: A.D"
     assert machinery.verdict(mutation, green, skipped)[1] == "skipped: A.D"
     assert machinery.judged(-11, "[ RUN      ] A.B\n").failed == ("A.B (died with -11)",)
+
+
+def test_one_that_does_not_end_is_noticed_by_time_and_the_report_says_so() -> None:
+    mutation = security.MUTATIONS[0]._replace(tests="A.B:A.C:A.D")
+    green = machinery.judged(0, PASSED)._replace(seconds=2.0)
+    ran = machinery.hung(PASSED + "[ RUN      ] A.C\n", mutation.tests)._replace(seconds=60.0)
+    row, complaint = machinery.verdict(mutation, green, ran)
+    assert row.endswith("| A.C (does not end): 60 s; without the mutation 2.0 s |")
+    assert complaint == "A.B does not notice it"  # A.D, which did not run, may
+    assert machinery.verdict(mutation, green, machinery.hung(PASSED, "A.B"))[1] == (
+        "did not end, and no test was running"
+    )
+    # A test that hangs without the mutation says nothing about it.
+    assert machinery.verdict(mutation, ran, ran)[1] == "without it: failed: A.C (does not end)"
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.1, 60), (5.9, 60), (30, 300)])
+def test_only_what_takes_many_times_as_long_does_not_end(seconds: float, limit: float) -> None:
+    assert machinery.limit_of(machinery.Ran(1, (), seconds=seconds)) == limit
+
+
+def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    program = tmp_path / "hangs"
+    program.write_text("#!/bin/sh\necho '[ RUN      ] A.B'\nexec sleep 1000\n")
+    program.chmod(0o700)
+    ran = machinery.run_tests(program, "A.B", 0.5)
+    assert ran.hung == "A.B"
+    assert 0.5 <= ran.seconds < 20

@@ -1,9 +1,10 @@
 """Remove one condition at a time; a named C++ test must fail: security_mutations.py and its kind.
 
 The tests that should notice a mutation run without it, where they must pass, and with it, where
-each must fail, die, or not end within the limit. A program fails if that is otherwise, if a test is
-skipped, and, before it builds anything, if the text of a mutation no longer stands exactly once in
-its file. It prints a table: the tests that failed.
+each must fail, die, or not end in ten times as long as without it. A program fails if that is
+otherwise, if a test is skipped, and, before it builds anything, if the text of a mutation no longer
+stands exactly once in its file. It prints a table: the tests that failed. Its last line names the
+mutations that a test noticed only because it did not end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +20,14 @@ from typing import NamedTuple
 import mutated
 
 SOURCES = Path("csrc")
-LIMIT_S = 300  # of one run of tests; without a check some wait for what never comes
+LIMIT_S = 300  # of tests without a mutation
+LEAST_LIMIT_S = 60  # of tests with one: another process may have the cores for a while
+TIMES_AS_LONG = 10
 CONFIGURE = ("-DPYCOMM_PRECOMPILE=OFF", "-DCMAKE_UNITY_BUILD=ON")
 WALK = "host_walk"
 """This program compiles engine/host once more. Its mutations are in a second copy of that folder:
 nothing else is compiled for them."""
 WALKED = Path("walked")
-
-
-HANGS = ("(it hangs)",)
 
 
 class Mutation(NamedTuple):
@@ -35,7 +36,8 @@ class Mutation(NamedTuple):
     old: str
     new: str
     tests: str
-    """A filter of GoogleTest's without wildcards. Each of them must fail."""
+    """A filter of GoogleTest's without wildcards. Each of them must fail. DISABLED_ ones run too:
+    they take too long for every day."""
     program: str = "transport"
     """The folder of tests/cpp that has them."""
 
@@ -74,43 +76,77 @@ class Ran(NamedTuple):
     failed: tuple[str, ...]
     trouble: str = ""
     """Why nothing can be concluded from it."""
+    seconds: float = 0
+    hung: str = ""
+    """The test that did not end."""
+    unrun: frozenset[str] = frozenset()
+    """Tests that would have come after that one."""
 
 
-def run_tests(program: Path, tests: str) -> Ran:
-    command = [str(program), f"--gtest_filter={tests}"]
+def limit_of(without: Ran) -> float:
+    """Long enough for tests with a mutation: one that takes longer hangs, and is not only slow."""
+    return max(LEAST_LIMIT_S, TIMES_AS_LONG * without.seconds)
+
+
+def run_tests(program: Path, tests: str, limit_s: float = LIMIT_S) -> Ran:
+    command = [str(program), f"--gtest_filter={tests}", "--gtest_also_run_disabled_tests"]
+    begin = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Ran(0, HANGS)
-    return judged(done.returncode, done.stdout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as over:
+        output = over.stdout or b""  # bytes, also of a process whose output is text
+        text = output if isinstance(output, str) else output.decode(errors="replace")
+        return hung(text, tests)._replace(seconds=time.monotonic() - begin)
+    return judged(done.returncode, done.stdout)._replace(seconds=time.monotonic() - begin)
+
+
+def ends_of(output: str) -> list[tuple[str, str]]:
+    """How each test ended, and its name."""
+    return re.findall(r"^\[ +(OK|FAILED|SKIPPED) +\] (\S+?),? .*\(\d+ ms\)$", output, re.MULTILINE)
+
+
+def begun(output: str) -> list[str]:
+    return re.findall(r"^\[ RUN +\] (\S+)$", output, re.MULTILINE)
 
 
 def judged(code: int, output: str) -> Ran:
-    of_each = re.findall(
-        r"^\[ +(OK|FAILED|SKIPPED) +\] (\S+?),? .*\(\d+ ms\)$", output, re.MULTILINE
-    )
+    of_each = ends_of(output)
     failed = tuple(name for how, name in of_each if how == "FAILED")
     skipped = [name for how, name in of_each if how == "SKIPPED"]
     if code not in (0, 1) and not failed:
-        running = re.findall(r"^\[ RUN +\] (\S+)$", output, re.MULTILINE)
+        running = begun(output)
         return Ran(0, (f"{running[-1]} (died with {code})",)) if running else Ran(0, (), "died")
     if skipped:
         return Ran(0, failed, f"skipped: {', '.join(skipped)}")
     return Ran(len(of_each) - len(failed), failed, "" if of_each else "no test ran")
 
 
+def hung(output: str, tests: str) -> Ran:
+    """What a run of these tests said that did not end within its limit."""
+    ended = dict(reversed(each) for each in ends_of(output))
+    running = next((name for name in begun(output) if name not in ended), "")
+    failed = tuple(name for name, how in ended.items() if how == "FAILED")
+    if not running:
+        return Ran(0, failed, "did not end, and no test was running")
+    unrun = frozenset(tests.split(":")) - set(begun(output))
+    passed = len(ended) - len(failed)
+    return Ran(passed, (*failed, f"{running} (does not end)"), hung=running, unrun=unrun)
+
+
 def verdict(mutation: Mutation, without: Ran, broken: Ran | None) -> tuple[str, str]:
     """The row of the table, and the complaint about it: empty if it is as expected."""
     if broken is None:
         return f"| {mutation.name} | does not compile |", "does not compile"
-    row = f"| {mutation.name} | {', '.join(broken.failed)} |"
+    told = ", ".join(broken.failed)
+    if broken.hung:
+        told += f": {broken.seconds:.0f} s; without the mutation {without.seconds:.1f} s"
+    row = f"| {mutation.name} | {told} |"
     if without.failed or without.trouble:
         return row, f"without it: {without.trouble or 'failed: ' + ', '.join(without.failed)}"
     if broken.trouble:
         return row, broken.trouble
     blind = set(mutation.tests.split(":")) - {name.partition(" ")[0] for name in broken.failed}
-    if broken.failed == HANGS:
-        blind = set()
+    blind -= broken.unrun
     return row, f"{', '.join(sorted(blind))} does not notice it" if blind else ""
 
 
@@ -119,26 +155,30 @@ def build(copy: Path, program: str) -> Path | None:
     return mutated.build(copy, copy / "build" / "cpp-plain", f"{program}_test", configure)
 
 
-def try_all(copy: Path, mutations: Sequence[Mutation]) -> list[str]:
-    """Print the table's rows; return the complaints."""
+def try_all(copy: Path, mutations: Sequence[Mutation]) -> tuple[list[str], list[str]]:
+    """Print the table's rows; return the complaints, and the mutations noticed by time alone."""
     wrong = []
+    by_time = []
     unbroken = {}
     for name in sorted({mutation.program for mutation in mutations}):
         program = build(copy, name)
         if program is None:
-            return [f"{name}_test does not compile without a mutation"]
+            return [f"{name}_test does not compile without a mutation"], []
         for tests in {each.tests for each in mutations if each.program == name}:
             unbroken[name, tests] = run_tests(program, tests)
     for mutation in sorted(mutations, key=lambda each: each.program):
         folder = copy / (WALKED if mutation.program == WALK else SOURCES)
         with mutated.broken(mutated.path_of(folder, mutation), mutation):
             program = build(copy, mutation.program)
-        ran = run_tests(program, mutation.tests) if program else None
-        row, complaint = verdict(mutation, unbroken[mutation.program, mutation.tests], ran)
+        without = unbroken[mutation.program, mutation.tests]
+        ran = run_tests(program, mutation.tests, limit_of(without)) if program else None
+        row, complaint = verdict(mutation, without, ran)
         print(row, flush=True)
         if complaint:
             wrong.append(f"{mutation.name}: {complaint}")
-    return wrong
+        elif ran and ran.hung:
+            by_time.append(mutation.name)
+    return wrong, by_time
 
 
 def main(about: str, mutations: Sequence[Mutation]) -> int:
@@ -156,6 +196,8 @@ def main(about: str, mutations: Sequence[Mutation]) -> int:
         keep_only_wanted_tests(copy, mutations)
         print("| condition that is left out | tests that fail |\n|---|---|", flush=True)
         chosen = mutated.chosen(mutations, options.only, options.share)
-        wrong = try_all(copy, chosen)
-    print("\n".join([*wrong, f"{len(chosen)} mutations, {len(wrong)} not as expected"]))
+        wrong, by_time = try_all(copy, chosen)
+    last = f"{len(chosen)} mutations, {len(wrong)} not as expected"
+    last += f"; noticed by time alone: {', '.join(by_time) or 'none'}"
+    print("\n".join([*wrong, last]))
     return 1 if wrong else 0
