@@ -32,7 +32,7 @@ bool counts(const HostScene::Word& word) {
 void beforeLoad(const void* word) {
   const HostScene::Word which = HostScene::current().wordAt(word);
   if (counts(which)) {
-    Walk::current().pauseToLoad(word, which.name);
+    Walk::current().pauseToLoad(word, which.name, which.wakes && which.owner != Walk::current().rank());
   }
 }
 
@@ -42,7 +42,9 @@ void loads(const void* word) {
 
 void afterLoad(const void* word, uint64_t value) {
   const HostScene::Word which = HostScene::current().wordAt(word);
-  if (which.owner != Walk::current().rank() || which.wakes) {
+  if (which.bell) {
+    HostScene::current().readBell(static_cast<uint32_t>(value));
+  } else if (which.owner != Walk::current().rank() && !which.wakes) {
     Walk::current().saw(value);
   }
   if (which.slot && which.owner != Walk::current().rank() && HostScene::current().plot().size == 2) {
@@ -61,12 +63,20 @@ void beforeStore(const void* word, uint64_t is, uint64_t will_be) {
         std::string(which.name) + " falls from " + std::to_string(is) + " to " + std::to_string(will_be));
   }
   if (counts(which)) {
-    Walk::current().pauseToStore(word, which.name);
+    Walk::current().pauseToStore(word, which.name, which.wakes && which.owner != Walk::current().rank());
   }
 }
 
-void afterStore() {
+void afterStore(const void* word) {
+  const HostScene::Word which = HostScene::current().wordAt(word);
+  if (which.wakes && !which.bell) {
+    HostScene::current().expects();
+  }
   Walk::current().wrote();
+}
+
+void lacks(const WalkedWord<uint64_t>& word, uint64_t bound) {
+  HostScene::current().lacks(word, bound);
 }
 
 void beforeBytes(const char* site) {
@@ -153,10 +163,11 @@ HostScene::Word HostScene::wordAt(const void* word) const {
         static_cast<int>(at / sizeof(HostProgress)),
         wakes,
         false,
-        field < 4};
+        field < 4,
+        at % sizeof(HostProgress) == offsetof(HostProgress, bell)};
   }
   const size_t slot = (at - HostView::slotsOffset(plot_.size)) / HostView::kSlotNbytes;
-  return {"ticket", static_cast<int>(slot / kHostSlots), false, true, false};
+  return {"ticket", static_cast<int>(slot / kHostSlots), false, true, false, false};
 }
 
 void HostScene::reset() {
@@ -217,9 +228,42 @@ uint64_t HostScene::stateOf(int rank) const {
   return state;
 }
 
+// Of a bell only that matters: whether it was rung since the rank that may sleep read it.
+uint64_t HostScene::progressOf(int rank) const {
+  const HostProgress& progress = HostView{arena_->at(0), nullptr, rank, plot_.size}.progress(rank);
+  const std::optional<uint32_t>& rung = selves_[static_cast<size_t>(rank)].rung;
+  uint64_t hash = mixed(
+      1,
+      progress.done.peek() << 48 | progress.staged.peek() << 32 | progress.reduced.peek() << 16 |
+          progress.collected.peek());
+  hash = mixed(hash, progress.writes.peek() << 2 | progress.left.peek());
+  hash = mixed(hash, progress.waits_for.peek());
+  return mixed(hash, static_cast<uint64_t>(rung && *rung != progress.bell.peek()));
+}
+
+void HostScene::expects() noexcept {
+  Self& self = selves_[static_cast<size_t>(Walk::current().rank())];
+  self.rung.reset();
+  self.lacks.clear();
+}
+
+void HostScene::readBell(uint32_t rung) noexcept {
+  Self& self = selves_[static_cast<size_t>(Walk::current().rank())];
+  self.rung = self.rung.value_or(rung);
+}
+
+void HostScene::lacks(const WalkedWord<uint64_t>& counter, uint64_t bound) {
+  if (plot_.sleeps) {
+    selves_[static_cast<size_t>(Walk::current().rank())].lacks.push_back({&counter, bound});
+  }
+}
+
 uint64_t HostScene::hash() const {
   const auto size = static_cast<size_t>(plot_.size);
-  uint64_t hash = mixed(1, arena_->at(0), size * sizeof(HostProgress));
+  uint64_t hash = 1;
+  for (int rank = 0; rank < plot_.size; ++rank) {
+    hash = mixed(hash, progressOf(rank));
+  }
   const size_t slots = HostView::slotsOffset(plot_.size);
   hash = mixed(hash, arena_->at(slots), size * kHostSlots * HostView::kSlotNbytes);
   const size_t stages = HostView::stageOffset(plot_.size, 0);
@@ -327,7 +371,15 @@ void HostScene::leave(int rank, bool fails) {
 void HostScene::checkNobodySleepsFor(int rank) const {
   for (int other = 0; other < plot_.size; ++other) {
     const HostPlane* const plane = selves_[static_cast<size_t>(other)].plane;
-    if (plane == nullptr || !Walk::current().sleeps(other) || plane->queue_.head_ == plane->queue_.entered_) {
+    if (plane == nullptr || !Walk::current().sleeps(other)) {
+      continue;
+    }
+    for (const auto& [counter, bound] : selves_[static_cast<size_t>(other)].lacks) {
+      if (wordAt(counter).owner == rank && counter->peek() >= bound) {
+        Walk::current().wrong("has done what rank " + std::to_string(other) + " sleeps for, and did not wake it");
+      }
+    }
+    if (plane->queue_.head_ == plane->queue_.entered_) {
       continue;
     }
     const HostTransfer& oldest = plane->queue_.queue_[plane->queue_.head_].transfer;
@@ -364,7 +416,7 @@ void HostScene::body(int rank) {
   events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
   events.ended = [](const OperationId&, const Descriptor&) {};
   HostPlane::Config config;
-  config.tell_after_ms = 0;
+  config.tell_after_ms = 1000 * 1000; // never: to report that an operation is stuck takes loads that change nothing
   HostPlane plane(identity, arena_, std::move(heaps), config, std::move(events));
   self.plane = &plane;
   for (size_t act = 0; act < plot_.acts.size(); ++act) {
@@ -394,6 +446,7 @@ void HostScene::body(int rank) {
     checkNotAstray(rank);
     if (plot_.sleeps && stateOf(rank) == before) {
       plane.sleep(Deadline::never());
+      checkNobodySleepsFor(rank);
     }
     look(rank);
   }

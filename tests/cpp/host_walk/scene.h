@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,7 @@ struct Plot {
   bool sleeps = false; ///< ranks that wait sleep until another rings
   bool enters = true; ///< also the orders in which they enter operations and look who has
   int differs = -1; ///< this rank asks for other operations than all others do
+  int late = -1; ///< this rank begins once the others have done all that they can do without it
 };
 
 /// Runs a Plot on HostPlanes, one for each rank, over one memory. Every element of every operation has a value of its own, and when an operation has
@@ -50,6 +52,7 @@ class HostScene : public Scene {
     bool wakes; ///< only ranks that sleep need it
     bool slot;
     bool counter; ///< others only ask whether it is as high as something, and it only rises
+    bool bell;
   };
   [[nodiscard]] Word wordAt(const void* word) const;
   [[nodiscard]] const Plot& plot() const noexcept {
@@ -58,6 +61,11 @@ class HostScene : public Scene {
   [[nodiscard]] bool noticed(int rank) const noexcept {
     return selves_[static_cast<size_t>(rank)].noticed;
   }
+  /// This rank has stored for whom it waits; or it has read its bell, and will ask whether that was rung since.
+  void expects() noexcept;
+  void readBell(uint32_t rung) noexcept;
+  /// This rank needs this counter of another one to be so high, and it is not.
+  void lacks(const WalkedWord<uint64_t>& counter, uint64_t bound);
   [[nodiscard]] static HostScene& current() noexcept {
     return *current_;
   }
@@ -66,6 +74,10 @@ class HostScene : public Scene {
   struct Tensors {
     float* input = nullptr;
     float* output = nullptr;
+  };
+  struct Lack {
+    const WalkedWord<uint64_t>* counter;
+    uint64_t bound;
   };
   struct Self {
     HostPlane* plane = nullptr;
@@ -76,6 +88,8 @@ class HostScene : public Scene {
     uint64_t must_fail = 0;
     bool left = false;
     bool noticed = false;
+    std::optional<uint32_t> rung; ///< its bell, when it read that before it sleeps
+    std::vector<Lack> lacks; ///< since it expects others to ring
   };
 
   [[nodiscard]] int64_t numelOf(const Act& act) const noexcept;
@@ -87,6 +101,7 @@ class HostScene : public Scene {
   [[nodiscard]] float expected(size_t act, int rank, size_t i) const;
   [[nodiscard]] Operation::Request requestOf(size_t act, int rank);
   [[nodiscard]] uint64_t stateOf(int rank) const;
+  [[nodiscard]] uint64_t progressOf(int rank) const;
   [[nodiscard]] bool groupFails(int rank) const noexcept;
   [[nodiscard]] int waysOf(int rank) const noexcept;
   void look(int rank);

@@ -1,6 +1,7 @@
 #include "host_walk/walk.h"
 
 #include <cstring>
+#include <functional>
 #include <utility>
 
 /// _longjmp() by another name, since with _FORTIFY_SOURCE that one takes a jump to another stack for a mistake.
@@ -31,7 +32,7 @@ uint64_t mixed(uint64_t hash, const void* bytes, size_t nbytes) noexcept {
 
 Walk* Walk::current_ = nullptr;
 
-Walk::Walk(Scene& scene, int size) : scene_(scene), ranks_(static_cast<size_t>(size)) {
+Walk::Walk(Scene& scene, int size, int late) : scene_(scene), ranks_(static_cast<size_t>(size)), late_(late) {
   for (Rank& rank : ranks_) {
     rank.stack.resize(kStackNbytes);
   }
@@ -51,7 +52,7 @@ void Walk::begin() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = ranks_[i];
     rank.ended = rank.between = rank.did_nothing = rank.news = rank.begun = false;
-    rank.asleep = nullptr;
+    rank.asleep = rank.passing = nullptr;
     rank.ways = 1;
     rank.log = 0;
     rank.what = "begins";
@@ -60,7 +61,9 @@ void Walk::begin() {
     rank.context.uc_stack.ss_size = rank.stack.size();
     rank.context.uc_link = nullptr;
     ::makecontext(&rank.context, &Walk::enter, 0);
-    go({static_cast<int>(i), 0}); // to its first choice
+    if (static_cast<int>(i) != late_) {
+      go({static_cast<int>(i), 0}); // to its first choice
+    }
   }
 }
 
@@ -98,8 +101,23 @@ void Walk::pause(const char* what) {
   if (!draining_) {
     now().what = what;
     now().log = mixed(now().log, 1);
+    now().passing = nullptr;
     swap();
   }
+}
+
+void Walk::pauseAt(const void* word, const char* what, bool passing) {
+  if (!passing) {
+    pause(what);
+    return;
+  }
+  Rank& me = now();
+  if (me.passing == nullptr || !std::less<>()(me.passing, word)) {
+    me.log = mixed(me.log, 3); // another pass than the last one
+  }
+  me.passing = word;
+  me.what = what;
+  swap();
 }
 
 bool Walk::learn(uint64_t& ranks) noexcept {
@@ -115,21 +133,21 @@ void Walk::loads(const void* word) {
   learned_ = (learn(use.load) && use.store != 0) || learned_;
 }
 
-void Walk::pauseToLoad(const void* word, const char* what) {
+void Walk::pauseToLoad(const void* word, const char* what, bool passing) {
   loads(word);
-  if ((uses_[word].store & ~(uint64_t{1} << running_)) != 0) {
-    pause(what);
+  if (!draining_ && (uses_[word].store & ~(uint64_t{1} << running_)) != 0) {
+    pauseAt(word, what, passing);
   }
 }
 
-void Walk::pauseToStore(const void* word, const char* what) {
+void Walk::pauseToStore(const void* word, const char* what, bool passing) {
   if (draining_) {
     return;
   }
   Use& use = uses_[word];
   learned_ = (learn(use.store) && (use.load | use.store) != 0) || learned_;
   if (((use.load | use.store) & ~(uint64_t{1} << running_)) != 0) {
-    pause(what);
+    pauseAt(word, what, passing);
   }
 }
 
@@ -141,6 +159,7 @@ int Walk::choose(int ways, uint64_t state, bool stops) {
   me.ways = ways;
   me.between = true;
   me.log = state;
+  me.passing = nullptr;
   me.what = "goes on";
   if (stops || ways > 1 || (me.did_nothing && !me.news)) {
     swap();
@@ -169,6 +188,7 @@ void Walk::sleep(const void* word) {
     now().asleep = word;
     now().what = "wakes up";
     now().log = mixed(now().log, 2);
+    now().passing = nullptr;
     swap();
   }
 }
@@ -199,13 +219,16 @@ std::vector<Walk::Step> Walk::possible() const {
   for (size_t next = 0; next < ranks_.size(); ++next) {
     const size_t i = (static_cast<size_t>(running_) + next) % ranks_.size(); // the same one first: fewer swaps
     const Rank& rank = ranks_[i];
-    if (rank.ended || rank.asleep != nullptr) {
+    if (rank.ended || rank.asleep != nullptr || !rank.begun) {
       continue;
     }
     const bool first = !rank.between || !rank.did_nothing || rank.news;
     for (int way = first ? 0 : 1; way < rank.ways; ++way) {
       steps.push_back({static_cast<int>(i), way});
     }
+  }
+  if (steps.empty() && late_ >= 0 && !ranks_[static_cast<size_t>(late_)].begun) {
+    steps.push_back({late_, 0});
   }
   return steps;
 }
@@ -214,11 +237,13 @@ uint64_t Walk::hash() const {
   uint64_t hash = scene_.hash();
   for (const Rank& rank : ranks_) {
     hash = mixed(hash, rank.log);
+    hash = mixed(hash, reinterpret_cast<uintptr_t>(rank.passing));
     hash = mixed(
         hash,
         static_cast<uint64_t>(rank.ended) | static_cast<uint64_t>(rank.between) << 1 |
             static_cast<uint64_t>(rank.did_nothing) << 2 | static_cast<uint64_t>(rank.news) << 3 |
-            static_cast<uint64_t>(rank.asleep != nullptr) << 4 | static_cast<uint64_t>(rank.ways) << 8);
+            static_cast<uint64_t>(rank.asleep != nullptr) << 4 | static_cast<uint64_t>(rank.begun) << 5 |
+            static_cast<uint64_t>(rank.ways) << 8);
   }
   return hash;
 }

@@ -42,7 +42,8 @@ class Walk {
     std::string wrong; ///< the first thing that should not be, and the steps to it
   };
 
-  Walk(Scene& scene, int size);
+  /// `late`: this rank begins once no other can go on. -1: none.
+  Walk(Scene& scene, int size, int late = -1);
   /// `most`: states. Reaching it is wrong as well.
   [[nodiscard]] Found all(size_t most);
 
@@ -56,9 +57,10 @@ class Walk {
   /// What the program does after this happens at once, up to the next pause.
   void pause(const char* what);
   /// The program is about to load, or to store, this word: a pause, unless no other program ever stores it, or uses it. That is learned
-  /// on the way; if it proves to be otherwise, the walk begins again.
-  void pauseToLoad(const void* word, const char* what);
-  void pauseToStore(const void* word, const char* what);
+  /// on the way; if it proves to be otherwise, the walk begins again. `passing`: the program goes over words in the order of their addresses,
+  /// and once it has done so, what it found there does not matter to it. So all ways through such a pass lead to one state.
+  void pauseToLoad(const void* word, const char* what, bool passing);
+  void pauseToStore(const void* word, const char* what, bool passing);
   /// The program loads this word: another may store it.
   void loads(const void* word);
   /// Between two calls of what is walked through: the choice of one of so many ways to go on. `state`: of the rank, all that is not in Scene::hash().
@@ -103,6 +105,7 @@ class Walk {
     int ways = 1;
     int chosen = 0;
     uint64_t log = 0; ///< since its last call began
+    const void* passing = nullptr; ///< the word in whose place it is, in a pass
     const char* what = "begins";
   };
   struct Step {
@@ -120,6 +123,7 @@ class Walk {
   }
   /// Whether this rank is not among those that were known to do it.
   [[nodiscard]] bool learn(uint64_t& ranks) noexcept;
+  void pauseAt(const void* word, const char* what, bool passing);
   static void enter();
   void begin();
   void go(Step step);
@@ -135,6 +139,7 @@ class Walk {
   Scene& scene_;
   std::vector<Rank> ranks_;
   jmp_buf main_{};
+  const int late_;
   int running_ = 0;
   bool draining_ = false;
   std::string wrong_;

@@ -36,13 +36,20 @@ void afterLoad(const void* word, uint64_t value);
 void beforeStore(const void* word, uint64_t is, uint64_t will_be);
 /// Others compare it with a bound, and it only rises.
 [[nodiscard]] bool isCounter(const void* word);
-void afterStore();
+void afterStore(const void* word);
 void beforeBytes(const char* site);
 
 } // namespace testing
 
 template <typename T>
 class WalkedWord;
+
+namespace testing {
+
+/// The rank needs another one's counter to be so high, and it is not.
+void lacks(const WalkedWord<uint64_t>& word, uint64_t bound);
+
+} // namespace testing
 
 /// What a load returns: the word is read when it is used, at once, and a comparison with a counter's bound sees no more than its outcome.
 template <typename T>
@@ -66,6 +73,9 @@ class WalkedLoad {
     }
     const bool less = word_.value_ < bound;
     testing::afterLoad(&word_, static_cast<uint64_t>(less));
+    if (less) {
+      testing::lacks(word_, bound);
+    }
     return less;
   }
 
@@ -82,7 +92,7 @@ class WalkedWord {
   void store(T value, std::memory_order) noexcept {
     testing::beforeStore(this, value_, value);
     value_ = value;
-    testing::afterStore();
+    testing::afterStore(this);
   }
   /// For the scene itself.
   [[nodiscard]] T peek() const noexcept {
@@ -92,7 +102,7 @@ class WalkedWord {
     testing::beforeStore(this, value_, value_ + by);
     const T before = value_;
     value_ += by;
-    testing::afterStore();
+    testing::afterStore(this);
     return before;
   }
 

@@ -16,6 +16,7 @@ from mutated_tests import Mutation
 
 _LEAVES = "HostWalk.OneThatLeavesOrFails"
 _WAITS = "HostWalk.OneThatWaitsIsWoken"
+_THREE_WAIT = f"{_WAITS}:HostWalk.DISABLED_EachOfThreeThatWaitIsWoken"
 _ORDER = "std::memory_order_seq_cst"
 _ANNOUNCES = (
     "    if (op.kind == Collective::AllReduce) {\n"
@@ -308,13 +309,21 @@ MUTATIONS = [
         "host_queue.cc",
         "    transfer.enter();\n    parts_.bell.ringOthers();\n",
         "    transfer.enter();\n",
-        _WAITS,
+        _THREE_WAIT,
     ),
     _walked(
         "nobody rings after a step",
         "host_queue.cc",
         "      if (transfer.large()) {\n        parts_.bell.ringOthers();\n      }\n",
         "",
+        _WAITS,
+    ),
+    _walked(
+        "nobody rings when it has ended an operation",
+        "host_queue.cc",
+        "done.store(entry.transfer.ticket(), std::memory_order_seq_cst);\n"
+        "  parts_.bell.ringOthers();\n",
+        "done.store(entry.transfer.ticket(), std::memory_order_seq_cst);\n",
         _WAITS,
     ),
     _walked(
@@ -329,6 +338,47 @@ MUTATIONS = [
         "host_plane.cc",
         "  const bool moved = queue_.step(still);",
         "  const bool moved = false;\n  still = blocked;",
+        _WAITS,
+    ),
+    _walked(
+        "a rank sleeps although another one is waited for by now",
+        "host_plane.cc",
+        "if (!moved && still == blocked && ",
+        "if (!moved && ",
+        _THREE_WAIT,
+    ),
+    _walked(
+        "a rank asks others to ring after the second look",
+        "host_plane.cc",
+        "  const uint32_t rung = bell_.expect(blocked);\n"
+        "  const uint64_t left = haveLeft();\n"
+        "  uint64_t still = 0;\n  const bool moved = queue_.step(still);\n",
+        "  const uint64_t left = haveLeft();\n"
+        "  uint64_t still = 0;\n  const bool moved = queue_.step(still);\n"
+        "  const uint32_t rung = bell_.expect(blocked);\n",
+        _WAITS,
+    ),
+    _walked(
+        "a ring does not change the bell",
+        "host_bell.cc",
+        "      progress.bell.fetch_add(1, std::memory_order_seq_cst);\n      futexWake",
+        "      futexWake",
+        _WAITS,
+    ),
+    _walked(
+        "a rank that leaves after the second look is reported",
+        "host_plane.cc",
+        "  if (!moved && (still & left) != 0) {\n    queue_.reportLeft(still & left);",
+        "  static_cast<void>(left);\n"
+        "  if (const uint64_t gone = haveLeft(); !moved && (still & gone) != 0) {\n"
+        "    queue_.reportLeft(still & gone);",
+        _WAITS,
+    ),
+    _walked(
+        "a rank that leaves before it is asked to ring is not reported",
+        "host_plane.cc",
+        "  const uint32_t rung = bell_.expect(blocked);\n  const uint64_t left = haveLeft();\n",
+        "  const uint64_t left = haveLeft();\n  const uint32_t rung = bell_.expect(blocked);\n",
         _WAITS,
     ),
     _walked(
