@@ -413,6 +413,27 @@ MUTATIONS = [
         "    pool.eager_in -= cost(nbytes);\n",
         "",
     ),
+    Mutation(
+        "the last question for a control link stays",
+        "outgoing.cc",
+        "if (!questions_.empty() && end_.running()) {",
+        "if (questions_.size() > 1 && end_.running()) {",
+    ),
+    Mutation(
+        "operations that are released are kept as held",
+        "data_plane.cc",
+        "if (exchange_.watched().release(operation)) {",
+        "if (exchange_.watched().has(*operation)) {",
+        survives="no simulated operation is held; Held.SeveralAreReleasedInAnyOrder notices it",
+    ),
+    Mutation(
+        "forgotten operations have no bound",
+        "entry_history.cc",
+        "  if (forgotten_order_.size() > kForgotten) {\n",
+        "  if (false) {\n",
+        survives="no seed has 32,768 operations of callbacks; "
+        "EntryHistory.RemembersThatOlderOnesHaveEndedToo notices it, a unit test",
+    ),
 ]
 
 
