@@ -8,17 +8,18 @@
 
 namespace pycomm::sim {
 
-/// Follows a byte stream and finds the headers of its frames.
+/// Follows a byte stream and finds its frames.
 class FrameCutter {
  public:
-  /// Calls `frame(header)` for each header that `bytes` complete; skips payloads.
-  template <typename Frame>
-  void feed(const std::byte* bytes, size_t nbytes, const Frame& frame) {
+  /// Calls `frame(header)` for each header that `bytes` complete, and `payload(bytes, nbytes)` for each piece of a payload.
+  template <typename Frame, typename Payload>
+  void feed(const std::byte* bytes, size_t nbytes, const Frame& frame, const Payload& payload) {
     while (nbytes > 0) {
       size_t take = 0;
       if (payload_left_ > 0) {
         take = std::min(nbytes, payload_left_);
         payload_left_ -= take;
+        payload(bytes, take);
       } else {
         take = std::min(nbytes, sizeof header_ - header_got_);
         std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_got_, bytes, take);

@@ -150,9 +150,14 @@ Progress Network::write(int fd, const ConstBufferView* views, size_t count) {
     const auto take = std::min(left, static_cast<int64_t>(views[i].nbytes));
     pipe.bytes.insert(pipe.bytes.end(), views[i].ptr, views[i].ptr + take);
     if (observer_ != nullptr) {
-      pipe.sent.feed(views[i].ptr, static_cast<size_t>(take), [&](const FrameHeader& header) {
-        observer_->frameSent(here.rank, here.peer, connectionOf(fd).purpose, header);
-      });
+      const LinkPurpose purpose = connectionOf(fd).purpose;
+      pipe.sent.feed(
+          views[i].ptr,
+          static_cast<size_t>(take),
+          [&](const FrameHeader& header) { observer_->frameSent(here.rank, here.peer, purpose, header); },
+          [&](const std::byte* bytes, size_t nbytes) {
+            observer_->payloadSent(here.rank, here.peer, purpose, {bytes, nbytes});
+          });
     }
     left -= take;
   }
@@ -195,7 +200,8 @@ void Network::deliver(int fd, int64_t upto, bool fin) {
           static_cast<size_t>(pipe.arrived - from),
           [&](const FrameHeader& header) {
             observer_->frameArrived(end(fd).rank, end(fd).peer, connectionOf(fd).purpose, header);
-          });
+          },
+          [](const std::byte*, size_t) {}); // the bytes that were sent
     }
     if (there.drains) {
       pipe.read = pipe.arrived;

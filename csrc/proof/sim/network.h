@@ -33,6 +33,8 @@ class Network final : public Readiness {
    public:
     virtual ~Observer() = default;
     virtual void frameSent(int from, int to, LinkPurpose purpose, const FrameHeader& header) = 0;
+    /// Bytes of the payload of the frame that was sent last in that direction of a link: its sender's kernel has taken them.
+    virtual void payloadSent(int from, int to, LinkPurpose purpose, ConstBufferView bytes) = 0;
     virtual void frameArrived(int from, int to, LinkPurpose purpose, const FrameHeader& header) = 0;
     virtual void linkChanged(int from, int to, LinkPurpose purpose, const char* what) = 0;
   };

@@ -161,9 +161,12 @@ const Outcome* User::collective(uint64_t op_id) const noexcept {
 void User::ended(size_t index) {
   Outcome& outcome = *outcomes_[index];
   outcome.ended = timeline_.now();
-  outcome.error = operations_[index]->error();
-  if (operations_[index]->request().receives && operations_[index]->identified()) {
-    outcome.sender = operations_[index]->request().descriptor.root;
+  const Operation& operation = *operations_[index];
+  outcome.error = operation.error();
+  outcome.descriptor = operation.request().descriptor; // of a message: as it was matched
+  outcome.name = operation.request().id.id;
+  if (operation.request().receives && operation.identified()) {
+    outcome.sender = outcome.descriptor.root;
   }
   const std::unique_ptr<Memory> memory = std::move(memory_[index]);
   outcome.output = memory->output; // a copy: the memory itself is reused now

@@ -16,6 +16,7 @@ struct Outcome {
   CallPlan call;
   Descriptor descriptor;
   uint64_t op_id = 0; ///< of a collective: the same on all ranks; 0 for a message
+  uint64_t name = 0; ///< at its end: op_id, or the id that a message got when it was matched
   int sender = -1; ///< the sender of a received message
   TimePoint issued{};
   TimePoint ended = TimePoint::max(); ///< max(): not ended

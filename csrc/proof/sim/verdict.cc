@@ -6,6 +6,7 @@
 
 #include "engine/operation/issue_context.h"
 #include "proof/sim/cluster.h"
+#include "proof/sim/digest.h"
 #include "proof/sim/oracle.h"
 #include "proof/sim/plan_parts.h"
 #include "proof/sim/verdict_parts.h"
@@ -164,6 +165,31 @@ std::vector<std::string> violationsOf(const Run& run) {
   return Checks(run).take();
 }
 
+uint64_t digestOf(const Run& run) {
+  Digest digest;
+  const auto add = [&](const std::optional<ErrorRecord>& error, TimePoint at) {
+    digest.addNumber(static_cast<uint64_t>(at.time_since_epoch().count()));
+    if (error) {
+      digest.add(*error);
+    }
+  };
+  digest.addNumber(run.audit().digest());
+  for (int rank = 0; rank < run.plan().size; ++rank) {
+    const RankState& state = run.ranks()[static_cast<size_t>(rank)];
+    add(state.group->failure(), state.group->failedAt());
+    for (const auto& outcome : state.user->outcomes()) {
+      digest.add(outcome->descriptor);
+      digest.addNumber(outcome->name);
+      digest.addNumber(static_cast<uint64_t>(outcome->sender));
+      const std::vector<std::byte> input = inputOf(outcome->call, rank);
+      digest.addBytes(input.data(), input.size());
+      digest.addBytes(outcome->output.data(), outcome->output.size());
+      add(outcome->error, outcome->ended);
+    }
+  }
+  return digest.value();
+}
+
 namespace {
 
 /// What one run has done, added to the rest of its report.
@@ -178,7 +204,7 @@ void add(Report& report, const Run& run) {
   report.frames += run.audit().frames();
   report.events = run.events();
   report.elapsed = run.elapsed();
-  report.fingerprint = mix64(report.fingerprint) ^ run.audit().fingerprint();
+  report.fingerprint = mix64(report.fingerprint) ^ digestOf(run);
 }
 
 std::string nameOf(const std::vector<FaultRecord>& faults) {

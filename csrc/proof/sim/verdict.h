@@ -11,6 +11,10 @@ namespace pycomm::sim {
 /// The promises that a run broke; empty if it kept all.
 [[nodiscard]] std::vector<std::string> violationsOf(const Run& run);
 
+/// Of all that a build of the engine may not change unnoticed: every frame, and of each operation its descriptor, input, result, error
+/// and time.
+[[nodiscard]] uint64_t digestOf(const Run& run);
+
 /// The result of one seed, from plan to verdict.
 struct Report {
   uint64_t seed = 0;
@@ -24,7 +28,7 @@ struct Report {
   int64_t frames = 0;
   int64_t events = 0;
   Nanos elapsed{0};
-  uint64_t fingerprint = 0;
+  uint64_t fingerprint = 0; ///< digestOf(), of all groups
 };
 [[nodiscard]] Report simulate(uint64_t seed, bool keeps_trace = false);
 

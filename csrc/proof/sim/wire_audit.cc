@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "engine/operation/descriptor.h"
-#include "engine/operation/issue_context.h"
 
 namespace pycomm::sim {
 namespace {
@@ -69,13 +68,18 @@ void WireAudit::say(const std::string& line) {
   }
 }
 
+void WireAudit::digestEvent(Event event, int from, int to, LinkPurpose purpose) {
+  digest_.addNumber(static_cast<uint64_t>(timeline_.elapsed().count()));
+  digest_.addNumber(
+      static_cast<uint64_t>(event) << 48 | static_cast<uint64_t>(purpose) << 32 |
+      static_cast<uint64_t>(from * ranks_ + to));
+}
+
 void WireAudit::note(const char* verb, int from, int to, LinkPurpose purpose, const FrameHeader& header) {
-  fingerprint_ = mix64(
-      fingerprint_ ^ static_cast<uint64_t>(timeline_.elapsed().count()) ^ header.op_id << 40 ^ header.aux << 20 ^
-      static_cast<uint64_t>(header.type) << 56 ^ static_cast<uint64_t>(from * ranks_ + to) << 48 ^ header.index ^
-      mix64(static_cast<uint64_t>(header.route) << 32 | static_cast<uint32_t>(header.root)));
+  const bool sent = verb[0] == 's';
+  digestEvent(sent ? Event::Sent : Event::Arrived, from, to, purpose);
+  digest_.add(header);
   if (keeps_trace_) {
-    const bool sent = verb[0] == 's';
     say("rank " + std::to_string(sent ? from : to) + ' ' + verb + ' ' + frameText(header) + (sent ? " to " : " from ") +
         std::to_string(sent ? to : from) + (purpose == LinkPurpose::Control ? " (control)" : ""));
   }
@@ -117,6 +121,11 @@ void WireAudit::frameSent(int from, int to, LinkPurpose purpose, const FrameHead
   if (on_frame_) {
     on_frame_(frames_);
   }
+}
+
+void WireAudit::payloadSent(int from, int to, LinkPurpose purpose, ConstBufferView bytes) {
+  digestEvent(Event::Payload, from, to, purpose);
+  digest_.addBytes(bytes.ptr, bytes.nbytes);
 }
 
 void WireAudit::frameArrived(int from, int to, LinkPurpose purpose, const FrameHeader& header) {

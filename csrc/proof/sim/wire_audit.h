@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/data/protocol.h"
+#include "proof/sim/digest.h"
 #include "proof/sim/network.h"
 
 namespace pycomm::sim {
@@ -18,6 +19,7 @@ class WireAudit final : public Network::Observer {
   WireAudit(Timeline& timeline, int ranks, const Protocol::Config& limits, bool keeps_trace);
 
   void frameSent(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;
+  void payloadSent(int from, int to, LinkPurpose purpose, ConstBufferView bytes) override;
   void frameArrived(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;
   void linkChanged(int from, int to, LinkPurpose purpose, const char* what) override;
 
@@ -36,9 +38,9 @@ class WireAudit final : public Network::Observer {
   [[nodiscard]] int64_t frames() const noexcept {
     return frames_;
   }
-  /// A hash of every event on the wire and its time: equal for equal runs.
-  [[nodiscard]] uint64_t fingerprint() const noexcept {
-    return fingerprint_;
+  /// Of every frame on the wire: its time, its whole header and its payload.
+  [[nodiscard]] uint64_t digest() const noexcept {
+    return digest_.value();
   }
 
  private:
@@ -50,6 +52,8 @@ class WireAudit final : public Network::Observer {
   [[nodiscard]] Edge& edge(int from, int to, uint64_t op_id) {
     return edges_[op_id << 16 | static_cast<uint64_t>(from) << 8 | static_cast<uint64_t>(to)];
   }
+  enum class Event : uint8_t { Sent, Payload, Arrived };
+  void digestEvent(Event event, int from, int to, LinkPurpose purpose);
   void note(const char* verb, int from, int to, LinkPurpose purpose, const FrameHeader& header);
   void violation(int from, int to, const FrameHeader& header, const std::string& what);
 
@@ -60,7 +64,7 @@ class WireAudit final : public Network::Observer {
   std::unordered_map<uint64_t, Edge> edges_; ///< for look-ups only: its order is not deterministic
   std::vector<int64_t> in_pool_; ///< per (from, to): eager bytes that `to` has not credited back, as `from` knows
   int64_t frames_ = 0;
-  uint64_t fingerprint_ = 0;
+  Digest digest_;
   std::function<void(int64_t)> on_frame_;
   std::vector<std::string> trace_;
   std::vector<std::string> violations_;

@@ -151,7 +151,7 @@ int sweep(const Options& options) {
   int64_t succeeded = 0;
   int64_t frames = 0;
   double virtual_s = 0;
-  uint64_t digest = 0; // equal for two builds whose runs of these seeds are equal, frame by frame
+  uint64_t digest = 0; // equal for two builds whose runs of these seeds are alike in all that sim::digestOf() has
   const auto begin = std::chrono::steady_clock::now();
   const auto work = [&] {
     for (uint64_t at = next.fetch_add(every); at < end; at = next.fetch_add(every)) {
