@@ -337,6 +337,24 @@ TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
   EXPECT_EQ(leaf.missing(1)->last, "no operation yet");
 }
 
+// Its edge shows that, and costs nothing: data is what most frames are.
+TEST(Protocol, DataDoesNotMakeARankComeSoItTakesNoMemory) {
+  Protocol leaf(protocolConfig(1, 2));
+  const Posted mine = broadcastOf(1, 1, 2, 0, 100);
+  const TimePoint now = Clock::now();
+  post(leaf, mine, now);
+  const FrameHeader data = frameOf(mine, FrameType::Data, 400, kEagerFlag);
+  testing::failAllocation(1);
+  const Protocol::Verdict verdict = leaf.arrived(0, data, now);
+  const bool allocates = testing::allocationFailed();
+  testing::failAllocation(0);
+  EXPECT_EQ(verdict, Protocol::Verdict::Accept);
+  EXPECT_FALSE(allocates);
+  FrameHeader late = frameOf(mine, FrameType::NotEntered);
+  static_cast<void>(leaf.arrived(0, late, now)); // it came another way, and was overtaken
+  EXPECT_FALSE(leaf.missing(1).has_value());
+}
+
 // A callback ran inline on rank 0, which took number 2 for it, and late on rank 1, which took a derived id.
 TEST(Protocol, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
   const TimePoint start = Clock::now();
