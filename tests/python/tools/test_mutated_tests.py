@@ -16,13 +16,14 @@ sys.path.append(str(ROOT / "tests" / "cpp" / "proof" / "programs"))
 machinery = importlib.import_module("mutated_tests")
 security = importlib.import_module("security_mutations")
 host = importlib.import_module("host_mutations")
+core = importlib.import_module("core_mutations")
 
 PASSED = "[ RUN      ] A.B\n[       OK ] A.B (1 ms)\n"
 FAILED = "[ RUN      ] A.C\nx.cc:1: Failure\n[  FAILED  ] A.C (2 ms)\n"
 SKIPPED = "[ RUN      ] A.D\n[  SKIPPED ] A.D (0 ms)\n"
 
 
-@pytest.mark.parametrize("mutations", [security.MUTATIONS, host.MUTATIONS])
+@pytest.mark.parametrize("mutations", [security.MUTATIONS, host.MUTATIONS, core.MUTATIONS])
 def test_every_mutation_applies(mutations: Sequence[Any]) -> None:
     assert machinery.misplaced(ROOT, mutations) == []
     names = [mutation.name for mutation in mutations]
