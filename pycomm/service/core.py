@@ -288,15 +288,15 @@ class ServerCore:
         with self._changed:
             terms = Terms(**state["terms"])
             layout = Layout(self._model, terms.servers, sliced=terms.sliced)
-            # Checkpoints of older versions do not have the parameters' shapes, or another digest.
+            # Not the digest: other versions have had another one for the same model.
             known = state.get("parameters")
-            same = layout.digest == terms.digest if known is None else layout.described == known
-            if not same:
-                where = ""
-                if known is not None:
-                    here = in_words(layout.described)
-                    where = f": first difference {first_difference(here, in_words(known))}"
-                raise ValueError(f"it holds another model than this server{where}")
+            if known is None:
+                raise ValueError("it does not have the shapes of its parameters")
+            if layout.described != known:
+                difference = first_difference(in_words(layout.described), in_words(known))
+                raise ValueError(
+                    f"it holds another model than this server: first difference {difference}"
+                )
             begun = self._begin(dataclasses.replace(terms, digest=layout.digest), layout)
             begun.shard.load_state_dict({**state["shard"], "digest": layout.digest})
             begun.schedule.load_state_dict(state["schedule"])

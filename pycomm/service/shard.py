@@ -168,7 +168,10 @@ class Shard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if it is of another layout, server or optimizer; nothing is changed."""
+        """Raises ValueError if it is of another layout, server or optimizer; nothing is changed.
+
+        Also for a tensor of another shape than its slice.
+        """
         mine = {
             "digest": self._layout.digest,
             "server": self._server,
@@ -180,6 +183,7 @@ class Shard:
                     f"it has {key} {state.get(key)!r}, and this server {value!r}: it is of "
                     "another model, number of servers, server or optimizer"
                 )
+        self._check_shapes(state)
         with torch.no_grad():
             for parameter, saved in zip(
                 self._parameters.values(), state["parameters"], strict=True
@@ -189,6 +193,20 @@ class Shard:
             self._optimizer.load_state_dict(_cloned(state["optimizer"]))
         for group, saved in zip(self._user.param_groups, state.get("groups", ())):  # noqa: B905
             group.update(_cloned(saved))
+
+    def _check_shapes(self, state: Mapping[str, Any]) -> None:
+        """``copy_()`` would broadcast."""
+        parameters = state["parameters"]
+        if len(parameters) != len(self._parameters):
+            raise ValueError(
+                f"it has {len(parameters)} tensors, and this server {len(self._parameters)}"
+            )
+        for (each, mine), saved in zip(self._parameters.items(), parameters, strict=True):
+            if saved.shape != mine.shape:
+                raise ValueError(
+                    f"elements {each.start} to {each.stop} of {each.name!r} have shape "
+                    f"{tuple(saved.shape)} in it, and {tuple(mine.shape)} on this server"
+                )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

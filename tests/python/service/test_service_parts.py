@@ -289,6 +289,34 @@ def test_a_shard_saved_and_loaded_goes_on_bit_by_bit(servers: int) -> None:
         loaded[0].load_state_dict({**saved[0], "digest": "x"})
 
 
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_saved_tensor_of_another_shape_is_named_and_nothing_is_changed(servers: int) -> None:
+    """Also one that would broadcast, and one with as many elements."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6), big())
+    layout = Layout(model, servers, sliced=True)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    shard = Shard(layout, 0, optimizer)
+    gradients = layout.buffers(0)
+    gradients[torch.float32].fill_(1.0)
+    shard.step([gradients])
+    right = shard.state_dict()
+    for index, each in enumerate(layout.of(0)):
+        for shape in ((1,), (), (each.numel, 1), (1, each.numel), (each.numel + 1,)):
+            state = shard.state_dict()
+            state["parameters"][0] += 1.0
+            state["parameters"][index] = torch.zeros(shape)
+            with pytest.raises(ValueError, match=rf"'{each.name}'.*shape"):
+                shard.load_state_dict(state)
+            for mine, was in zip(
+                shard.state_dict()["parameters"], right["parameters"], strict=True
+            ):
+                assert torch.equal(mine, was)
+    fewer = shard.state_dict()
+    del fewer["parameters"][-1]
+    with pytest.raises(ValueError, match=r"tensors"):
+        shard.load_state_dict(fewer)
+
+
 def test_short_floats_are_summed_as_fp32_and_each_group_keeps_its_rate() -> None:
     """1 + 3 x 2⁻⁸ is no bf16: a sum in bf16 would round each 2⁻⁸ away."""
     model = nn.ParameterDict(

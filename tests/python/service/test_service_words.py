@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,68 @@ def test_a_checkpoint_of_another_model_names_the_first_difference(tmp_path: Path
         new_server(model=other, checkpoint=tmp_path / "c.pt")
     with pytest.raises(ValueError, match=r"c\.pt does not fit: it has optimizer_class 'SGD'"):
         new_server("adamw", checkpoint=tmp_path / "c.pt")
+
+
+TABLES = [(4096, 20), (20, 4096), (8192, 10), (81920, 1), (81920,), (4096, 10, 2), (4096, 21), ()]
+
+
+class Table(nn.Module):
+    """Its rows are cut into slices, which are flat: a slice does not know their width."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Parameter(torch.randn(shape))
+
+    def step(self, client: ParameterClient, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.rows.grad = torch.randn(self.rows.shape, generator=generator)
+        client.push()
+        client.pull()
+
+
+def table_servers(shape: tuple[int, ...], paths: list[Path]) -> list[ParameterServer]:
+    return [new_server("adamw", Table(shape), checkpoint=path) for path in paths]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_checkpoint_of_a_table_is_for_tables_of_its_shape(servers: int, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{server}.pt" for server in range(servers)]
+    whole: list[torch.Tensor] = []
+    cut: list[torch.Tensor] = []
+    for found, saved_at in ((whole, ()), (cut, (3,))):
+        path_of = paths if saved_at else [tmp_path / f"w{server}.pt" for server in range(servers)]
+        model = Table(TABLES[0])
+        for steps in (range(3), range(3, 6)) if saved_at else (range(6),):
+            with (
+                serving(*table_servers(TABLES[0], path_of)) as addresses,
+                ParameterClient(model, servers=addresses, worker=0) as client,
+            ):
+                for number in steps:
+                    model.step(client, number)
+                    found.append(model.rows.detach().clone())
+    for step, (mine, other) in enumerate(zip(cut, whole, strict=True)):
+        assert torch.equal(mine, other), f"step {step} after a restart in step 3"
+    for shape in TABLES[1:]:
+        there = re.escape(f"rows {shape} float32 here, rows {TABLES[0]} float32 there")
+        for path in paths:
+            with pytest.raises(ValueError, match=rf"{path.name} does not fit.*{there}"):
+                table_servers(shape, [path])
+
+
+def test_a_checkpoint_that_names_no_shapes_is_not_guessed_at(tmp_path: Path) -> None:
+    """Each has them since the first release of the service; slices have none of their own."""
+    path = tmp_path / "c.pt"
+    with (
+        serving(*table_servers(TABLES[0], [path])) as address,
+        ParameterClient(model := Table(TABLES[0]), servers=address, worker=0) as client,
+    ):
+        model.step(client, 0)
+    state = torch.load(path, weights_only=True)
+    del state["parameters"]
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"c\.pt does not fit: it does not have the shapes"):
+        table_servers(TABLES[0], [path])
 
 
 def test_a_checkpoint_of_another_number_of_workers_is_logged(
