@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -211,26 +211,45 @@ class EndsByItself:
         )
 
 
-def reducible(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Parameters that have gradients, or may once they are unfrozen, by their first name."""
-    left_out = set(ignored)
+def reducible(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Parameters that have gradients, or may once they are unfrozen, by their first name.
+
+    ``ignored``: what ``all_names()`` gives, here and in the next one.
+    """
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if not {name, f".{name}"} & left_out
-        and (parameter.is_floating_point() or parameter.is_complex())
+        if name not in ignored and (parameter.is_floating_point() or parameter.is_complex())
     }
 
 
-def sent_buffers(module: nn.Module, ignored: Iterable[str]) -> list[torch.Tensor]:
-    """Buffers that a sync replaces by rank 0's: all but ignored ones."""
-    left_out = set(ignored)
-    return [each for name, each in module.named_buffers() if not {name, f".{name}"} & left_out]
+def sent_buffers(module: nn.Module, ignored: Collection[str]) -> dict[str, torch.Tensor]:
+    """Buffers that a sync replaces by rank 0's, all but ignored ones, by their first name."""
+    return {name: each for name, each in module.named_buffers() if name not in ignored}
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
-    """What ``_set_params_and_buffers_to_ignore_for_model`` of torch's wrapper has named."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    """All names of what the model tells torch's wrapper to ignore."""
+    return all_names(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def all_names(module: nn.Module, listed: Iterable[str]) -> frozenset[str]:
+    """The listed names, and the others of these parameters and buffers: one of them is enough.
+
+    A tensor that two modules share, or in a module that stands in two places, has several. And
+    torch's recipe calls ``weight`` of the module itself ``.weight``, which torch understands for
+    parameters only.
+    """
+    found = frozenset(listed)
+    if not found:
+        return found
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    ignored = {id(tensor) for name, tensor in named if name in found or f".{name}" in found}
+    names = [name for name, tensor in named if id(tensor) in ignored]
+    return found.union(names, (f".{name}" for name in names if "." not in name))
 
 
 def bucket_caps(listed: Sequence[int], cap: int | None, by_nccl: bool) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from pycomm._ddp_group import (
 )
 from pycomm._ddp_options import (
     EndsByItself,
+    all_names,
     bucket_caps,
     check_counts,
     check_options,
@@ -371,7 +372,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        # torch calls this before its own check of shapes, which names parameters by index only.
+        # torch calls this before its own check of shapes, which names parameters by index only, and
+        # before it sends anything.
+        self.parameters_to_ignore = set(all_names(self.module, self.parameters_to_ignore))
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         check_python_reducer(self)
         names = names_of(self.module, parameters)

@@ -117,12 +117,12 @@ class LocalSGD:
                 "broadcast_buffers": broadcast_buffers,
             },
             parameters=self._parameters.items(),
-            buffers=[(name, each) for name, each in model.named_buffers() if name not in ignored],
+            buffers=sent_buffers(model, ignored).items(),
         )
         if init_sync:
             root: int = dist.get_process_group_ranks(self._group)[0]
             with torch.no_grad():
-                for tensor in [*mine.values(), *sent_buffers(model, ignored)]:
+                for tensor in [*mine.values(), *sent_buffers(model, ignored).values()]:
                     dist.broadcast(tensor.detach(), root, group=self._group)
 
     def step(self) -> bool:
@@ -169,7 +169,7 @@ class LocalSGD:
         self._seconds += time.perf_counter() - begin
 
     def _send_buffers(self) -> None:
-        buffers = sent_buffers(self._model, ignored_names(self._model))
+        buffers = list(sent_buffers(self._model, ignored_names(self._model)).values())
         if buffers and self._broadcast_buffers:
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
                 self._group, buffers, _BUFFERS_NBYTES, 0

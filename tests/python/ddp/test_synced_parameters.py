@@ -110,6 +110,64 @@ def unfrozen(rank: int, world_size: int) -> dict[str, bool]:
     return found
 
 
+class Names(nn.Module):
+    """Buffers and parameters of a rank's own, under names of each kind.
+
+    ``.shard`` and ``.own`` are the names that torch's recipe gives to the outermost module's own;
+    ``inner`` has others of the same names. ``first`` and ``second`` are one module, ``tied.shard``
+    is ``apart.shard``.
+    """
+
+    IGNORED = (".shard", ".own", "second.shard", "second.own", "tied.shard", "tied.own")
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        for module, sizes in ((self, 3 + rank), (inner := nn.Module(), 3)):
+            module.shard = nn.Parameter(torch.full((sizes,), float(rank)))
+            module.register_buffer("own", torch.full((sizes,), float(rank)))
+        self.inner = inner
+        for name in ("first", "apart"):
+            setattr(self, name, nn.Module())
+            module = getattr(self, name)
+            module.shard = nn.Parameter(torch.full((5 + rank,), float(rank)))
+            module.register_buffer("own", torch.full((5 + rank,), float(rank)))
+        self.second, self.tied = self.first, nn.Module()
+        self.tied.shard = self.apart.shard
+        self.tied.register_buffer("own", self.apart.own)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        every = [self.inner.shard, self.shard, self.first.shard, self.tied.shard]
+        return self.layer(batch).square().mean() + sum((each**2).sum() for each in every)
+
+
+def names_of_ignored(rank: int, world_size: int) -> dict[str, bool]:
+    """By each kind of name, with each way of averaging."""
+    import pycomm
+    from pycomm import _averaging
+
+    _averaging.host_identity = lambda: f"host {rank}"
+    found = {}
+    for name in ("LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo", "every step", "hosts"):
+        net = Names(rank)
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(net, list(Names.IGNORED))
+        if name in ("every step", "hosts"):
+            model = wrap(net, sync_every=2 if name == "hosts" else 1)
+            for _ in range(2):
+                model(torch.ones(2, 4)).backward()
+            model.sync()
+        else:
+            local = getattr(pycomm, name)(net, sync_every=2)
+            net(torch.ones(2, 4)).backward()
+            local.sync()
+        for own in (net, net.first, net.apart):
+            untouched = bool((own.shard == rank).all() and (own.own == rank).all())
+            found[f"{name}'s own"] = found.get(f"{name}'s own", True) and untouched
+        found[name] = bool((net.inner.own == 0).all() and (net.inner.shard == 0).all())
+    return found
+
+
 def in_turn(rank: int, world_size: int) -> dict[str, bool]:
     of_wrapper = {**frozen(rank, world_size), **evaluated(rank, world_size)}
     return {**of_wrapper, **unfrozen(rank, world_size)}
@@ -117,4 +175,11 @@ def in_turn(rank: int, world_size: int) -> dict[str, bool]:
 
 def test_a_sync_covers_what_was_trained_since_the_last_one() -> None:
     for found in ranks.run_ranks(2, in_turn, timeout_s=100, preload=ranks.TORCH_DDP).values():
+        assert all(found.values()), found
+
+
+def test_what_is_ignored_by_any_of_its_names_is_left_alone() -> None:
+    for found in ranks.run_ranks(
+        2, names_of_ignored, timeout_s=100, preload=ranks.TORCH_DDP
+    ).values():
         assert all(found.values()), found
