@@ -51,6 +51,11 @@ class BetweenSteps(Weighed):
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
         self.__dict__.update(_FIRST_PASS)
 
+    def _trains_in_train(self, steps: int) -> bool:
+        """Whether the forward of the last of so many steps was in train() mode."""
+        steps_then, mode_then = self._last_forward
+        return mode_then if steps != steps_then else self._trains_in_mode
+
     def _note_trained(self) -> None:
         """The next sync averages the parameters that are trained now, even if frozen then."""
         if self._sync_every == 1:

@@ -17,9 +17,7 @@ def sync_when_due(model: Any, args: object) -> None:
     if not torch.is_grad_enabled():
         return
     steps = model.reducer.stats().steps
-    steps_then, mode_then = model._last_forward
-    if steps != steps_then:
-        model._trains_in_mode = mode_then
+    model._trains_in_mode = model._trains_in_train(steps)
     model._last_forward = (steps, model.module.training)
     # A forward in eval() mode of a model that is trained in train() mode is a look by one rank.
     if steps - model._steps_at_sync >= model._sync_every and (

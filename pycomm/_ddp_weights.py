@@ -145,8 +145,13 @@ class Weighed(TorchDDP):
         """How much this rank counts in an average of parameters: by its samples since the last."""
         if self._weight is None:
             return 1.0
-        since, self._weight_at_sync = self._weight_at_sync, self.reducer.weight_total()
-        return weight_ratio(self._weight_at_sync - since, group)
+        mine = self._weight_since_sync()
+        self._weight_at_sync = self.reducer.weight_total()
+        return weight_ratio(mine, group)
+
+    def _weight_since_sync(self) -> float:
+        total: float = 0.0 if self._weight is None else self.reducer.weight_total()
+        return total - self._weight_at_sync
 
     def _weighed_so_far(self) -> tuple[float, float, int] | None:
         """The passes since the last reduction, as a checkpoint has them; None without any."""

@@ -244,10 +244,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         more = {
             "residuals": self.reducer.residuals(),
             "unsynced_parameters": sorted(self._unsynced),
+            "trains_in_eval": not self._trains_in_train(raw.steps),
             "fp16_exponents": self.reducer.exponents(),
             "bucket_order": order,
             "order_agreed": agreed,
             "weighed": self._weighed_so_far(),
+            "weight_unsynced": self._weight_since_sync(),
         }
         return {**state, **{name: value for name, value in more.items() if value}}
 
@@ -269,9 +271,14 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self.reducer.set_accumulated(int(state["accumulated"]))
         if self._weight is not None:
             self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0)))
-        self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
+            unsynced = float(state.get("weight_unsynced", 0.0))
+            self._weight_at_sync = self.reducer.weight_total() - unsynced
+        steps = self.reducer.stats().steps
+        self._steps_at_sync = steps - int(state["unsynced"])
+        self._trains_in_mode = not state.get("trains_in_eval", False)
+        self._last_forward = (steps, self._trains_in_mode)
+        self._unsynced = set(state.get("unsynced_parameters", ()))
         self._note_trained()
-        self._unsynced.update(state.get("unsynced_parameters", ()))
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies what error feedback keeps on this rank. Call it on every rank.

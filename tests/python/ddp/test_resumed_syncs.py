@@ -1,0 +1,251 @@
+"""A run of fewer syncs that is loaded at any step continues bit by bit, whatever averages it.
+
+Each seed is a random run: what is trained and how, how ranks meet, and at which step it is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ddp_rig import all_ranks, wrap
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(600)]
+
+WORLD = 3
+"""Two hosts, of two ranks and one. A mean of three equal numbers is not always that number."""
+STEPS = 9
+LOCAL = ("LocalSGD", "DiLoCo", "SparseLoCo", "StreamingDiLoCo")
+MIXED = {"parts.0.*": "fp16", "parts.1.*": "int8", "*": "bf16"}
+WIRES = (None, "fp32", "fp16", "bf16", "int8", "fp8", MIXED)
+"""Of a wrapper with ``sync_every``."""
+FRAGMENT_WIRES = (None, "fp32", "fp16", "bf16", "int8", "fp8")
+METHODS = [
+    *(("sync_every", wire) for wire in WIRES),
+    *((name, None) for name in LOCAL[:3]),
+    *(("StreamingDiLoCo", wire) for wire in FRAGMENT_WIRES),
+]
+PER_METHOD = 4
+"""Random runs of each in every test run, and 20 in nightly."""
+
+OUTER = {
+    "nesterov": None,
+    "adamw": lambda tensors: torch.optim.AdamW(tensors, lr=0.01, amsgrad=True),
+    "plain": lambda tensors: torch.optim.SGD(tensors, lr=1.0),
+}
+
+
+class Net(nn.Module):
+    """Parts of some dtypes and layouts, a norm with buffers, and rows that may be encoded."""
+
+    def __init__(self, seed: int, complex_too: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.BatchNorm1d(12)
+        self.parts = nn.ModuleList([nn.Linear(12, 90), nn.Linear(90, 60), nn.Linear(60, 12)])
+        self.wide = nn.Linear(12, 4, dtype=torch.float64)
+        self.narrow = nn.Linear(12, 4, dtype=torch.bfloat16)
+        self.turned = nn.Parameter(torch.randn(12, 5).t())
+        if complex_too:
+            self.phase = nn.Parameter(torch.randn(12, dtype=torch.complex64))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(batch)
+        for part in self.parts:
+            hidden = part(hidden).tanh()
+        losses = [
+            self.wide(hidden.double()).square().mean(),
+            self.narrow(hidden.bfloat16()).double().square().mean(),
+            (hidden @ self.turned.t()).double().square().mean(),
+        ]
+        if hasattr(self, "phase"):
+            losses.append((self.phase * hidden).abs().double().mean())
+        return torch.stack(losses).sum()
+
+
+class Plan:
+    """What a seed says, alike on all ranks and in both runs."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.seed = seed
+        self.method, wire = METHODS[seed % len(METHODS)]
+        self.every = draw.choice([2, 3, 4])
+        self.adam = draw.random() < 0.5
+        self.complex_too = self.method != "SparseLoCo" and draw.random() < 0.5
+        self.options: dict[str, Any] = {"sync_every": self.every}
+        self.accumulate = 1
+        if self.method == "sync_every":
+            self.accumulate = draw.choice([1, 1, 2])
+            if wire is not None:
+                wires = wire if isinstance(wire, dict) else {"*": wire}
+                own = {"wide.*": None, **({"phase": None} if self.complex_too else {})}
+                wire = {**own, **wires}
+            self.options |= {
+                "wire_dtype": wire,
+                "accumulate": self.accumulate,
+                "bucket_cap_mb": draw.choice([0.005, 0.02, 1]),
+                "static_graph": draw.random() < 0.3,
+                "gradient_as_bucket_view": draw.random() < 0.5,
+            }
+        elif self.method == "SparseLoCo":
+            self.options |= {
+                "top_k": draw.choice([16, 64]),
+                "error_decay": draw.choice([0.0, 0.9, 1.0]),
+                "outer_lr": draw.choice([1.0, 0.5]),
+            }
+        elif self.method != "LocalSGD":
+            self.options["outer_optimizer"] = OUTER[draw.choice(list(OUTER))]
+        if self.method == "StreamingDiLoCo":
+            fragments = draw.choice([1, 2])
+            every = self.every * fragments
+            self.options |= {
+                "sync_every": every,
+                "fragments": fragments,
+                "wire_dtype": wire,
+                "fragment_sync_delay": draw.randrange(self.every),
+                "fragment_update_alpha": draw.choice([None, 0.0, 0.25]),
+            }
+        if draw.random() < 0.3:
+            self.options["broadcast_buffers"] = False
+        self.modes = [draw.random() < 0.6 for _ in range(STEPS)]
+        if draw.random() < 0.6:
+            self.modes = [draw.random() < 0.5] * STEPS
+        self.looks = [draw.random() < 0.2 for _ in range(STEPS)]
+        self.syncs = [draw.random() < 0.15 for _ in range(STEPS)]
+        # DiLoCo and the others refuse what is unfrozen later, so only freezing for a while.
+        self.frozen = [draw.random() < 0.2 for _ in range(STEPS)]
+        if self.options.get("static_graph"):
+            self.frozen = [False] * STEPS
+        self.cut = draw.randint(0, STEPS)
+        if draw.random() < 0.3:  # where the next sync is due
+            self.syncs, self.cut = [False] * STEPS, 2 * self.every
+        self.rewinds = draw.random() < 0.3
+
+    def __str__(self) -> str:
+        what = {key: value for key, value in vars(self).items() if key != "options"}
+        return f"{what}, {self.options}"
+
+
+class Run:
+    def __init__(self, plan: Plan, seed: int) -> None:
+        import pycomm
+
+        self.plan = plan
+        net = Net(seed, plan.complex_too)
+        self.local: Any = None
+        if plan.method == "sync_every":
+            self.model: Any = wrap(net, **plan.options)
+            self.net: Any = self.model.module
+        else:
+            self.model = self.net = net
+            self.local = getattr(pycomm, plan.method)(net, **plan.options)
+        kind = torch.optim.AdamW if plan.adam else torch.optim.SGD
+        self.optimizer = kind(net.parameters(), lr=0.02)
+        self.trained_alone = False
+
+    def state(self) -> Any:
+        third = self.model.communication_state_dict if self.local is None else self.local.state_dict
+        file = io.BytesIO()
+        torch.save([self.net.state_dict(), self.optimizer.state_dict(), third()], file)
+        return file.getvalue()
+
+    def load(self, state: Any) -> None:
+        net, optimizer, third = torch.load(io.BytesIO(state), weights_only=True)
+        self.net.load_state_dict(net)
+        self.optimizer.load_state_dict(optimizer)
+        if self.local is None:
+            self.model.load_communication_state_dict(third)
+        else:
+            self.local.load_state_dict(third)
+
+    def step(self, number: int) -> None:
+        plan, rank = self.plan, torch.distributed.get_rank()
+        self.net.parts[1].requires_grad_(not plan.frozen[number])
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        self.model.train(plan.modes[number])
+        self.optimizer.zero_grad()
+        for _ in range(plan.accumulate):
+            batch = torch.randn(6, 12, generator=generator) * 10.0 ** (number % 3 - 1)
+            self.model(batch).backward()
+        self.optimizer.step()
+        if self.local is not None:
+            self.local.step()
+        if plan.syncs[number]:
+            (self.local or self.model).sync()
+        if plan.looks[number]:  # at the validation loss, without no_grad()
+            self.model.eval()
+            self.model(torch.ones(2, 12))
+
+    def end(self) -> list[torch.Tensor]:
+        (self.local or self.model).sync()
+        return copy.deepcopy(list(self.net.state_dict().values()))
+
+
+def resumed(rank: int, world_size: int, seeds: list[int]) -> list[str]:
+    from pycomm import _averaging
+
+    torch.set_num_threads(1)
+    _averaging.host_identity = lambda: f"host {rank % 2}"
+    wrong = []
+    for seed in seeds:
+        plan = Plan(seed)
+        run, state = Run(plan, seed), None
+        for number in range(STEPS):
+            if number == plan.cut:
+                state = run.state()
+            run.step(number)
+        if state is None:
+            state = run.state()
+        wanted = run.end()
+        again = Run(plan, seed + 1)
+        if plan.rewinds:  # what it has trained before must leave no trace
+            for number in range(3):
+                again.step(number)
+        again.load(state)
+        for number in range(plan.cut, STEPS):
+            again.step(number)
+        found = again.end()
+        for name, one, other in zip(again.net.state_dict(), wanted, found, strict=True):
+            if not torch.equal(one, other):
+                wrong.append(f"{name} differs on rank {rank}: {plan}")
+                break
+        parameters = dict(again.net.named_parameters())
+        for name, each in parameters.items():
+            real = torch.view_as_real(each) if each.is_complex() else each
+            first, *others = all_ranks(real.detach())
+            assert all(torch.equal(first, other) for other in others), f"{name}: {plan}"
+    return wrong
+
+
+def check(seeds: list[int], transport: str) -> None:
+    found = ranks.run_ranks(
+        WORLD,
+        resumed,
+        args=(seeds,),
+        timeout_s=500,
+        preload=ranks.TORCH_DDP,
+        pg_options={"transport": transport},
+    )
+    wrong = [text for of_rank in found.values() for text in of_rank]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_run_of_fewer_syncs_that_is_cut_continues_bit_by_bit(transport: str) -> None:
+    count = PER_METHOD * len(METHODS)
+    first = count if transport == "tcp" else 0
+    check(list(range(first, first + count)), transport)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(1000, 1020))
+def test_more_runs_of_fewer_syncs(first: int) -> None:
+    seeds = [len(METHODS) * first + index for index in range(len(METHODS))]
+    check(seeds, "tcp" if first % 2 else "shm")
