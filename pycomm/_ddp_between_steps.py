@@ -25,6 +25,8 @@ class BetweenSteps(Weighed):
     _sync_every: int
     _unsynced: set[str]
     global_group: Any
+    _places: list[tuple[nn.Module, str, nn.Parameter, str]]
+    """Where the module has each parameter that the reducer serves, and its name."""
     _last_forward: tuple[int, bool] = (0, True)
     """The steps before the last forward with gradients, and whether that was in train() mode."""
     _trains_in_mode: bool = True
@@ -79,6 +81,30 @@ class BetweenSteps(Weighed):
                 self.global_group, buffers, self.broadcast_bucket_size, 0
             )
         return nbytes
+
+    def _find_places(self) -> None:
+        """Of the parameters that the reducer serves."""
+        mine = {id(each) for each in reducible(self.module, self.parameters_to_ignore).values()}
+        self._places = [
+            (owner, name, each, f"{prefix}.{name}" if prefix else name)
+            for prefix, owner in self.module.named_modules()
+            for name, each in owner.named_parameters(recurse=False)
+            if id(each) in mine
+        ]
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for owner, name, each, full_name in self._places:
+                now = owner._parameters.get(name)
+                # Else a value that follows from the parameter stands in for it, or nothing does.
+                if now is not each and isinstance(now, nn.Parameter) and now.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {full_name!r} is another one than when the module was wrapped, "
+                        "so its gradients would stay on this rank: load_state_dict(assign=True) or "
+                        "an assignment has replaced it. Try: wrap the module after that, or load "
+                        "without assign=True"
+                    )
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
         # Before torch's part, which may put a node of its own behind these outputs.

@@ -421,6 +421,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         everything = (
             {} if self._use_python_reducer else reducible(self.module, self.parameters_to_ignore)
         )
+        self._find_places()
         names, tensors = list(everything), list(everything.values())
         wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
         self._wires = dict(zip(tensors, wires, strict=True))

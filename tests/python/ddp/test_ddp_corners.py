@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ddp_rig import wrap
+from ddp_rig import all_ranks, wrap
 from time_bound import assert_within
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -312,6 +312,29 @@ def converted(rank: int, world_size: int) -> None:
         model(batch(rank, 2).double())
 
 
+def replaced(rank: int, world_size: int) -> None:
+    """Other parameters in the places of those that were wrapped: their gradients stay local."""
+    model = wrap(layers())
+    model(batch(rank, 0)).sum().backward()
+    # Values that follow from the parameters are no other parameters: theirs get the gradients.
+    model.zero_grad()
+    doubled = {f"module.{name}": 2 * each for name, each in model.module.named_parameters()}
+    torch.func.functional_call(model, doubled, (batch(rank, 1),)).sum().backward()
+    for each in model.parameters():
+        first, second = all_ranks(each.grad)
+        assert torch.equal(first, second)
+        assert first.any()
+    state = copy.deepcopy(model.module.state_dict())
+    model.module.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        model(batch(rank, 2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'0.weight'.*assign=True.*wrap"):
+            model(batch(rank, 2))
+    again = copy.deepcopy(wrap(layers()))
+    again(batch(rank, 3)).sum().backward()
+
+
 def wide_gradients(rank: int, world_size: int) -> None:
     net = nn.Linear(3, 2, dtype=torch.bfloat16)
     for each in net.parameters():
@@ -357,6 +380,10 @@ def cut_off(rank: int, world_size: int) -> str:
 
 def test_a_converted_model_is_reduced_or_refused() -> None:
     run_ranks(2, converted)
+
+
+def test_parameters_that_were_replaced_are_refused() -> None:
+    run_ranks(2, replaced)
 
 
 def test_gradients_of_another_dtype_are_refused() -> None:
