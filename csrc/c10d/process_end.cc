@@ -15,13 +15,14 @@ namespace {
 std::atomic<bool> g_process_ends{false};
 thread_local bool t_ends_process = false;
 thread_local int t_within = 0; ///< StayWithin's around this place
+thread_local int t_awaited = 0; ///< AwaitedByEnd's, likewise
 
 bool holdsGil() noexcept {
   return interpreterIsUsable() && PyGILState_Check() != 0;
 }
 
 bool mustStay() noexcept {
-  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && !CallbackPool::ownsThisThread() &&
+  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && t_awaited == 0 && !CallbackPool::ownsThisThread() &&
       !holdsGil();
 }
 
@@ -30,6 +31,14 @@ bool mustStay() noexcept {
 void beginProcessEnd() noexcept {
   t_ends_process = true;
   g_process_ends.store(true, std::memory_order_release);
+}
+
+AwaitedByEnd::AwaitedByEnd() noexcept {
+  ++t_awaited;
+}
+
+AwaitedByEnd::~AwaitedByEnd() {
+  --t_awaited;
 }
 
 void stayIfProcessEnds() noexcept {

@@ -302,7 +302,8 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
       CallbackPool::Task task = [state = std::move(countdown->state), then] { then(*state); };
-      if (!pool.submit(std::move(task))) { // the engine has been shut down, and every operation has ended
+      if (!pool.submit(std::move(task))) { // the engine is being shut down
+        const AwaitedByEnd awaited; // perhaps on a loop, which the shutdown stops
         task();
       }
     }
@@ -457,6 +458,7 @@ const PycommWork::Content& PycommWork::content() const noexcept {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
+  const StayWithin stay;
   if (state_->content.nccl != nullptr && !state_->group().failure()) {
     raising([&] { state_->content.nccl->requireLaunched(); });
   }
