@@ -13,17 +13,22 @@ from typing import Any
 
 from training_models import PARTS
 
-# Kinds of program that are wrong today: the generator draws none of them.
-NOT_YET: dict[str, str] = {
-    "callbacks": "a plain future's callback that issues a collective",
-}
-
 WRAPPER, LOCAL = "DistributedDataParallel", ("LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo")
 SMALL = ("bf16", "fp16")
 """Parts with these dtypes, and those of float32, may travel in another."""
 NO_WIRE = ("double", "complex", "sparse", "ignored")
-HOOKS = ("", "", "", "allreduce", "again", "two futures", "asks")
-_HOOK_KIND = {"two futures": "two futures", "asks": "asks in backward"}
+HOOKS = ("", "", "", "allreduce", "again", "two futures", "asks", "metric")
+CALLBACKS = (
+    "of a sum",
+    "two at once",
+    "of a message",
+    "of two sums",
+    "nested",
+    "of half the ranks",
+    "average",
+    "in backward",
+)
+"""What issues a collective in a callback, between steps or in a pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +149,6 @@ def _draw_wrapper(draw: random.Random, parts: list[str], options: dict[str, Any]
     if draw.random() < 0.2:
         options["broadcast_buffers"] = False
     hook = "" if "sync_every" in options else draw.choice(HOOKS)  # theirs is the default group
-    if _HOOK_KIND.get(hook) in NOT_YET:
-        return ""
     return hook
 
 
@@ -173,7 +176,8 @@ _OFTEN = {
     "save": 1,
     "load": 1,
     "adopt": 1,
-    "callback": 1,
+    "callback": 4,
+    "await": 1,
     "sync": 2,
 }
 _WRAPPERS = {
@@ -196,6 +200,8 @@ def _draw_step(
     often = {**_OFTEN, **(_WRAPPERS if trainer == WRAPPER else {})}
     what = draw.choices(list(often), list(often.values()))[0]
     part = draw.randrange(len(parts))
+    if what == "callback":
+        return Step(what, draw.choice(CALLBACKS) + draw.choice(["", ", awaited"]))
     if what in ("pass", "local pass", "full step", "unused forward", "scaled", "careless"):
         without: tuple[tuple[int, ...], ...] = ()
         if options.get("find_unused_parameters"):

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from training_callbacks import Callbacks, make_half
 from training_models import Ignored, Sum, batch_of
-from training_programs import LOCAL, NOT_YET, WRAPPER, Program, Step
+from training_programs import LOCAL, WRAPPER, Program, Step
 
 Array = npt.NDArray[Any]
 
@@ -127,6 +128,12 @@ class Trainer:
             f"parts.{index}.{name}" for index in net.which("ignored") for name in ("shard", "own")
         ]
         self.ignored = set(ignored)
+        # A callback's name has the sizes of the groups in it: halves of three ranks have two.
+        needs_half = program.ranks % 2 == 0 and any("half" in step.how for step in program.steps)
+        half = make_half(rank, program.ranks) if needs_half else None
+        self.callbacks, self.in_hooks = (
+            Callbacks(rank, program.ranks, program.seed + each, half) for each in (0, 1)
+        )
         self.local: Any = None
         if self.wrapped:
             TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ignored)
@@ -219,9 +226,17 @@ class Trainer:
             self.model.stats()
             return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
-        allreduce = default_hooks.allreduce_hook
-        hooks = {"allreduce": allreduce, "again": again, "two futures": two_futures, "asks": asks}
-        return hooks[kind]
+        def metric(state, bucket):  # type: ignore[no-untyped-def]
+            self.in_hooks.issue("of a sum")
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        return {
+            "allreduce": default_hooks.allreduce_hook,
+            "again": again,
+            "two futures": two_futures,
+            "asks": asks,
+            "metric": metric,
+        }[kind]
 
     # Steps
 
@@ -234,14 +249,9 @@ class Trainer:
             return ()
         parts = set(range(len(self.program.parts)))
         trained = parts - self._frozen_parts()
-        if "unused encoded" in NOT_YET:
-            everywhere = set.intersection(*(set(step.without[each]) for each in self.mates))
-            kept = {part for part in everywhere if self._feeds_back(part)}
-        else:
-            kept = set()
         # `owned`: a wrapper with nothing to reduce on one rank is a mismatch of the program's.
         owned = trained - set(self.plain.which("ignored"))
-        mine = set(step.without[self.rank]) - kept
+        mine = set(step.without[self.rank])
         return tuple(sorted(mine)) if owned - mine else ()
 
     def pass_(self, step: Step) -> None:
@@ -256,8 +266,6 @@ class Trainer:
         self.step(step)
 
     def local_pass(self, step: Step) -> None:
-        if self.armed and "local after unused forward" in NOT_YET:
-            return
         with self.model.no_sync():
             self._pass(self._left_out(step), reduces=False)
 
@@ -273,12 +281,10 @@ class Trainer:
         if self.static:
             return
         if step.how == "in no_sync":
-            if self.armed and "local after unused forward" in NOT_YET:
-                return
             with self.model.no_sync():
                 self._pass((), reduces=False, backwards=2)
             return
-        if "two backwards" in NOT_YET or self.accumulate > 1:
+        if self.accumulate > 1:
             return
         forwards = 1 if step.how == "of one forward" else 2
         losses, shares = [], []
@@ -314,8 +320,6 @@ class Trainer:
         frozen = self._frozen_parts() | set(self.plain.which("ignored"))
         if self.dirty or len({*range(len(self.program.parts))} - frozen - {step.part}) == 0:
             return
-        if self._feeds_back(step.part) and "freeze encoded" in NOT_YET:
-            return
         if self.program.parts[step.part] == "ignored":
             return
         self._set_trained(step.part, trained=False)
@@ -331,9 +335,13 @@ class Trainer:
     def _set_trained(self, part: int, *, trained: bool) -> None:
         if (part in self._frozen_parts()) != trained:
             return
+        # A rank that had no data yet has counted no static graph, and would go on alone.
+        counted = self.exchange.all(self.passes > 0, self.everyone) if self.static else []
+        if any(counted) and not all(counted):
+            return
         self.net.parts[part].requires_grad_(trained)
         self.plain.parts[part].requires_grad_(trained)
-        if self.static and self.passes > 0:
+        if any(counted):
             self._ends_with(rf"'parts\.{part}\..*static_graph", lambda: self._forward(()))
 
     def mode(self, step: Step) -> None:
@@ -355,16 +363,13 @@ class Trainer:
                 "wrapper": self.model.communication_state_dict() if self.wrapped else None,
                 "local": self.local.state_dict() if self.local is not None else None,
                 "kept": self.kept,
-                "frozen": self._frozen_parts(),
                 "position": (self.steps - self.steps_at_sync, self.since_sync),
+                "trains": self._trains_in_train(),
             }
         )
 
     def load(self, step: Step) -> None:
         if self.saved is None or self.dirty or self.count:
-            return
-        encoded = any(self._feeds_back(part) for part in range(len(self.program.parts)))
-        if encoded and self.saved["frozen"] != self._frozen_parts() and "freeze encoded" in NOT_YET:
             return
         saved = copy.deepcopy(self.saved)
         self.model.load_state_dict(saved["model"])
@@ -373,6 +378,8 @@ class Trainer:
             self.model.load_communication_state_dict(saved["wrapper"])
             self.kept = saved["kept"]
             self.steps_at_sync = self.steps - unsynced
+            self.trains_in_mode = saved["trains"]
+            self.last_forward = (self.steps, self.trains_in_mode)
         else:
             self.local.load_state_dict(saved["local"])
 
@@ -383,17 +390,27 @@ class Trainer:
             self.optimizer.add_param_group({"params": new})
 
     def callback(self, step: Step) -> None:
-        if "callbacks" in NOT_YET:
-            return
-        ranks = self.program.ranks
+        how, _, awaited = step.how.partition(", ")
+        if how == "average":
+            self._average_in_callback()
+        elif how == "in backward":
+            self._pass((), in_backward=lambda: self.callbacks.issue("of a sum"))
+        else:
+            self.callbacks.issue(how)
+        if awaited:
+            self.callbacks.settle()
 
-        def second(future: Any) -> torch.Tensor:
-            total: torch.Tensor = future.value()[0]
-            dist.all_reduce(total)
-            return total
+    def _average_in_callback(self) -> None:
+        """Of the parameters as they are now, as a moving average of a model is made."""
+        owned = [each.detach() for each in self._owned().values() if not each.is_complex()]
+        mine = torch.cat([each.double().flatten() for each in owned])
+        of_ranks = self.exchange.all(numbers(mine), self.everyone)
+        wanted = torch.from_numpy(sum(of_ranks) * self.program.ranks)
+        self.callbacks.add("the average", self.callbacks.summed(mine), wanted)
 
-        future = dist.all_reduce(torch.ones(5), async_op=True).get_future().then(second)
-        assert future.wait().tolist() == [float(ranks**2)] * 5
+    def await_(self, step: Step) -> None:
+        self.callbacks.settle()
+        self.in_hooks.settle()
 
     def sync(self, step: Step) -> None:
         before = self._everyones_parameters()
@@ -558,9 +575,7 @@ class Trainer:
         due = False
         if self.hosts:
             training = self.model.module.training
-            steps_then, mode_then = self.last_forward
-            if self.steps != steps_then:
-                self.trains_in_mode = mode_then
+            self.trains_in_mode = self._trains_in_train()
             self.last_forward = (self.steps, training)
             due = self.steps - self.steps_at_sync >= self.sync_every
             due = due and (training or not self.trains_in_mode)
@@ -569,6 +584,10 @@ class Trainer:
         if due:
             self._check_sync(before)
         return loss
+
+    def _trains_in_train(self) -> bool:
+        steps_then, mode_then = self.last_forward
+        return mode_then if self.steps != steps_then else self.trains_in_mode
 
     def _share(
         self, batch: torch.Tensor, without: Sequence[int], scale: float = 1.0, **more: Any
@@ -595,9 +614,12 @@ class Trainer:
         spoiled: bool = False,
         members: Sequence[int] = (),
         divisor: int = 0,
+        in_backward: Callable[[], None] | None = None,
     ) -> None:
         members = members or self.mates
         loss = self._forward(without, scales=scales)
+        if in_backward is not None:
+            loss.register_hook(lambda _: in_backward())
         share = self._share(self.batch_used, without, scale, scales=scales)
         for turn in range(backwards):
             (loss * scale).backward(retain_graph=turn + 1 < backwards)
@@ -749,6 +771,7 @@ def close(name: str, found: Any, wanted: Any, bound: Any) -> None:
 
 
 setattr(Trainer, "pass", Trainer.pass_)
+setattr(Trainer, "await", Trainer.await_)
 
 
 def run_program(rank: int, server: Any, request: tuple[int, Program]) -> str:
@@ -768,6 +791,8 @@ def run_program(rank: int, server: Any, request: tuple[int, Program]) -> str:
         for index, step in enumerate(program.steps, 1):
             where = f"step {index}: {step}"
             trainer.run(step)
+        where = "the callbacks that were left"
+        trainer.run(Step("await"))
         return ""
     except Over as over:
         return str(over.__cause__)
