@@ -112,6 +112,7 @@ STEPS = [
     Step("try_wheel", "{python} tools/try_wheel.py", 10),
     Step("sdist", "{python} tools/try_wheel.py --sdist 2.13.0", 5),
     Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
+    Step("callbacks", "{make} py ARGS='-k test_callbacks --callbacks 5000'", 30),
     Step("trainings", "{make} py ARGS='-k random_training --trainings 5000'", 30),
     Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
     Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),

@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--trainings", default="300", help="how many random training programs run, or first:last"
     )
+    parser.addoption(
+        "--callbacks", default="500", help="how many random callback programs run, or first:last"
+    )
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(

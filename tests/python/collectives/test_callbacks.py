@@ -132,20 +132,21 @@ def test_each_way_of_issuing(transport: str) -> None:
     run_ranks(RANKS, run_programs, args=(programs, 0.01), pg_options={"transport": transport})
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_random_programs(transport: str) -> None:
-    seeds = list(range(250)) if transport == "shm" else list(range(250, 500))
-    run_ranks(RANKS, run_programs, args=(seeds, 0.004), pg_options={"transport": transport})
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(500, 5500, 500))
-def test_more_random_programs(first: int) -> None:
-    transport = "shm" if first // 500 % 2 else "tcp"
-    seeds = list(range(first, first + 500))
-    options = {"transport": transport}
-    run_ranks(RANKS, run_programs, args=(seeds, 0.02), pg_options=options, timeout_s=600)
+def test_random_programs(transport: str, request: pytest.FixtureRequest) -> None:
+    """`--callbacks 5000` runs so many, half of them here; `--callbacks 7:8` runs one alone."""
+    first, _, last = request.config.getoption("--callbacks").rpartition(":")
+    every = range(int(first or 0), int(last))
+    seeds = [seed for seed in every if len(every) == 1 or seed % 2 == (transport == "tcp")]
+    pause_s = 0.004 if len(every) <= 500 else 0.02
+    run_ranks(
+        RANKS,
+        run_programs,
+        args=(seeds, pause_s),
+        pg_options={"transport": transport},
+        timeout_s=60 + 0.5 * len(seeds),
+    )
 
 
 def test_a_random_program_is_short() -> None:
