@@ -54,7 +54,8 @@ def wrapped(module: nn.Module, way: str, group: Any) -> Any:
     if name == "pycomm" and how != "torch" and not encoded:
         import pycomm
 
-        wires: dict[str, Any] = {"fp16": "fp16", "feedback": {"layers.0.norm1.weight": "int8"}}
+        wires: dict[str, Any] = {name: name for name in ("bf16", "fp16", "fp8", "int8")}
+        wires["feedback"] = {"layers.0.norm1.weight": "int8"}
         wire = wires.get(how)
         return pycomm.DistributedDataParallel(module, process_group=group, wire_dtype=wire)
     model = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)

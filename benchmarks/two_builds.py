@@ -42,9 +42,10 @@ LIMIT_S = 300  # of a pair
 _PIN = "TWO_BUILDS_PIN"
 BACKENDS = {"pycomm": "auto", "pycomm:tcp": "tcp"}
 SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
+WIRES = ("", "bf16", "fp16", "int8", "fp8")
 ROWS = [
-    *((f"all_reduce {name:10}", nbytes, name) for nbytes in SIZES for name in BACKENDS),
-    *((f"step       {name:10}", 0, name) for name in BACKENDS),
+    *((f"all_reduce {name:10}", nbytes, name, "") for nbytes in SIZES for name in BACKENDS),
+    *((f"step {wire:5} {name:10}", 0, name, wire) for wire in WIRES for name in BACKENDS),
 ]
 
 
@@ -66,12 +67,14 @@ def _all_reduce(nbytes: int, group: Any) -> tuple[Callable[[], object], Callable
     return lambda: dist.all_reduce(tensor, group=group), check
 
 
-def _step(group: Any) -> tuple[Callable[[], object], Callable[[], str]]:
+def _step(group: Any, wire: str) -> tuple[Callable[[], object], Callable[[], str]]:
     import pycomm  # PYTHONPATH says which
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(1024, 1024) for _ in range(24)]
-    model = pycomm.DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    model = pycomm.DistributedDataParallel(
+        torch.nn.Sequential(*layers), process_group=group, wire_dtype=wire or None
+    )
     batch = torch.randn(8, 1024, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step() -> None:
@@ -107,9 +110,10 @@ def rank_main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         index, calls = map(int, line.split())
-        _, nbytes, name = ROWS[index]
+        _, nbytes, name, wire = ROWS[index]
         if index not in made:
-            made[index] = _all_reduce(nbytes, groups[name]) if nbytes else _step(groups[name])
+            group = groups[name]
+            made[index] = _all_reduce(nbytes, group) if nbytes else _step(group, wire)
             for _ in range(3):  # a step's buckets are cut anew after the first
                 made[index][0]()
         call, check = made[index]
@@ -200,7 +204,7 @@ def pair(options: argparse.Namespace, number: int, ranks: int, times: Times) -> 
         for checkout in checkouts[:: 1 if number % 2 == 0 else -1]:
             builds[checkout] = Build(checkout, options.port + len(builds), ranks)
             builds[checkout].ready()
-        for index, (name, nbytes, _) in enumerate(ROWS):
+        for index, (name, nbytes, *_) in enumerate(ROWS):
             if not re.search(options.rows, f"{name.strip()} {nbytes}"):
                 continue
             for build in builds.values():
@@ -250,7 +254,12 @@ def main() -> None:
     add("--pairs", type=int, default=20)
     add("--seconds", type=float, default=0.3, help="a block; default: %(default)s")
     add("--ranks", default="2,4")
-    add("--rows", default="", help='an expression that a row matches, such as "tcp (4|4096)$"')
+    add(
+        "--rows",
+        default="^all_reduce|^step +pycomm",
+        help="an expression that a row matches, such as 'tcp (4|4096)$', or '^step' for steps of "
+        "every wire dtype, too; default: %(default)s",
+    )
     add("--pin", action="store_true", help="each rank's calling thread stays on a core of its own")
     add("--port", type=int, default=29571, help="this one and the next")
     options = parser.parse_args()
