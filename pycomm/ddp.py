@@ -242,7 +242,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         order, agreed = self.reducer.order()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
         more = {
-            "residuals": self.reducer.residuals(),
+            # With a hook error feedback keeps nothing, and a state with zeros would be refused.
+            "residuals": {} if self._comm_hooks else self.reducer.residuals(),
             "unsynced_parameters": sorted(self._unsynced),
             "trains_in_eval": not self._trains_in_train(raw.steps),
             "fp16_exponents": self.reducer.exponents(),

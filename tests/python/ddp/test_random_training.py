@@ -76,6 +76,16 @@ NAMED: dict[str, Program] = {
         **_TABLE,
     ),
     "two futures": _named("linear table", [_FULL] * 8, hook="two futures"),
+    "saved beside a hook": _named(
+        "table linear", [_FULL, Step("save"), Step("load"), _FULL], hook="allreduce", **_TABLE
+    ),
+    "callbacks": _named(
+        "linear table",
+        [Step("callback", how) for how in ("nested", "of half the ranks", "of a message")]
+        + [_FULL, Step("callback", "in backward"), Step("callback", "average"), _FULL],
+        hook="metric",
+        ranks=4,
+    ),
     "asks in backward": _named("linear", [_FULL, _FULL], hook="asks"),
 }
 
