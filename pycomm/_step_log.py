@@ -1,0 +1,75 @@
+"""What a sampler asks of the model that trains on its batches: the steps that the ranks have made.
+
+This is the whole of what ``BalancedSampler`` knows about a model, and it is read only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """What the ranks have exchanged in one step: bit by bit the same object on all of them."""
+
+    passes: int
+    """Backward passes that the step averaged, those in ``no_sync()`` too: 1 or more, and the same
+    number on all ranks."""
+    samples: Sequence[float]
+    """Of each rank, in all of these passes. 0: it had nothing to train on."""
+    last_seconds: Sequence[float]
+    """Of each rank, its compute time in the step before this one, summed over that step's passes:
+    from the begin of forward to the end of backward, less the time in which it waited for other
+    ranks. NaN if it does not know, as in its first step."""
+
+
+class StepLog(Protocol):
+    """``model.step_log``: written by the wrapper, read by samplers.
+
+    A step is on record once its backward pass has returned with averages, on the thread that called
+    it; never earlier, and not if it raised. All methods are called between backward passes, from
+    the thread that iterates over the loader, and none but ``gather`` blocks.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the model's group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def steps(self) -> int:
+        """Steps on record since the model was wrapped. Equal on ranks that are at the same step."""
+
+    @property
+    def pending_passes(self) -> int:
+        """Backward passes since the last step on record, which wait for ``accumulate`` or were in
+        ``no_sync()``."""
+
+    def records(self, since: int) -> Sequence[StepRecord]:
+        """The records of the steps number ``since``, ``since + 1`` … ``steps - 1``, in this order.
+
+        Raises:
+            LookupError: The first of them is no longer kept. At least 4,096 are.
+        """
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks."""
+
+
+def step_log_of(model: Any) -> StepLog:
+    """The model's log.
+
+    Raises:
+        TypeError: It keeps none.
+    """
+    log: StepLog | None = getattr(model, "step_log", None)
+    if log is None:
+        raise TypeError(
+            f"model is of type {type(model).__name__}, which keeps no record of its steps. Try: "
+            'the wrapped model, pycomm.DistributedDataParallel(net, weight="samples")'
+        )
+    return log

@@ -1,0 +1,180 @@
+"""How long a step takes on one rank, as a fixed part and a part per sample.
+
+The fixed part (launches, the optimizer) does not shrink with a rank's share. Only steps with
+different numbers of samples tell the two parts apart. Until there are some, the fit assumes that
+they have the ratio that was measured before; at first, that the fixed part is a third of the time.
+If that is wrong, the shares that follow from it are not the best ones, but different enough to
+measure the ratio, and the next ones are.
+
+Every rank computes the same bits, also with another Python or C library: no sum() of floats, which
+is another one since Python 3.12, and no logarithm or power.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_WINDOW = 40
+"""Steps that the fit looks back. More hide slow drifts, fewer leave noise in."""
+_FEWEST = 3
+"""Steps before the first fit: their median survives one slow step, such as the first one."""
+_USUAL_NOISE = 0.05
+_USUAL_NOISE_COUNTS = 4
+"""The noise of a step's time before it is known, and for how many steps that counts."""
+_FIRST_RATIO = 0.5
+"""The fixed part beside the part of the samples, before it is measured."""
+_PRIOR = 0.01
+"""How many steps the ratio known before counts for. Two shares a tenth apart outweigh it."""
+_SPREAD = 0.1
+"""Shares that differ by less than this part of their mean do not change the ratio known."""
+_LEAST_SLOPE = 0.02
+"""The part of a step's time that is taken to depend on its samples, at least."""
+_FURTHEST = 2.0
+"""The fit is trusted up to this many times the largest size that it knows."""
+_JUMP = 0.1
+_JUMP_NOISES = 3.0
+"""A rank has changed its speed if steps differ by more than this part, and so many noises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A rank's seconds per step: ``fixed + per_sample * samples``."""
+
+    fixed: float
+    per_sample: float
+    error: float = 0.0
+    """The standard error of these seconds, as a part of them; larger while steps are few."""
+    reach: float = math.inf
+    """The largest number of samples for which these seconds are to be trusted."""
+
+    def seconds(self, samples: float) -> float:
+        return self.fixed + self.per_sample * samples
+
+
+class StepTimes:
+    """The last steps of one rank, and what they say about the next ones. Pure: no clock."""
+
+    def __init__(self) -> None:
+        self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_WINDOW)
+        self._most = 0.0
+        self._fixed_samples: float | None = None  # as many take as long as the fixed part
+        self._fit: Fit | None = None
+
+    def add(self, samples: float, seconds: float) -> None:
+        """Takes one step: samples above 0, and a finite number of seconds above 0."""
+        self._steps.append((samples, seconds))
+        self._most = max(self._most, samples)
+
+    def refit(self) -> bool:
+        """Lets ``fit()`` follow the steps that were added. Returns whether the speed changed."""
+        if len(self._steps) < _FEWEST:
+            return False
+        changed = self._forget_if_changed()
+        self._fit = self._computed()
+        return changed
+
+    def fit(self) -> Fit | None:
+        """As of the last ``refit()``; None if there were not three steps."""
+        return self._fit
+
+    def state(self) -> dict[str, Any]:
+        """What ``load`` continues from: plain numbers."""
+        return {
+            "steps": [list(step) for step in self._steps],
+            "fixed_samples": self._fixed_samples,
+            "most": self._most,
+            "fit": None if self._fit is None else list(dataclasses.astuple(self._fit)),
+        }
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> StepTimes:
+        times = cls()
+        times._steps.extend((float(samples), float(seconds)) for samples, seconds in state["steps"])
+        times._fixed_samples = state["fixed_samples"]
+        times._most = float(state["most"])
+        times._fit = None if state["fit"] is None else Fit(*state["fit"])
+        return times
+
+    def _forget_if_changed(self) -> bool:
+        """Forgets older steps if the last three, of one size, differ from those of that size."""
+        last = list(self._steps)[-_FEWEST:]
+        samples = last[-1][0]
+        if any(size != samples for size, _ in last):
+            return False
+        older = [seconds for size, seconds in list(self._steps)[:-_FEWEST] if size == samples]
+        if len(older) < _FEWEST:
+            return False
+        before = statistics.median(older)
+        ratio = statistics.median(seconds for _, seconds in last) / before
+        noise = _noise([seconds / before for seconds in older])
+        limit = 1.0 + max(_JUMP, _JUMP_NOISES * noise)
+        if 1.0 / limit <= ratio <= limit:
+            return False
+        self._steps.clear()
+        self._steps.extend(last)
+        return True
+
+    def _computed(self) -> Fit:
+        by_size: dict[float, list[float]] = {}
+        for samples, seconds in self._steps:
+            by_size.setdefault(samples, []).append(seconds)
+        points = [(size, _middle(times), len(times)) for size, times in sorted(by_size.items())]
+        sizes = [size for size, _, _ in points]
+        mean = math.fsum(size * count for size, _, count in points) / len(self._steps)
+        if self._fixed_samples is None:
+            self._fixed_samples = _FIRST_RATIO * mean
+        fixed, slope = _line(points, self._fixed_samples)
+        if sizes[-1] - sizes[0] > _SPREAD * mean:
+            self._fixed_samples = fixed / slope
+        noise = _noise([seconds / (fixed + slope * samples) for samples, seconds in self._steps])
+        count = len(self._steps)
+        error = noise / math.sqrt(count) * (1.0 + _FEWEST / count)
+        return Fit(fixed, slope, error, max(self._most, _FURTHEST * sizes[-1]))
+
+
+def _middle(times: Sequence[float]) -> float:
+    """The mean without the largest and smallest fifth.
+
+    A median would take a rank that a quota stops in every third step for one that is never stopped.
+    """
+    ordered = sorted(times)
+    cut = max(1, len(ordered) // 5) if len(ordered) > 2 else 0
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def _noise(ratios: Iterable[float]) -> float:
+    """The spread of measured to expected times: robust, and not taken for 0 while there are few."""
+    off = [abs(ratio - 1.0) for ratio in ratios]
+    spread = 1.4826 * statistics.median(off)
+    squares = _USUAL_NOISE_COUNTS * _square(_USUAL_NOISE) + len(off) * _square(spread)
+    return math.sqrt(squares / (_USUAL_NOISE_COUNTS + len(off)))
+
+
+def _square(value: float) -> float:
+    return value * value
+
+
+def _line(points: Sequence[tuple[float, float, int]], fixed_samples: float) -> tuple[float, float]:
+    """The fixed part and the slope that fit (samples, seconds, count) best, neither negative.
+
+    Least squares of fixed + slope * samples, and of fixed - slope * fixed_samples with a small
+    weight, which decides if all points have the same number of samples.
+    """
+    count = sum(each for _, _, each in points)
+    mean_samples = math.fsum(samples * each for samples, _, each in points) / count
+    mean_seconds = math.fsum(seconds * each for _, seconds, each in points) / count
+    spread = math.fsum(each * _square(samples - mean_samples) for samples, _, each in points)
+    shared = math.fsum(
+        each * (samples - mean_samples) * (seconds - mean_seconds)
+        for samples, seconds, each in points
+    )
+    # fixed is mean_seconds - slope * mean_samples, but for a term of the order of the prior.
+    reach = mean_samples + fixed_samples
+    slope = (shared + _PRIOR * mean_seconds * reach) / (spread + _PRIOR * _square(reach))
+    slope = min(max(slope, _LEAST_SLOPE * mean_seconds / mean_samples), mean_seconds / mean_samples)
+    return max(0.0, mean_seconds - slope * mean_samples), slope

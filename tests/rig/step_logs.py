@@ -1,0 +1,117 @@
+"""Stand-ins for ``model.step_log``: what ``BalancedSampler`` reads, without a model.
+
+``Job`` has the ranks of a job in one process; ``StoreLog`` is one rank of several processes, which
+exchange their numbers through a store of torch's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pycomm._step_log import StepRecord
+
+
+class Job:
+    """The steps of a job, and a log of each rank, which may lag behind: see ``RankLog.returned``.
+
+    Args:
+        world_size: Its ranks.
+        gather: What ``gather`` returns on a rank, from (rank, numbers); by default all are equal.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        gather: Callable[[int, Sequence[int]], list[list[int]]] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.records: list[StepRecord] = []
+        self.logs = [RankLog(self, rank) for rank in range(world_size)]
+        self._seconds: Sequence[float] = [math.nan] * world_size
+        self.gather = gather or (lambda rank, numbers: [list(numbers)] * world_size)
+
+    def train(self, samples: Sequence[float], seconds: Sequence[float], *, passes: int = 1) -> None:
+        """A step of all ranks: it is on record on each once ``returned`` is called there."""
+        self.records.append(StepRecord(passes, list(samples), list(self._seconds)))
+        self._seconds = seconds
+
+    def returned(self) -> None:
+        """On all ranks, backward has returned."""
+        for log in self.logs:
+            log.returned()
+
+    def restarted(self) -> Job:
+        """The job in new processes: the wrappers are new, and know the last step's seconds."""
+        job = Job(self.world_size)
+        job._seconds = self._seconds
+        return job
+
+
+class RankLog:
+    """A ``StepLog``, and the model that has it."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job = job
+        self.rank = rank
+        self.world_size = job.world_size
+        self.steps = 0
+        self.pending_passes = 0
+
+    @property
+    def step_log(self) -> RankLog:
+        return self
+
+    def returned(self) -> None:
+        """The backward pass of the next step has returned on this rank."""
+        self.steps += 1
+        self.pending_passes = 0
+
+    def records(self, since: int) -> Sequence[StepRecord]:
+        return self._job.records[since : self.steps]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._job.gather(self.rank, numbers)
+
+
+class StoreLog:
+    """A ``StepLog`` of a process, and the model that has it. ``train`` blocks for the others."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.pending_passes = 0
+        self._records: list[StepRecord] = []
+        self._seconds = math.nan
+        self._exchanges = 0
+
+    @property
+    def step_log(self) -> StoreLog:
+        return self
+
+    @property
+    def steps(self) -> int:
+        return len(self._records)
+
+    def train(self, samples: int, seconds: float) -> None:
+        """A step, which took this rank so many seconds."""
+        exchanged = self._exchange([samples, self._seconds])
+        self._seconds = seconds
+        self._records.append(
+            StepRecord(1, [each for each, _ in exchanged], [each for _, each in exchanged])
+        )
+
+    def records(self, since: int) -> Sequence[StepRecord]:
+        return self._records[since:]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._exchange(list(numbers))
+
+    def _exchange(self, numbers: Any) -> list[Any]:
+        self._exchanges += 1
+        keys = [f"{self._exchanges}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], json.dumps(numbers))
+        return [json.loads(self._store.get(key)) for key in keys]  # get() waits for the key
