@@ -1,0 +1,268 @@
+"""Lightning and Accelerate leave the batches of BalancedSampler as they are, by one line each.
+
+By default both cut batch samplers among the ranks. The model's part is a stand-in that exchanges
+its records over the default group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import case
+from torch.utils.data import DataLoader, Dataset
+from training import WIDTH, make_model
+from versions import require
+
+from pycomm._step_log import StepRecord
+from pycomm.balanced_sampler import BalancedSampler
+
+pytestmark = pytest.mark.needs_native
+
+EPOCHS = 3
+LENGTH, GLOBAL_BATCH = 250, 12
+STEPS = LENGTH // GLOBAL_BATCH
+WORKERS, PREFETCH = 1, 2
+LOOKAHEAD = WORKERS * PREFETCH + 2 + 1  # 1: both libraries look whether there is one more batch
+SPEEDS = (3.0, 1.0)
+PRELOAD = ("torch._dynamo", "lightning.pytorch", "accelerate")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    for library in ("Lightning", "Accelerate"):
+        require(library)
+
+
+class Samples(Dataset[tuple[int, torch.Tensor]]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.full((WIDTH,), index / LENGTH)
+
+
+class GroupLog:
+    """A ``StepLog`` and its model, over the default group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.pending_passes = 0
+        self._records: list[StepRecord] = []
+        self._seconds = math.nan
+
+    @property
+    def step_log(self) -> GroupLog:
+        return self
+
+    @property
+    def steps(self) -> int:
+        return len(self._records)
+
+    def records(self, since: int) -> Sequence[StepRecord]:
+        return self._records[since:]
+
+    def gather(self, numbers: Sequence[Any]) -> list[list[Any]]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, list(numbers))
+        return gathered
+
+    def train(self, samples: int) -> None:
+        exchanged = self.gather([samples, self._seconds])
+        self._records.append(
+            StepRecord(1, [each for each, _ in exchanged], [each for _, each in exchanged])
+        )
+        self._seconds = 1.0 + SPEEDS[self.rank] * samples
+
+
+def loader_of(log: GroupLog) -> DataLoader[tuple[int, torch.Tensor]]:
+    sampler = BalancedSampler(
+        Samples(), global_batch=GLOBAL_BATCH, model=log, lookahead=LOOKAHEAD, seed=5
+    )
+    return DataLoader(
+        Samples(), batch_sampler=sampler, num_workers=WORKERS, prefetch_factor=PREFETCH
+    )
+
+
+def assert_unharmed(values: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
+    """What the ranks saw by epoch and step is what the sampler dealt."""
+    orders = set()
+    for of_ranks in zip(*values, strict=True):
+        assert [len(batches) for batches in of_ranks] == [STEPS] * 2
+        steps = list(zip(*of_ranks, strict=True))
+        assert all(sum(len(batch) for batch in step) == GLOBAL_BATCH for step in steps)
+        dealt = [index for step in steps for batch in step for index in batch]
+        assert len(set(dealt)) == len(dealt) == STEPS * GLOBAL_BATCH
+        orders.add(tuple(dealt))
+    assert len(orders) == EPOCHS  # set_epoch arrives
+    last = [len(batches[-1][-1]) for batches in values]
+    assert last[0] < last[1] and sum(last) == GLOBAL_BATCH
+
+
+# Lightning
+
+
+def fit(rank: int, world_size: int, use_distributed_sampler: bool) -> Any:
+    from lightning.pytorch import LightningModule, Trainer
+
+    import pycomm
+    from pycomm.integrations.lightning import make_strategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+            self.seen: list[list[list[int]]] = []
+
+        def train_dataloader(self) -> Any:
+            # So model=self.trainer.model is the wrapped model here.
+            assert isinstance(self.trainer.model, pycomm.DistributedDataParallel)
+            self.log_of_steps = GroupLog()
+            return loader_of(self.log_of_steps)
+
+        def on_train_epoch_start(self) -> None:
+            self.seen.append([])
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.seen[-1].append(batch[0].tolist())
+            out: torch.Tensor = self.model(batch[1]).mean()
+            return out
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            self.log_of_steps.train(len(batch[0]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    module = Module()
+    with contextlib.redirect_stderr(io.StringIO()):
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=make_strategy(),
+            max_epochs=EPOCHS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=use_distributed_sampler,
+        )
+        try:
+            trainer.fit(module)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return module.seen
+
+
+@case(fit, False, launcher="torchrun")
+def test_lightning_without_a_sampler_of_its_own(values: list[Any]) -> None:
+    assert_unharmed(values)
+
+
+@case(fit, True, launcher="torchrun")
+def test_lightning_refuses_to_cut_it(values: list[Any]) -> None:
+    """The default of Trainer: an error that names the option, and no wrong batches."""
+    for text in values:
+        assert isinstance(text, str) and "use_distributed_sampler=False" in text, text
+
+
+# Accelerate
+
+
+def accelerate_loop(rank: int, world_size: int, how: str) -> Any:
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import DataLoaderConfiguration
+
+    from pycomm.integrations.accelerate import make_accelerator
+
+    even = DataLoaderConfiguration(even_batches=how != "prepare, even_batches=False")
+    accelerator = make_accelerator(dataloader_config=even)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    log = GroupLog()
+    loader = loader_of(log)
+    try:
+        if how == "prepare_data_loader":
+            loader = prepare_data_loader(
+                loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True
+            )
+        else:
+            loader = accelerator.prepare(loader)
+        epochs = []
+        for _ in range(EPOCHS):
+            seen = []
+            for indices, inputs in loader:
+                seen.append(indices.tolist())
+                optimizer.zero_grad()
+                accelerator.backward(model(inputs).mean())
+                optimizer.step()
+                log.train(len(indices))
+            epochs.append(seen)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return epochs
+
+
+@case(accelerate_loop, "prepare_data_loader", launcher="torchrun")
+def test_accelerate_with_a_loader_of_one_process(values: list[Any]) -> None:
+    assert_unharmed(values)
+
+
+def accelerate_resumed(rank: int, world_size: int) -> Any:
+    """Trains an epoch and five steps, and goes on with a new model, sampler and loader."""
+    from accelerate.data_loader import prepare_data_loader
+
+    from pycomm.integrations.accelerate import make_accelerator
+
+    accelerator = make_accelerator()
+
+    def loader_for(log: GroupLog) -> Any:
+        return prepare_data_loader(
+            loader_of(log), accelerator.device, num_processes=1, process_index=0
+        )
+
+    def trained(log: GroupLog, loader: Any, most: int | None) -> list[list[int]]:
+        seen = []
+        for indices, _ in itertools.islice(loader, most):
+            seen.append(indices.tolist())
+            log.train(len(indices))
+        return seen
+
+    log = GroupLog()
+    loader = loader_for(log)
+    trained(log, loader, None)
+    seen = trained(log, loader, 5)
+    state = loader.batch_sampler.state_dict()
+    log = GroupLog()
+    loader = loader_for(log)
+    loader.batch_sampler.load_state_dict(state)
+    loader.set_epoch(state["epoch"])
+    return state["epoch"], seen + trained(log, loader, None)
+
+
+@case(accelerate_resumed, launcher="torchrun")
+def test_accelerate_resumes_in_the_middle_of_an_epoch(values: list[Any]) -> None:
+    assert [epoch for epoch, _ in values] == [1, 1]
+    dealt = [index for _, seen in values for batch in seen for index in batch]
+    assert len(set(dealt)) == len(dealt) == STEPS * GLOBAL_BATCH
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=case(accelerate_loop, how, launcher="torchrun"))
+        for how in ("prepare", "prepare, even_batches=False")
+    ],
+)
+def test_accelerate_that_cuts_it_gets_an_error(how: str, values: list[Any]) -> None:
+    """Every second batch for each rank would be wrong shares of wrong steps."""
+    for text in values:
+        assert isinstance(text, str) and "batches ahead of training, too far for" in text, text
+        assert "Accelerate's prepare() cuts them among the ranks" in text
