@@ -28,6 +28,7 @@ from pycomm.options import Options
 
 if TYPE_CHECKING:
     from pycomm import report
+    from pycomm.balanced_sampler import BalancedSampler
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
     from pycomm.service import ParameterClient, ParameterServer
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "BalancedSampler",
     "CodecStats",
     "DiLoCo",
     "DistributedDataParallel",
@@ -69,6 +71,7 @@ register()
 # need torch.nn, which a program that uses only the backend should not load.
 _MODULES = ("report", "backend", "barrier", "compression")  # the last three: old names, until 0.3
 _LATER = {
+    "BalancedSampler": "balanced_sampler",
     "DiLoCo": "local_sgd",
     "DistributedDataParallel": "ddp",
     "LocalSGD": "local_sgd",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel.distributed import _find_tensors
 
 from pycomm._averaging import average_
@@ -104,7 +105,7 @@ class BetweenSteps(Weighed):
                         "an assignment has replaced it. Try: wrap the module after that, or load "
                         "without assign=True"
                     )
-        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         # Before torch's part, which may put a node of its own behind these outputs.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree
 
 from pycomm._averaging import weight_ratio
 from pycomm._ddp_options import check_python_reducer
+from pycomm._step_log import StepLog, StepRecord
 from pycomm.errors import UnsupportedError
 
 _log = logging.getLogger("pycomm")
@@ -48,6 +51,54 @@ def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, s
                 f"{list(tensor.shape)}, and {other} {list(leaf.shape)}. {_SAY}"
             )
     return tensor.shape[0], f"the first dimension of {first}, {list(tensor.shape)}"
+
+
+class _WrapperLog:
+    """The steps that a wrapper's ranks have made: see ``StepLog``."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._wrapper.process_group)
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self._wrapper.process_group)
+
+    @property
+    def steps(self) -> int:
+        steps: int = self._wrapper.reducer.weighed_steps()
+        return steps
+
+    @property
+    def pending_passes(self) -> int:
+        passes: int = self._wrapper.reducer.weighed()[2]
+        return passes
+
+    def records(self, since: int) -> list[StepRecord]:
+        found = self._wrapper.reducer.step_rows(since)
+        if since < self.steps and (not found or found[0][0] != since):
+            raise LookupError(f"the record of step {since} is no longer kept")
+        return [
+            StepRecord(
+                passes=rows[0][1],
+                samples=[weight for weight, _, _ in rows],
+                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, _, ns in rows],
+            )
+            for _, rows in found
+        ]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        group = self._wrapper.process_group
+        on_cpu = any(device.type == "cpu" for device in group._device_types)
+        slots = torch.zeros(self.world_size, len(numbers), dtype=torch.int64)
+        slots[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        slots = slots.to("cpu" if on_cpu else self._wrapper.device)
+        dist.all_reduce(slots, group=group)
+        gathered: list[list[int]] = slots.tolist()
+        return gathered
 
 
 class Weighed(TorchDDP):
@@ -114,6 +165,11 @@ class Weighed(TorchDDP):
         self.require_forward_param_sync = self.require_backward_grad_sync
         self.reducer.pass_without_batch(self.require_backward_grad_sync)
 
+    @property
+    def step_log(self) -> StepLog | None:
+        """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``."""
+        return None if self._weight is None else _WrapperLog(self)
+
     def _check_weighs(self, what: str) -> None:
         check_python_reducer(self, what)
         if self._weight is None:
@@ -153,9 +209,8 @@ class Weighed(TorchDDP):
         total: float = 0.0 if self._weight is None else self.reducer.weight_total()
         return total - self._weight_at_sync
 
-    def _weighed_so_far(self) -> tuple[float, float, int] | None:
-        """The passes since the last reduction, as a checkpoint has them; None without any."""
+    def _weighed_so_far(self) -> tuple[float, float, int, int] | None:
+        """Of the passes since the last reduction, and the last step's time: for a checkpoint."""
         if self._weight is None:
             return None
-        weight, unit, passes = self.reducer.weighed()
-        return (weight, unit, passes) if passes else None
+        return (*self.reducer.weighed(), self.reducer.last_compute_ns())

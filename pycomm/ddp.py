@@ -271,7 +271,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
         if self._weight is not None:
-            self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0)))
+            self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0, -1)))
             unsynced = float(state.get("weight_unsynced", 0.0))
             self._weight_at_sync = self.reducer.weight_total() - unsynced
         steps = self.reducer.stats().steps

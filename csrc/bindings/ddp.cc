@@ -74,7 +74,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, [(weight, passes, last_weight, last_compute_ns) of each rank]).
+/// A list of (step, [(weight, passes, last_compute_ns) of each rank]).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -84,7 +84,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
   for (const PassWeights::Step& step : steps) {
     py::list rows;
     for (const PassWeights::Row& row : step.rows) {
-      rows.append(py::make_tuple(row.weight, row.passes, row.last_weight, row.last_compute_ns));
+      rows.append(py::make_tuple(row.weight, row.passes, row.last_compute_ns));
     }
     found.append(py::make_tuple(step.index, rows));
   }
@@ -245,7 +245,10 @@ void bindReducer(py::module_& m) {
           torch::wrap_pybind_function_no_gil(&Reducer::setWeighed),
           py::arg("weight"),
           py::arg("unit"),
-          py::arg("passes"))
+          py::arg("passes"),
+          py::arg("last_compute_ns"))
+      .def("weighed_steps", torch::wrap_pybind_function_no_gil(&Reducer::weighedSteps))
+      .def("last_compute_ns", torch::wrap_pybind_function_no_gil(&Reducer::lastComputeNs))
       .def(
           "prepare_for_backward",
           torch::wrap_pybind_function_no_gil(

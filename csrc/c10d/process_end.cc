@@ -22,8 +22,8 @@ bool holdsGil() noexcept {
 }
 
 bool mustStay() noexcept {
-  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && t_awaited == 0 && !CallbackPool::ownsThisThread() &&
-      !holdsGil();
+  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && t_awaited == 0 &&
+      !CallbackPool::ownsThisThread() && !holdsGil();
 }
 
 } // namespace

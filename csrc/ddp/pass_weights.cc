@@ -14,13 +14,13 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kWords = 4; // of a row
+constexpr int64_t kWords = 3; // of a row
 
 std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
   const auto* word = words.const_data_ptr<int64_t>();
   std::vector<PassWeights::Row> rows;
   for (int64_t at = 0; at < words.numel(); at += kWords) {
-    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], std::bit_cast<double>(word[at + 2]), word[at + 3]});
+    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2]});
   }
   return rows;
 }
@@ -136,8 +136,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
   auto* row = rows_.mutable_data_ptr<int64_t>() + group.getRank() * kWords;
   row[0] = std::bit_cast<int64_t>(sum_.weight);
   row[1] = sum_.passes;
-  row[2] = std::bit_cast<int64_t>(last_.last_weight);
-  row[3] = last_.last_compute_ns;
+  row[2] = last_compute_ns_;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
   const CallTag about(CallTag::of("the weights of ranks"));
@@ -157,20 +156,16 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
   work_->wait();
   waited_ns_ += nowNs() - before;
   work_.reset();
-  Step step{next_step_++, rowsIn(rows_.cpu())};
-  checkPasses(step.rows, job);
+  step_ = {step_count_, rowsIn(rows_.cpu())};
+  checkPasses(step_.rows, job);
   double total = 0;
   bool alike = true;
-  for (const Row& row : step.rows) {
+  for (const Row& row : step_.rows) {
     total += row.weight;
-    alike = alike && row.weight == step.rows[0].weight;
+    alike = alike && row.weight == step_.rows[0].weight;
   }
-  const auto ranks = static_cast<double>(step.rows.size());
+  const auto ranks = static_cast<double>(step_.rows.size());
   const auto passes = static_cast<double>(sum_.passes);
-  steps_.push_back(std::move(step));
-  if (steps_.size() > kStepsKept) {
-    steps_.pop_front();
-  }
   if (total == 0.0) {
     weightless_ = true;
     return std::nullopt;
@@ -183,9 +178,19 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
 
 void PassWeights::commit() {
   endPass();
-  last_.last_weight = sum_.weight;
+  last_compute_ns_ = compute_ns_;
   total_ += sum_.weight;
-  last_.last_compute_ns = std::exchange(compute_ns_, 0);
+  steps_.push_back(std::move(step_));
+  if (steps_.size() > kStepsKept) {
+    steps_.pop_front();
+  }
+  ++step_count_;
+  giveUp();
+}
+
+void PassWeights::giveUp() {
+  endPass();
+  compute_ns_ = 0;
   sum_ = {};
   drops_ = weightless_ = false;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
@@ -196,8 +201,8 @@ void PassWeights::reset() {
   entered_.reset();
   work_.reset();
   stray_ = false;
-  commit();
-  last_ = {};
+  giveUp();
+  last_compute_ns_ = kUnknown;
 }
 
 std::vector<PassWeights::Step> PassWeights::steps(int64_t since) const {

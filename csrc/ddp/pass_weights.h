@@ -41,9 +41,10 @@ class PassWeights {
   struct Row {
     double weight = 0; ///< of its passes since the reduction before
     int64_t passes = 0; ///< how many
-    double last_weight = 0; ///< of the step before,
-    int64_t last_compute_ns = 0; ///< and how long its forward and backward passes took, without waiting for other ranks
+    int64_t last_compute_ns =
+        kUnknown; ///< how long forward and backward passes of the step before took, without waiting for other ranks
   };
+  static constexpr int64_t kUnknown = -1;
   struct Step {
     int64_t index = 0; ///< from 0
     std::vector<Row> rows; ///< by rank of the group
@@ -93,16 +94,29 @@ class PassWeights {
   /// Waits for the rows, and returns the ratio; nothing if no rank has any weight. Throws the operation's error, and one of its own if ranks
   /// have different numbers of passes.
   [[nodiscard]] std::optional<double> await(const JobRanks& job);
-  /// The step is over, or has been given up: no pass is accumulated.
+  /// The step is over: it is on record.
   void commit();
+  /// The pass under way reduces nothing, and no pass is accumulated.
+  void giveUp();
   /// As constructed.
   void reset();
 
   [[nodiscard]] int64_t takeWaitedNs() noexcept {
     return std::exchange(waited_ns_, 0);
   }
-  /// The steps from `since` on, as far as they are kept.
+  /// How many steps are on record.
+  [[nodiscard]] int64_t stepCount() const noexcept {
+    return step_count_;
+  }
+  /// The steps from `since` on, as far as they are kept: the last kStepsKept.
   [[nodiscard]] std::vector<Step> steps(int64_t since) const;
+  /// How long the last step took here, for a checkpoint; or kUnknown.
+  [[nodiscard]] int64_t lastComputeNs() const noexcept {
+    return last_compute_ns_;
+  }
+  void setLastComputeNs(int64_t ns) noexcept {
+    last_compute_ns_ = ns;
+  }
 
   /// The weights of all passes that were reduced.
   [[nodiscard]] double total() const noexcept {
@@ -147,9 +161,10 @@ class PassWeights {
   int64_t pass_began_ns_ = 0; ///< its forward pass did; 0 between passes
   int64_t last_gradient_ns_ = 0;
   int64_t compute_ns_ = 0; ///< of this step's passes
-  Row last_; ///< of the step before: last_weight and last_compute_ns
+  int64_t last_compute_ns_ = kUnknown; ///< of the step before
+  Step step_; ///< the one under way, once its rows are known
   std::deque<Step> steps_;
-  int64_t next_step_ = 0;
+  int64_t step_count_ = 0;
 };
 
 } // namespace pycomm

@@ -331,9 +331,20 @@ PassWeights::Accumulated Reducer::weighed() {
   return weights().accumulated();
 }
 
-void Reducer::setWeighed(double weight, double unit, int64_t passes) {
+int64_t Reducer::weighedSteps() {
+  const std::lock_guard lock(mutex_);
+  return weights().stepCount();
+}
+
+int64_t Reducer::lastComputeNs() {
+  const std::lock_guard lock(mutex_);
+  return weights().lastComputeNs();
+}
+
+void Reducer::setWeighed(double weight, double unit, int64_t passes, int64_t last_compute_ns) {
   const std::lock_guard lock(mutex_);
   weights().setAccumulated({weight, unit, passes});
+  weights_->setLastComputeNs(last_compute_ns);
 }
 
 void Reducer::recordSteps(bool on) {

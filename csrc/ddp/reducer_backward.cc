@@ -301,7 +301,7 @@ void Reducer::giveUpWeightless() {
     values.accumulated = 0;
     ++values.passes;
   });
-  weights_->commit();
+  weights_->giveUp();
   if (used_.has_value()) {
     used_->clear();
   }
