@@ -75,7 +75,7 @@ def alone() -> torch.Tensor:
 
     net, data = Slowed(0), Numbers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    order = list(epoch_order(NUMEL, seed=0, epoch=0, shuffle=True))
+    order = epoch_order(NUMEL, seed=0, epoch=0, shuffle=True).tolist()
     for step in range(40):
         batch = order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
         inputs = torch.stack([data[i][0] for i in batch])
