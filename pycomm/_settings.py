@@ -219,9 +219,10 @@ SETTINGS: tuple[Setting, ...] = (
         _interface,
         "",
         "PYCOMM_SOCKET_IFNAME",
-        "Network interfaces, in NCCL's notation: `eth0,ib`: all whose names begin so; `=eth0`: "
-        "that one; `^lo,docker`: all but these. Automatic: the one that routes to the store's "
-        "host. [Several interfaces](interfaces.md#several-interfaces-and-connections)",
+        "The network interface, in NCCL's notation: `eth0,ib`: the first in this order that is up "
+        "and whose name begins so; `=eth0`: exactly that one; `^lo,docker`: any but these. "
+        "Automatic: the one that routes to the store's host. "
+        "[A list of interfaces](interfaces.md#a-list-of-interfaces)",
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
     ),
     Setting(
@@ -318,17 +319,6 @@ SETTINGS: tuple[Setting, ...] = (
         "Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as `262144`, "
         '`"256K"`, `"1M"`; above 1 MiB it counts as 1 MiB. '
         "[No effect in shared memory](#where-an-option-has-no-effect)",
-        same_on_all_ranks=True,
-    ),
-    Setting(
-        "streams",
-        _count(1, 16, "connections, 1 to 16"),
-        1,
-        "PYCOMM_STREAMS",
-        "Connections to each peer that is not reached through shared memory, in each direction and "
-        "over each interface, 1 to 16. "
-        "[Several connections](interfaces.md#several-interfaces-and-connections); "
-        "[no effect in shared memory](#where-an-option-has-no-effect)",
         same_on_all_ranks=True,
     ),
     Setting(

@@ -50,14 +50,15 @@ class Options:
     A field left at None is read from the environment when a group is made. Groups made later by
     ``new_group`` without options of their own take those of the default group. All ranks of a group
     must have the same ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
-    ``cuda_mode``, ``streams``, ``heartbeat_timeout``, ``check_call_sites`` and ``security``; the
-    others may differ. Immutable, so any thread may use one for any number of groups.
+    ``cuda_mode``, ``heartbeat_timeout``, ``check_call_sites`` and ``security``; the others may
+    differ. Immutable, so any thread may use one for any number of groups.
 
     Args:
-        interface: Network interfaces, in NCCL's notation: ``eth0,ib``: all whose names begin so;
-            ``=eth0``: that one; ``^lo,docker``: all but these. Automatic: the one that routes to
-            the store's host. Several interfaces (docs/interfaces.md). ``PYCOMM_SOCKET_IFNAME``,
-            then ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``; default: automatic.
+        interface: The network interface, in NCCL's notation: ``eth0,ib``: the first in this order
+            that is up and whose name begins so; ``=eth0``: exactly that one; ``^lo,docker``: any
+            but these. Automatic: the one that routes to the store's host. A list of interfaces
+            (docs/interfaces.md). ``PYCOMM_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``,
+            ``NCCL_SOCKET_IFNAME``; default: automatic.
         socket_family: ``auto``, ``ipv4`` or ``ipv6``. ``PYCOMM_SOCKET_FAMILY``; default: auto.
         port_range: First and last port to listen on, within 1024 to 65535, as ``29600-29699`` or
             ``(29600, 29699)``: one port per rank of the host and group, if that has ranks on other
@@ -92,9 +93,6 @@ class Options:
         segment_nbytes: Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as
             ``262144``, ``"256K"``, ``"1M"``; above 1 MiB it counts as 1 MiB. No effect in shared
             memory (docs/options.md). ``PYCOMM_SEGMENT_NBYTES``; default: 262144.
-        streams: Connections to each peer that is not reached through shared memory, in each
-            direction and over each interface, 1 to 16. Several connections (docs/interfaces.md); no
-            effect in shared memory (docs/options.md). ``PYCOMM_STREAMS``; default: 1.
         check_call_sites: ``1`` (in Python ``True``): also compare the lines of Python that issue an
             operation, so that two equal calls that one rank has swapped (docs/faults.md) end as
             ``COLLECTIVE_MISMATCH``, which names both lines. A correct program whose ranks issue one
@@ -137,7 +135,6 @@ class Options:
     wire_dtype: str | torch.dtype | None = None
     cuda_mode: str | None = None
     segment_nbytes: int | str | None = None
-    streams: int | None = None
     check_call_sites: bool | None = None
     security: str | None = None
     preflight: bool | None = None
@@ -249,7 +246,6 @@ class ResolvedOptions:
     wire_dtype: str
     cuda_mode: str
     segment_nbytes: int
-    streams: int
     check_call_sites: bool
     security: str
     preflight: bool

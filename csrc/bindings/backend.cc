@@ -44,7 +44,6 @@ struct NativeOptions {
   int port_first = 0;
   int port_last = 0;
   int64_t segment_nbytes = 0;
-  int streams = 1;
   int heartbeat_timeout_ms = 3000;
   int64_t flight_slots = 0;
   std::string flight_dump_prefix;
@@ -71,7 +70,6 @@ struct NativeOptions {
         port_first(options["port_first"].cast<int>()),
         port_last(options["port_last"].cast<int>()),
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
-        streams(options["streams"].cast<int>()),
         heartbeat_timeout_ms(options["heartbeat_timeout_ms"].cast<int>()),
         flight_slots(options["flight_recorder_size"].cast<int64_t>()),
         flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
@@ -222,9 +220,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     rendezvous.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     rendezvous.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
-        " cuda_mode=" + options.cuda_mode + " streams=" + std::to_string(options.streams) +
-        " heartbeat_timeout=" + std::to_string(options.heartbeat_timeout_ms) + "ms" +
-        (options.check_call_sites ? " check_call_sites=1" : "") + " security=" + options.security;
+        " cuda_mode=" + options.cuda_mode + " heartbeat_timeout=" + std::to_string(options.heartbeat_timeout_ms) +
+        "ms" + (options.check_call_sites ? " check_call_sites=1" : "") + " security=" + options.security;
     rendezvous.config_digest = digestOf(rendezvous.config_text);
     rendezvous.remark = options.why_no_nccl;
     rendezvous.takeover = options.launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
@@ -235,7 +232,6 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     config.security.secret = options.secret;
     config.security.secret_origin = options.secret_origin;
     config.transport = transportNamed(options.transport);
-    config.streams = options.streams;
     config.dead_after_ms = options.heartbeat_timeout_ms;
     config.heartbeat_every_ms = options.heartbeat_timeout_ms / kHeartbeatsInTimeout;
     config.flight_slots = static_cast<size_t>(options.flight_slots);
@@ -287,12 +283,6 @@ std::string describe(const Group& group) {
   std::string links = within_host
       ? "Unix sockets"
       : "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
-  for (const GroupIdentity::Path& path : identity.further) {
-    links += " and " + path.interface_name + " (" + path.local_address.ip() + ")";
-  }
-  if (identity.streams > 1) {
-    links += ", " + std::to_string(identity.streams) + " connections a link";
-  }
   if (identity.tls != nullptr) {
     links += (within_host ? ", with" : ", TLS with") + (" the secret of key id " + identity.tls->secret().keyId());
   }

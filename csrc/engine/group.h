@@ -42,7 +42,6 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
     size_t flight_slots = 2000; ///< operations that the flight log keeps; 0 switches it off
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     Transport transport = Transport::Auto; ///< the same on all ranks
-    int streams = 1; ///< connections to each peer over each interface and in each direction; the same on all ranks
     Security security; ///< with a secret, the store is a SealedStore of it
   };
 

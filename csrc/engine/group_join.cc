@@ -20,8 +20,6 @@ namespace {
 // How often a rank that waits for connections looks into the store for why they do not come.
 constexpr int kJoinSliceMs = 500;
 
-constexpr int kMaxStreams = 16; // over each interface
-
 // All ranks read it: "this process" alone would be each reader's own.
 std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
@@ -91,9 +89,6 @@ std::vector<Listener> takeListeners(Rendezvous&& met) {
       listeners.push_back(std::move(*listener));
     }
   }
-  for (Rendezvous::Further& further : met.further) {
-    listeners.push_back(std::move(further.listener));
-  }
   return listeners;
 }
 
@@ -117,17 +112,11 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   std::shared_ptr<Group> group;
   RankClaim claim; // from meet() on; the group, once there is one, gives it back
   try {
-    if (config.streams < 1 || config.streams > kMaxStreams) {
-      throw Error(
-          ErrorCode::InvalidArgument,
-          "a link cannot be made of " + std::to_string(config.streams) + " connections",
-          "streams=1 to " + std::to_string(kMaxStreams));
-    }
     std::shared_ptr<const TlsContext> tls = openOrPost(config, store);
     meeting.process_id = tls == nullptr ? ProcessId() : tls->self();
     Rendezvous met = meet(store, meeting, abort.token());
     claim = met.claim;
-    Roster roster(meeting, config.streams, met);
+    Roster roster(meeting, met);
     config.security.checkHosts(roster);
     config.security.finish(roster, met.transcript, std::move(tls));
     roster.identity.title = title;

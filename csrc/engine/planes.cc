@@ -88,7 +88,7 @@ void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
     if (hello.shared) {
       data.adoptShared(hello.rank, std::move(link));
     } else {
-      data.adopt(hello.rank, std::move(link), hello.stream);
+      data.adopt(hello.rank, std::move(link));
     }
   });
 }

@@ -52,7 +52,8 @@ struct FrameHeader {
   /// 3: questions about collectives may travel over control links, from neighbour to neighbour; Left.
   /// 4: records name ranks by their numbers in the job; Leaving.
   /// 5: Waiting says which callback has issued the operation.
-  static constexpr uint8_t kVersion = 5;
+  /// 6: a link is one connection, and a rank listens on one address.
+  static constexpr uint8_t kVersion = 6;
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 

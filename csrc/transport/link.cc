@@ -49,7 +49,7 @@ void wait(
     throw Error(broken(link, transfer, ErrorCode::Timeout, "timed out"));
   }
   if (!moved) {
-    pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? readEvents(link) : link.roomEvent(), 0};
+    pollfd ready{link.fd(), reads ? readEvents(link) : link.roomEvent(), 0};
     (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller tries again
   }
 }
@@ -64,7 +64,7 @@ bool Link::isReset() noexcept {
       if (progress.closed) { // TCP reports an end also if a reset came behind it
         int error_number = 0;
         socklen_t length = sizeof error_number;
-        return ::getsockopt(writeFd(), SOL_SOCKET, SO_ERROR, &error_number, &length) == 0 && error_number != 0;
+        return ::getsockopt(fd(), SOL_SOCKET, SO_ERROR, &error_number, &length) == 0 && error_number != 0;
       }
       if (progress.nbytes == 0) {
         return true; // neither bytes nor an end: the kernel has reported the error already
@@ -81,7 +81,7 @@ bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
     if (deadline.expired()) {
       return false;
     }
-    pollfd ready{link.writeFd(), link.roomEvent(), 0};
+    pollfd ready{link.fd(), link.roomEvent(), 0};
     (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller polls again
   }
   return true;
@@ -128,7 +128,7 @@ void Link::closeGently() noexcept {
         return;
       }
       if (progress.would_block) {
-        pollfd ready{readFd(), readEvents(*this), 0};
+        pollfd ready{fd(), readEvents(*this), 0};
         (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
       }
     }

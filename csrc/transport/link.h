@@ -30,17 +30,10 @@ class Link {
  public:
   virtual ~Link() = default;
 
-  /// A descriptor for epoll. Owned by the link.
+  /// The descriptor to poll before the next tryRead, tryWrite or finishConnect. Owned by the link. A finishConnect() may change it.
   [[nodiscard]] virtual int fd() const noexcept = 0;
-  /// The descriptor to poll before the next tryRead, tryWrite or finishConnect; a try may change it.
-  [[nodiscard]] virtual int readFd() const noexcept {
-    return fd();
-  }
-  [[nodiscard]] virtual int writeFd() const noexcept {
-    return fd();
-  }
 
-  /// The event to poll for on writeFd() before the next tryWrite() or finishConnect().
+  /// The event to poll for on fd() before the next tryWrite() or finishConnect().
   [[nodiscard]] virtual short roomEvent() const noexcept {
     return POLLOUT;
   }
@@ -57,12 +50,12 @@ class Link {
     return false;
   }
 
-  /// A tryRead() has something to do although readFd() may not be readable: the bytes have been taken from the kernel. The owner looks
+  /// A tryRead() has something to do although fd() may not be readable: the bytes have been taken from the kernel. The owner looks
   /// again before it sleeps. In TLS these may be bytes of no message, such as a new key: the read then would block, and this is false.
   [[nodiscard]] virtual bool buffered() const noexcept {
     return false;
   }
-  /// The kernel has not taken all that tryWrite() has: tryWrite() of nothing goes on, when writeFd() has room.
+  /// The kernel has not taken all that tryWrite() has: tryWrite() of nothing goes on, when fd() has room.
   [[nodiscard]] virtual bool unsent() const noexcept {
     return false;
   }
@@ -74,7 +67,7 @@ class Link {
   /// Ends the write side: the peer reads to the end and then sees `closed`. While unsent() is true, bytes must still be sent.
   virtual void shutdownWrite() noexcept = 0;
 
-  /// Call it after EPOLLHUP or EPOLLERR on writeFd(), for an end that only writes: it reads and discards what is left. Returns false if the peer
+  /// Call it after EPOLLHUP or EPOLLERR on fd(), for an end that only writes: it reads and discards what is left. Returns false if the peer
   /// closed in order, which a Unix socket reports at once and TCP does not, and true if the connection broke. False says that the peer has read
   /// everything, except of shared memory: what is in its ring may be unread.
   [[nodiscard]] virtual bool isReset() noexcept;
@@ -88,15 +81,6 @@ class Link {
   /// Closes without losing bytes that the kernel has taken: ends the write side, then reads and drops bytes until the peer closes too, for
   /// at most 20 ms.
   virtual void closeGently() noexcept;
-
-  /// If the link has several connections: the interface of the one that the next byte arrives on, or leaves on. If that
-  /// connection stalls, all others wait for it. Empty for a link of one connection.
-  [[nodiscard]] virtual std::string readsFrom() const {
-    return "";
-  }
-  [[nodiscard]] virtual std::string writesTo() const {
-    return "";
-  }
 
   /// "10.0.0.1:29600 -> 10.0.0.2:29601", for error texts.
   [[nodiscard]] virtual std::string describe() const = 0;

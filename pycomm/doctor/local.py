@@ -28,9 +28,7 @@ def judge(hosts: Sequence[HostFacts]) -> list[Finding]:
 
 def files_needed(host: HostFacts, ranks: int) -> int:
     """Descriptors that one process takes: what Python has open, and a group of so many ranks."""
-    streams = host.same_everywhere.get("streams", "1")
-    links = 3 * (ranks - 1) * (int(streams) if streams.isdecimal() else 1)
-    return host.files_open + links + 8
+    return host.files_open + 3 * (ranks - 1) + 8
 
 
 def _settings(hosts: Sequence[HostFacts]) -> Iterator[Finding]:

@@ -611,7 +611,7 @@ def _refused_at_init() -> Iterator[Case]:
             timeout_s=3.0,
             bound_s=5.0,
         )
-        for how in ("world size", "algorithm", "segment", "streams", "heartbeat"):
+        for how in ("world size", "algorithm", "segment", "heartbeat"):
             yield Case(
                 f"another {how}",
                 place,

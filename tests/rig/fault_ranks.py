@@ -62,7 +62,7 @@ class Case:
     """The group's."""
     how: str = ""
     """How the victim joins: "" like the others, or "absent", "duplicate", "world size",
-    "algorithm", "segment", "streams", "heartbeat", "few files"."""
+    "algorithm", "segment", "heartbeat", "few files"."""
     transport: str = "tcp"
     """Of cases with a ``spec``; the others take what there is, which is shared memory."""
     steps: int = 12
@@ -108,8 +108,6 @@ def join(rank: int, case: Case, store: str) -> None:
         options["algorithm"] = "ring"
     elif odd and case.how == "segment":
         options["segment_nbytes"] = 65536
-    elif odd and case.how == "streams":
-        options["streams"] = 2
     elif odd and case.how == "heartbeat":
         options["heartbeat_timeout"] = 4
     elif odd and case.how == "few files":

@@ -83,10 +83,10 @@ void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) 
 
 // ---- links
 
-void DataPlane::adopt(int peer, std::unique_ptr<Link> link, int stream) {
+void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
   exchange_.guarded(peer, [&] {
     if (end_.running()) {
-      exchange_.links().adopt(peer, std::move(link), stream);
+      exchange_.links().adopt(peer, std::move(link));
     }
   });
 }

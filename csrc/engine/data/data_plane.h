@@ -61,7 +61,7 @@ class DataPlane final : public Loop::Ticker {
 
   // ---- links
   /// A peer has connected to us.
-  void adopt(int peer, std::unique_ptr<Link> link, int stream = 0);
+  void adopt(int peer, std::unique_ptr<Link> link);
   /// The same for a link whose bytes go through shared memory, and which `link` is the bell of.
   void adoptShared(int peer, std::unique_ptr<Link> link);
   /// The other ranks of this host may send to this one through these rings from now on. Frames for them wait for useRings().

@@ -252,8 +252,7 @@ void Exchange::finishIfComplete(uint64_t op_id) {
 
 // The deadline of an operation in the roll call has passed.
 void Exchange::overdue(uint64_t op_id) {
-  std::optional<ErrorRecord> late =
-      transfers_.runs(op_id) ? transfers_.overdue(op_id, links_) : watched_.overdue(op_id);
+  std::optional<ErrorRecord> late = transfers_.runs(op_id) ? transfers_.overdue(op_id) : watched_.overdue(op_id);
   if (late) {
     reporter_.notice(std::move(*late));
   }

@@ -15,15 +15,6 @@ constexpr int64_t kLookNbytes = 256 << 10;
 // No operation is looked for if more than this are under way.
 constexpr size_t kLookOperations = 64;
 
-/// Bytes of a link of several connections are read and written in order: the one whose turn it is holds up the others.
-void nameInterface(ErrorRecord& record, const std::string& interface) {
-  if (record.phase == ErrorPhase::Transfer && !interface.empty() && !record.summary.empty()) {
-    record.summary.back() = ','; // of the sentence's end
-    record.summary += " and the next bytes are those on interface " + interface + ".";
-    record.hint = "check interface " + interface + " on both hosts; if the network is only slow, raise the timeout";
-  }
-}
-
 } // namespace
 
 Transfers::Transfers(
@@ -226,7 +217,7 @@ bool Transfers::addDuePeers(std::vector<int>& peers) const {
   return true;
 }
 
-std::optional<ErrorRecord> Transfers::overdue(uint64_t op_id, const PeerLinks& links) const {
+std::optional<ErrorRecord> Transfers::overdue(uint64_t op_id) const {
   const auto found = transfers_.find(op_id);
   if (found == transfers_.end()) {
     return std::nullopt;
@@ -235,17 +226,13 @@ std::optional<ErrorRecord> Transfers::overdue(uint64_t op_id, const PeerLinks& l
   if (!transfer.inputComplete()) {
     return inputLate(transfer.operation(), transfer.bytesExpected(), identity_);
   }
-  ErrorRecord record = timedOut(
+  return timedOut(
       transfer.operation(),
       transfer.bytesArrived(),
       transfer.bytesExpected(),
       transfer.waitsFor(),
       protocol_.missing(op_id),
       identity_);
-  if (const int peer = identity_.job.inGroup(record.peer); peer >= 0) {
-    nameInterface(record, transfer.needsFrom(peer) ? links.readsFrom(peer) : links.writesTo(peer));
-  }
-  return record;
 }
 
 } // namespace pycomm

@@ -90,7 +90,7 @@ class Transfers {
   /// kernel.
   [[nodiscard]] bool addDuePeers(std::vector<int>& peers) const;
   /// The error of an operation whose deadline has passed. Nothing if it is not under way.
-  [[nodiscard]] std::optional<ErrorRecord> overdue(uint64_t op_id, const PeerLinks& links) const;
+  [[nodiscard]] std::optional<ErrorRecord> overdue(uint64_t op_id) const;
 
  private:
   struct UnexpectedFrame {

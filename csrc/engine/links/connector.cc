@@ -4,13 +4,11 @@
 #include <chrono>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "base/log.h"
 #include "base/slow_wait.h"
 #include "engine/report/failure_text.h"
 #include "transport/net/greeted_link.h"
-#include "transport/striped_link.h"
 
 namespace pycomm {
 namespace {
@@ -21,9 +19,6 @@ constexpr int kLastLookMs = 300; // and how long it looks at the end
 } // namespace
 
 std::unique_ptr<Link> Connector::startBulk(int peer) const {
-  if (identity_.streams > 1) {
-    return startStreams(peer);
-  }
   const GroupIdentity::Endpoints ends = identity_.endpoints(peer);
   return std::make_unique<GreetedLink>(
       ends.local, ends.remote, identity_.hello(LinkPurpose::Bulk, ends), identity_.tlsTo(peer, ends));
@@ -34,26 +29,6 @@ std::unique_ptr<Link> Connector::startBell(int peer) const {
   Hello hello = identity_.hello(LinkPurpose::Bulk, ends);
   hello.shared = true;
   return std::make_unique<GreetedLink>(ends.local, ends.remote, hello, identity_.tlsTo(peer, ends));
-}
-
-std::unique_ptr<Link> Connector::startStreams(int peer) const {
-  std::vector<StripedLink::Part> parts;
-  for (int stream = 0; stream < identity_.streams; ++stream) {
-    const GroupIdentity::Endpoints ends = identity_.endpoints(peer, stream);
-    Hello hello = identity_.hello(LinkPurpose::Bulk, ends);
-    hello.stream = static_cast<uint8_t>(stream);
-    StripedLink::Part part;
-    part.interface_name = ends.interface_name;
-    try {
-      part.link = std::make_unique<GreetedLink>(ends.local, ends.remote, hello, identity_.tlsTo(peer, ends));
-    } catch (const Error& error) {
-      ErrorRecord record = error.record();
-      record.summary += ", on " + part.interface_name;
-      throw Error(record);
-    }
-    parts.push_back(std::move(part));
-  }
-  return std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connecting);
 }
 
 // A connection that the peer drops before its reply says nothing about that peer.

@@ -18,7 +18,7 @@ class Connector {
   /// The identity outlives this.
   explicit Connector(const GroupIdentity& identity) : identity_(identity) {}
 
-  /// Begins to open a bulk link, of one connection or several; it is up when its finishConnect() returns true.
+  /// Begins to open a bulk link; it is up when its finishConnect() returns true.
   /// Throws what startConnect() throws.
   [[nodiscard]] std::unique_ptr<Link> startBulk(int peer) const;
   /// The same for a connection that only rings for a link in shared memory.
@@ -32,8 +32,6 @@ class Connector {
       const std::function<void()>& look) const;
 
  private:
-  [[nodiscard]] std::unique_ptr<Link> startStreams(int peer) const;
-
   const GroupIdentity& identity_;
 };
 

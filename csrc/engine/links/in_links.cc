@@ -4,8 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "transport/striped_link.h"
-
 namespace pycomm {
 
 InLinks::InLinks(
@@ -27,27 +25,10 @@ InLinks::~InLinks() {
 
 // ---- links that arrive
 
-void InLinks::adopt(int peer, std::unique_ptr<Link> link, int stream) {
-  if (isOpened(peer) || stream >= identity_.streams) {
-    return; // a second connection of one rank is no peer of ours: drop it
+void InLinks::adopt(int peer, std::unique_ptr<Link> link) {
+  if (!isOpened(peer)) { // a second connection of one rank is no peer of ours: drop it
+    open(peer, std::move(link), nullptr);
   }
-  if (identity_.streams > 1) {
-    std::vector<std::unique_ptr<Link>>& streams = arriving_[peer];
-    streams.resize(static_cast<size_t>(identity_.streams));
-    if (streams[static_cast<size_t>(stream)] == nullptr) {
-      streams[static_cast<size_t>(stream)] = std::move(link);
-    }
-    if (std::find(streams.begin(), streams.end(), nullptr) != streams.end()) {
-      return;
-    }
-    std::vector<StripedLink::Part> parts;
-    for (std::unique_ptr<Link>& one : streams) {
-      parts.push_back({std::move(one), identity_.interfaceOf(static_cast<int>(parts.size()))});
-    }
-    arriving_.erase(peer);
-    link = std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connected);
-  }
-  open(peer, std::move(link), nullptr);
 }
 
 void InLinks::adoptShared(int peer, std::unique_ptr<Link> bell) {

@@ -3,9 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "engine/links/link_owner.h"
@@ -28,7 +26,7 @@ class InLinks final : private PortOwner {
   InLinks& operator=(const InLinks&) = delete;
 
   /// See PeerLinks.
-  void adopt(int peer, std::unique_ptr<Link> link, int stream);
+  void adopt(int peer, std::unique_ptr<Link> link);
   void adoptShared(int peer, std::unique_ptr<Link> bell);
   void endReading(int peer) noexcept;
   /// Drops every place that arriving payloads go to.
@@ -41,9 +39,6 @@ class InLinks final : private PortOwner {
   }
   [[nodiscard]] bool isReading(int peer) const noexcept {
     return isOpened(peer) && !ports_[static_cast<size_t>(peer)]->ended;
-  }
-  [[nodiscard]] std::string readsFrom(int peer) const {
-    return isOpened(peer) ? ports_[static_cast<size_t>(peer)]->link->readsFrom() : "";
   }
   /// Links through shared memory.
   [[nodiscard]] size_t shared() const noexcept {
@@ -69,7 +64,6 @@ class InLinks final : private PortOwner {
   const RingRoute& route_;
   LinkOwner& owner_;
   std::vector<std::unique_ptr<InPort>> ports_; ///< by rank; null until the peer has opened its link
-  std::map<int, std::vector<std::unique_ptr<Link>>> arriving_; ///< by rank: some of the connections of a link
   std::vector<InPort*> shared_; ///< members of ports_ that have a shared link
 };
 

@@ -6,7 +6,6 @@
 #include <functional>
 #include <memory>
 #include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -53,10 +52,6 @@ class OutLinks final : private PortOwner {
   [[nodiscard]] bool isWriting(int peer) const noexcept {
     const std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(peer)];
     return port != nullptr && (port->state() == OutPort::State::Open || port->state() == OutPort::State::Full);
-  }
-  [[nodiscard]] std::string writesTo(int peer) const {
-    const std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(peer)];
-    return port != nullptr ? port->link->writesTo() : "";
   }
   [[nodiscard]] const RingRoute& route() const noexcept {
     return route_;

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,8 +21,8 @@ namespace pycomm {
 /// opens to this rank (InLinks). Frames go in and come out; what they mean, and whether the end of a link is a failure, is the owner's
 /// business.
 ///
-/// A link is a socket (TCP, or a Unix socket within a host), several that use the interfaces in turn, or a ring in memory that both ranks
-/// share (RingRoute). It is opened by the first frame for that peer.
+/// A link is a socket (TCP, or a Unix socket within a host), or a ring in memory that both ranks share (RingRoute). It is opened by the
+/// first frame for that peer.
 /// Thread: the lane's, for everything.
 class PeerLinks final {
  public:
@@ -56,8 +55,8 @@ class PeerLinks final {
 
   // ---- links that arrive
   /// A peer has connected to this rank.
-  void adopt(int peer, std::unique_ptr<Link> link, int stream) {
-    in_.adopt(peer, std::move(link), stream);
+  void adopt(int peer, std::unique_ptr<Link> link) {
+    in_.adopt(peer, std::move(link));
   }
   /// The same for a link whose bytes go through shared memory, and which `bell` is the bell of.
   void adoptShared(int peer, std::unique_ptr<Link> bell) {
@@ -108,13 +107,6 @@ class PeerLinks final {
   /// The link that the peer opened may still bring something.
   [[nodiscard]] bool isReading(int peer) const noexcept {
     return in_.isReading(peer);
-  }
-  /// The interface that holds up a link of several connections, see Link::readsFrom() and writesTo().
-  [[nodiscard]] std::string readsFrom(int peer) const {
-    return in_.readsFrom(peer);
-  }
-  [[nodiscard]] std::string writesTo(int peer) const {
-    return out_.writesTo(peer);
   }
   /// Links of both directions that go through shared memory.
   [[nodiscard]] size_t sharedLinks() const noexcept {

@@ -28,7 +28,7 @@ void OutPort::watch(Loop& loop) {
   if (hung_up_) {
     return;
   }
-  const int fd = link->writeFd();
+  const int fd = link->fd();
   const uint32_t wanted = events();
   if (fd == watched_ && wanted == watched_events_) {
     return;
@@ -51,7 +51,7 @@ uint32_t InPort::events() const noexcept {
 }
 
 void InPort::watch(Loop& loop) {
-  const int fd = link->readFd();
+  const int fd = link->fd();
   const uint32_t wanted = events();
   if (ended || (fd == watched_ && wanted == watched_events_)) {
     return;

@@ -32,14 +32,6 @@ struct GroupIdentity {
   std::vector<SocketAddress> unix_sockets; ///< by rank; empty for a rank that this one does not reach by a Unix socket
   SocketAddress local_address; ///< to connect from
   std::string interface_name;
-  /// One more interface of each rank, if several are used.
-  struct Path {
-    SocketAddress local_address;
-    std::string interface_name;
-    std::vector<SocketAddress> addresses; ///< by rank
-  };
-  std::vector<Path> further;
-  int streams = 1; ///< connections that a bulk link is made of; they use the interfaces in turn
   std::shared_ptr<const TlsContext>
       tls; ///< of this process; null: the group has no secret, and its connections are plain
   std::vector<ProcessId> processes; ///< by rank, if there is a secret
@@ -97,32 +89,21 @@ struct GroupIdentity {
     return static_cast<size_t>(rank) < addresses.size() && !addresses[static_cast<size_t>(rank)].empty();
   }
 
-  /// The two ends of connection `stream` of a link to `peer`, and the interface that it uses.
+  /// The two ends of a connection to `peer`.
   struct Endpoints {
     const SocketAddress& local;
     const SocketAddress& remote;
-    const std::string& interface_name;
   };
   /// Throws Error(Internal) if `peer` is no rank of this group.
-  [[nodiscard]] Endpoints endpoints(int peer, int stream = 0) const {
+  [[nodiscard]] Endpoints endpoints(int peer) const {
     static const SocketAddress any;
-    static const std::string within_host = "a Unix socket";
     if (const auto index = static_cast<size_t>(peer); index < unix_sockets.size() && !unix_sockets[index].empty()) {
-      return {any, unix_sockets[index], within_host};
+      return {any, unix_sockets[index]};
     }
-    const size_t path = static_cast<size_t>(stream) % (further.size() + 1);
-    const std::vector<SocketAddress>& remote = path == 0 ? addresses : further[path - 1].addresses;
-    if (peer < 0 || static_cast<size_t>(peer) >= remote.size()) {
+    if (peer < 0 || static_cast<size_t>(peer) >= addresses.size()) {
       throw Error(ErrorCode::Internal, job.text(peer) + " has no address in " + text());
     }
-    return {
-        path == 0 ? local_address : further[path - 1].local_address,
-        remote[static_cast<size_t>(peer)],
-        interfaceOf(stream)};
-  }
-  [[nodiscard]] const std::string& interfaceOf(int stream) const noexcept {
-    const size_t path = static_cast<size_t>(stream) % (further.size() + 1);
-    return path == 0 ? interface_name : further[path - 1].interface_name;
+    return {local_address, addresses[static_cast<size_t>(peer)]};
   }
 
   /// How a connection to a rank, between these endpoints, is made secure. The kernel carries the bytes of a Unix socket, for this user alone.

@@ -19,7 +19,7 @@ std::vector<int32_t> hostNumbers(const std::vector<Member>& members) {
 
 } // namespace
 
-Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& met)
+Roster::Roster(const RendezvousConfig& config, const Rendezvous& met)
     : topology(hostNumbers(met.members)), address_reason(met.address_reason), claim(met.claim) {
   identity.rank = config.rank;
   identity.size = config.size;
@@ -32,16 +32,6 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
   identity.memory_key = {0, met.nonce}; // with a secret, Security::finish() puts another one there
   identity.local_address = met.local_address;
   identity.interface_name = met.interface_name;
-  identity.streams = streams * static_cast<int>(met.further.size() + 1);
-  for (const Rendezvous::Further& further : met.further) {
-    GroupIdentity::Path path;
-    path.local_address = further.listener.address();
-    path.interface_name = further.interface_name;
-    for (const Member& member : met.members) {
-      path.addresses.push_back(member.further[identity.further.size()]);
-    }
-    identity.further.push_back(std::move(path));
-  }
   for (const Member& member : met.members) {
     identity.hosts.push_back(member.host);
     identity.addresses.push_back(member.address);

@@ -13,8 +13,8 @@ namespace pycomm {
 /// The ranks of a group and their hosts, as the rendezvous found them. A roster does not change while the group lives. It is the same on
 /// all ranks, except for the members that are marked as this rank's own.
 struct Roster {
-  /// `streams`: connections of a link over each interface. Listeners stay in `met`.
-  Roster(const RendezvousConfig& config, int streams, const Rendezvous& met);
+  /// Listeners stay in `met`.
+  Roster(const RendezvousConfig& config, const Rendezvous& met);
 
   GroupIdentity identity; ///< this rank's own
   TopologyView topology; ///< ranks are on one host if their HostIdentity is equal: hostNumbers() in roster.cc

@@ -27,8 +27,8 @@ class GreetedLink final : public Link {
       const TlsTarget& tls = {});
 
   /// Changes with each connection. The old descriptor stays open until finishConnect() has returned and fd() has
-  /// changed. If it were closed earlier, its number could be reused at once by another connection of the same
-  /// StripedLink, whose loop would take it for the watched one.
+  /// changed. If it were closed earlier, its number could be reused at once by the next connection, which
+  /// the loop would take for the watched one.
   [[nodiscard]] int fd() const noexcept override {
     return pausing_ ? pause_.get() : link_->fd();
   }

@@ -12,7 +12,7 @@ struct HelloPayload {
   int32_t size = 0;
   uint32_t reserved_word = 0;
   uint8_t purpose = 0;
-  uint8_t stream = 0;
+  uint8_t reserved_byte = 0;
   uint8_t shared = 0;
   uint8_t reserved[9] = {};
 };
@@ -42,7 +42,6 @@ std::string encodeHello(const Hello& hello) {
   payload.nonce = hello.nonce;
   payload.rank = hello.rank;
   payload.size = hello.size;
-  payload.stream = hello.stream;
   payload.shared = hello.shared ? 1 : 0;
   payload.purpose = static_cast<uint8_t>(hello.purpose);
   return frame(header, &payload);
@@ -94,7 +93,6 @@ HelloReading decodeHello(ConstBufferView bytes) {
   reading.hello.epoch = header.epoch;
   reading.hello.group = header.group;
   reading.hello.purpose = static_cast<LinkPurpose>(payload.purpose);
-  reading.hello.stream = payload.stream;
   reading.hello.shared = payload.shared != 0;
   return reading;
 }

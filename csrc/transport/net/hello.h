@@ -22,7 +22,6 @@ struct Hello {
   uint16_t epoch = 0;
   uint32_t group = 0; ///< Rendezvous::group_hash
   LinkPurpose purpose = LinkPurpose::Control;
-  uint8_t stream = 0; ///< index of this connection among those of one link
   bool shared = false; ///< the link's bytes go through memory that both ranks share: see SharedLink
 };
 

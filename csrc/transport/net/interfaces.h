@@ -22,8 +22,8 @@ struct Interface {
 /// "eth0 (10.0.0.1, fe80::1%eth0), eth1 (down), lo (127.0.0.1, ::1)": for errors and reports.
 [[nodiscard]] std::string describeInterfaces(const std::vector<Interface>& interfaces);
 
-/// The interfaces that a user allows, in the syntax of NCCL_SOCKET_IFNAME. "eth0,eth1": names with these prefixes;
-/// "=eth0": exactly this name; "^docker,lo": all names without these prefixes; "^=docker0": all but exactly this name.
+/// The interfaces that a user allows, in the syntax of NCCL_SOCKET_IFNAME. "eth0,eth1": names with these prefixes, of which one is used:
+/// the first that is up; "=eth0": exactly this name; "^docker,lo": all names without these prefixes; "^=docker0": all but exactly this name.
 /// Spaces around names do not count.
 struct InterfaceSpec {
   std::vector<std::string> patterns; ///< empty: the user made no choice

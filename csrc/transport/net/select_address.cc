@@ -85,8 +85,9 @@ std::vector<Interface> keep(
 AddressChoice chosenBySpec(const AddressPolicy& policy, const HostNetwork& network) {
   const std::vector<Interface> matching = policy.spec.select(network.interfaces);
   const std::string spec = "\"" + policy.spec.text() + "\"";
-  const auto choice =
-      firstAddress(keep(matching, [](const Interface& i) { return i.up; }), policy.family, "chosen by " + spec);
+  const std::string why =
+      policy.spec.patterns.size() > 1 ? "the first of " + spec + " that is up" : "chosen by " + spec;
+  const auto choice = firstAddress(keep(matching, [](const Interface& i) { return i.up; }), policy.family, why);
   if (!choice) {
     throwNoInterface(policy, network, "no interface matching " + spec + " is up");
   }
@@ -271,38 +272,6 @@ AddressChoice chooseAddress(
     }
   }
   return chooseOfFamily(policy, network, everyone, rank);
-}
-
-std::vector<AddressChoice> chooseFurther(
-    const AddressPolicy& policy,
-    const HostNetwork& network,
-    const AddressChoice& first) {
-  std::vector<AddressChoice> further;
-  if (policy.spec.exclude) {
-    return further;
-  }
-  const auto taken = [&](const Interface& interface) {
-    return interface.name == first.interface_name ||
-        std::any_of(further.begin(), further.end(), [&](const AddressChoice& other) {
-             return other.interface_name == interface.name;
-           });
-  };
-  for (const std::string& pattern : policy.spec.patterns) {
-    InterfaceSpec one = policy.spec;
-    one.patterns = {pattern};
-    if (one.matches(first.interface_name)) {
-      continue;
-    }
-    const auto candidates =
-        keep(network.interfaces, [&](const Interface& i) { return allowed(one, i) && !i.loopback && !taken(i); });
-    const auto choice = candidates.empty()
-        ? std::nullopt
-        : firstAddress(one.select(candidates), first.address.family(), "listed besides " + first.interface_name);
-    if (choice && choice->address.isLinkLocal() == first.address.isLinkLocal()) {
-      further.push_back(*choice);
-    }
-  }
-  return further;
 }
 
 } // namespace pycomm

@@ -59,11 +59,4 @@ struct RankRoute {
 /// True if all ranks can reach each other over loopback.
 [[nodiscard]] bool onOneHost(const std::vector<RankRoute>& everyone);
 
-/// If the user lists several interfaces: on each of the others, an address of the family of `first`, in the list's
-/// order. Interfaces that are missing or down are left out.
-[[nodiscard]] std::vector<AddressChoice> chooseFurther(
-    const AddressPolicy& policy,
-    const HostNetwork& network,
-    const AddressChoice& first);
-
 } // namespace pycomm

@@ -10,14 +10,11 @@
 
 namespace pycomm {
 
-/// How many addresses a rank may listen on.
-inline constexpr size_t kMaxAddresses = 8;
-
-/// The second round of a rendezvous, and the third if there is one: exchanges where the ranks listen. Returns the addresses of each rank;
-/// none of any if all ranks reach each other by Unix sockets. `bind` binds the ports of this rank and returns their addresses, separated by
-/// spaces; it is called once if this rank `needs_port` or any other does. Throws what gather() and `bind` throw, and
-/// Error(ProtocolViolation) for what no pycomm wrote.
-[[nodiscard]] std::vector<std::vector<SocketAddress>> exchangeAddresses(
+/// The second round of a rendezvous, and the third if there is one: exchanges where the ranks listen. Returns the address of each rank;
+/// all are empty if all ranks reach each other by Unix sockets. `bind` binds the port of this rank and returns its address as text; it is called
+/// once if this rank `needs_port` or any other does. Throws what gather() and `bind` throw, and Error(ProtocolViolation) for what no pycomm
+/// wrote.
+[[nodiscard]] std::vector<SocketAddress> exchangeAddresses(
     const StoreRound& round,
     const std::vector<RankRecord>& records,
     bool needs_port,

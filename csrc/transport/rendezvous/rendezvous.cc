@@ -145,17 +145,6 @@ Introduced introduce(StoreRound& round, const RankRecord& mine) {
   return introduced;
 }
 
-// The rank with the fewest interfaces decides: all ranks use the same list.
-void keepCommon(std::vector<Member>& members) {
-  size_t common = kMaxAddresses;
-  for (const Member& member : members) {
-    common = std::min(common, member.further.size());
-  }
-  for (Member& member : members) {
-    member.further.resize(common);
-  }
-}
-
 // Checks now that all ranks can connect to all, instead of failing later in connections. Every rank checks the whole
 // list, so that all come to the same result.
 void checkReachable(const std::vector<Member>& members, const JobRanks& job) {
@@ -181,30 +170,9 @@ void checkReachable(const std::vector<Member>& members, const JobRanks& job) {
   }
 }
 
-/// Binds the ports of this rank, and returns their addresses as text.
-std::string bindPorts(
-    Rendezvous& met,
-    const RendezvousConfig& config,
-    const AddressPolicy& policy,
-    const HostNetwork& network,
-    const AddressChoice& choice) {
-  met.listener = Listener::bind(choice.address, config.ports);
-  met.listener.deferSilent();
-  met.local_address = met.listener.address();
-  std::string addresses = met.local_address.wireText();
-  for (const AddressChoice& other : chooseFurther(policy, network, choice)) {
-    if (met.further.size() + 1 < kMaxAddresses) {
-      met.further.push_back({other.interface_name, Listener::bind(other.address, config.ports)});
-      met.further.back().listener.deferSilent();
-      addresses += " " + met.further.back().listener.address().wireText();
-    }
-  }
-  return addresses;
-}
-
 std::vector<Member> membersOf(
     const std::vector<RankRecord>& records,
-    std::vector<std::vector<SocketAddress>> addresses,
+    const std::vector<SocketAddress>& addresses,
     const std::vector<SocketAddress>& reached,
     const JobRanks& job) {
   std::vector<Member> members;
@@ -218,16 +186,11 @@ std::vector<Member> membersOf(
     member.remark = record.remark;
     member.process_id = record.process_id;
     member.unix_socket = reached[members.size()];
-    member.further = std::move(addresses[members.size()]);
-    if (!member.further.empty()) {
-      member.address = member.further.front();
-      member.further.erase(member.further.begin());
-    }
+    member.address = addresses[members.size()];
     members.push_back(std::move(member));
   }
   if (!members.front().address.empty()) {
     checkReachable(members, job);
-    keepCommon(members);
   }
   return members;
 }
@@ -263,12 +226,14 @@ Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   met.address_reason = choice.why;
   met.local_address = choice.address;
   sockets.reach(records, config.rank);
-  std::vector<std::vector<SocketAddress>> addresses =
+  const std::vector<SocketAddress> addresses =
       exchangeAddresses(round, records, config.size > 1 && !sockets.reachesAll(), [&] {
-        return bindPorts(met, config, policy, network, choice);
+        met.listener = Listener::bind(choice.address, config.ports);
+        met.listener.deferSilent();
+        met.local_address = met.listener.address();
+        return met.local_address.wireText();
       });
-  met.members = membersOf(records, std::move(addresses), sockets.reached(), round.job);
-  met.further.resize(met.members.front().further.size());
+  met.members = membersOf(records, addresses, sockets.reached(), round.job);
   met.unix_listener = sockets.take();
   return met;
 }

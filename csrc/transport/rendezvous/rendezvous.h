@@ -48,7 +48,6 @@ struct Member {
   SocketAddress
       address; ///< listening address; empty if all ranks reach each other by Unix sockets: then nobody has a port
   SocketAddress unix_socket; ///< where this rank, the reader, reaches it within the host; empty: not by a Unix socket
-  std::vector<SocketAddress> further; ///< further listening addresses, on as many interfaces as every rank has
   std::string watch_name;
   std::string remark;
   ProcessId process_id; ///< empty if the store is not sealed
@@ -67,12 +66,6 @@ struct Rendezvous {
   std::string address_reason; ///< the reason for this address: "route to the store's host 10.0.0.1"
   Listener listener; ///< empty if no rank has a port, as in a group of one
   Listener unix_listener; ///< empty: nobody can reach this rank by a Unix socket
-  /// The further interfaces that the user listed: as many as all ranks have.
-  struct Further {
-    std::string interface_name;
-    Listener listener;
-  };
-  std::vector<Further> further;
   RankClaim claim;
 };
 

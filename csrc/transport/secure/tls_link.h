@@ -40,12 +40,6 @@ class TlsLink final : public Link {
   [[nodiscard]] int fd() const noexcept override {
     return under_->fd();
   }
-  [[nodiscard]] int readFd() const noexcept override {
-    return under_->readFd();
-  }
-  [[nodiscard]] int writeFd() const noexcept override {
-    return under_->writeFd();
-  }
   /// During the handshake mostly POLLIN.
   [[nodiscard]] short roomEvent() const noexcept override;
   [[nodiscard]] bool buffered() const noexcept override;

@@ -176,7 +176,6 @@ TEST(Admission, AThousandSlowConnectionsDelayAGroupByLessThanASecond) {
 struct Way {
   const char* name;
   Transport transport;
-  int streams;
 };
 
 class WithFaults : public ::testing::Test {
@@ -216,10 +215,7 @@ TEST_P(Dropped, BeforeItIsAcceptedAConnectionIsTriedAgain) {
           EXPECT_EQ(std::count(values.begin(), values.end(), 10.0F), static_cast<std::ptrdiff_t>(numel));
         }
       },
-      [](Group::Config& config) {
-        config.transport = GetParam().transport;
-        config.streams = GetParam().streams;
-      });
+      [](Group::Config& config) { config.transport = GetParam().transport; });
   for (const FaultPointTally& tally : faultPointTallies()) {
     EXPECT_EQ(tally.strikes, 1) << tally.point << " of " << tally.visits;
   }
@@ -229,10 +225,7 @@ TEST_P(Dropped, BeforeItIsAcceptedAConnectionIsTriedAgain) {
 INSTANTIATE_TEST_SUITE_P(
     Ways,
     Dropped,
-    ::testing::Values(
-        Way{"Tcp", Transport::Tcp, 1},
-        Way{"Streams", Transport::Tcp, 3},
-        Way{"Shared", Transport::Auto, 1}),
+    ::testing::Values(Way{"Tcp", Transport::Tcp}, Way{"Shared", Transport::Auto}),
     [](const auto& way) { return way.param.name; });
 
 // A peer that drops every connection is not dead and not reached: the deadline says so, and what was tried.

@@ -19,7 +19,7 @@ constexpr size_t kLargeNumel = kSanitized
     : 4 << 20; // of each operation, at least: several times what a link and the sockets under it hold
 constexpr auto kLongEnough = std::chrono::milliseconds(300);
 
-enum class Links { Tcp, Striped, SharedMemory };
+enum class Links { Tcp, SharedMemory };
 enum class End { Close, Shutdown, Abort, PeerLeaves };
 
 struct Case {
@@ -28,7 +28,7 @@ struct Case {
 };
 
 std::string nameOf(const ::testing::TestParamInfo<Case>& info) {
-  const char* links[] = {"Tcp", "Striped", "SharedMemory"};
+  const char* links[] = {"Tcp", "SharedMemory"};
   const char* ends[] = {"Close", "Shutdown", "Abort", "PeerLeaves"};
   return std::string(links[static_cast<int>(info.param.links)]) + ends[static_cast<int>(info.param.end)];
 }
@@ -150,7 +150,6 @@ Found endInTheMiddle(const Case& tried, size_t numel) {
   };
   runRanks(2, body, [&](Group::Config& config) {
     config.transport = tried.links == Links::SharedMemory ? Transport::Auto : Transport::Tcp;
-    config.streams = tried.links == Links::Striped ? 3 : 1;
   });
   return found;
 }
@@ -189,8 +188,6 @@ INSTANTIATE_TEST_SUITE_P(
         Case{Links::Tcp, End::Shutdown},
         Case{Links::Tcp, End::Abort},
         Case{Links::Tcp, End::PeerLeaves},
-        Case{Links::Striped, End::Close},
-        Case{Links::Striped, End::Abort},
         Case{Links::SharedMemory, End::Close},
         Case{Links::SharedMemory, End::Shutdown},
         Case{Links::SharedMemory, End::Abort},

@@ -31,17 +31,14 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-void withSecret(Group::Config& config, int streams = 1, Transport transport = Transport::Tcp) {
+void withSecret(Group::Config& config, Transport transport = Transport::Tcp) {
   config.transport = transport;
-  config.streams = streams;
   config.security.secret = theSecret();
   config.security.secret_origin = "the test";
 }
 
-TEST(GroupSecret, SumsOfEverySizeOverOneConnectionAndSeveral) {
-  for (const int streams : {1, 3}) {
-    runRanks(3, sumEverySize, [&](Group::Config& config) { withSecret(config, streams); });
-  }
+TEST(GroupSecret, SumsOfEverySize) {
+  runRanks(3, sumEverySize, [](Group::Config& config) { withSecret(config); });
 }
 
 // The bytes go through memory, and the bells of the links through Unix sockets.
@@ -52,7 +49,7 @@ TEST(GroupSecret, RanksOfOneHostShareMemory) {
         EXPECT_TRUE(self.group.sharesMemory());
         sumEverySize(self);
       },
-      [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+      [](Group::Config& config) { withSecret(config, Transport::Auto); });
 }
 
 /// What happens on each of two ranks that want to meet.
@@ -145,7 +142,7 @@ Roster rosterOn(int hosts) {
     member.identity.boot_id = "boot" + std::to_string(rank);
     met.members.push_back(member);
   }
-  return Roster(config, 1, met);
+  return Roster(config, met);
 }
 
 // A process that reads the store knows the nonce and the transcript.
@@ -250,23 +247,21 @@ TEST(GroupUnixSockets, AGroupOfOneHostListensOnNoPort) {
   }
 }
 
-// Ranks send messages over them where there is no shared memory, with several connections a link too.
+// Ranks send messages over them where there is no shared memory.
 TEST(GroupUnixSockets, SumsOfEverySizeGoOverThem) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs fault points";
   }
-  for (const int streams : {1, 3}) {
-    armFaultPoints("arena.create:1+:errno=EMFILE");
-    runRanks(
-        3,
-        [](Rank& self) {
-          EXPECT_FALSE(self.group.sharesMemory());
-          EXPECT_FALSE(self.group.identity().hasPorts());
-          sumEverySize(self);
-        },
-        [&](Group::Config& config) { withSecret(config, streams, Transport::Auto); });
-    armFaultPoints("");
-  }
+  armFaultPoints("arena.create:1+:errno=EMFILE");
+  runRanks(
+      3,
+      [](Rank& self) {
+        EXPECT_FALSE(self.group.sharesMemory());
+        EXPECT_FALSE(self.group.identity().hasPorts());
+        sumEverySize(self);
+      },
+      [](Group::Config& config) { withSecret(config, Transport::Auto); });
+  armFaultPoints("");
 }
 
 // One rank does not reach another: that pair has a TCP connection in one direction at least, and all have ports.
@@ -286,7 +281,7 @@ TEST(GroupUnixSockets, AGroupMayHaveSomeOfThemAndTcp) {
           }
           sumEverySize(self);
         },
-        [&](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+        [&](Group::Config& config) { withSecret(config, Transport::Auto); });
     armFaultPoints("");
     EXPECT_EQ(reached, 5);
   }
@@ -315,7 +310,7 @@ TEST(GroupUnixSockets, BellsRingOverTcpWithoutThem) {
         EXPECT_GT(self.group.usage().shared_links, 0U);
         sumEverySize(self);
       },
-      [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+      [](Group::Config& config) { withSecret(config, Transport::Auto); });
   armFaultPoints("");
 }
 
@@ -338,7 +333,7 @@ TEST(GroupUnixSockets, WithASecretTheirNonceIsNotInTheStore) {
         }
         sumEverySize(self); // and rank 1 is there until then
       },
-      [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+      [](Group::Config& config) { withSecret(config, Transport::Auto); });
 }
 
 // One rank that is not reached must end all: none may be left with an open port, waiting.

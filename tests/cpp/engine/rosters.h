@@ -26,12 +26,12 @@ inline Rendezvous metOn(const std::vector<std::string>& hosts) {
   return met;
 }
 
-inline Roster rosterOf(int rank, const std::vector<std::string>& hosts, int streams = 1) {
+inline Roster rosterOf(int rank, const std::vector<std::string>& hosts) {
   RendezvousConfig config;
   config.rank = rank;
   config.size = static_cast<int>(hosts.size());
   config.group_name = "test";
-  return {config, streams, metOn(hosts)};
+  return {config, metOn(hosts)};
 }
 
 } // namespace pycomm::testing

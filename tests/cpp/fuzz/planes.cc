@@ -302,7 +302,7 @@ bool readHello(const uint8_t* bytes, size_t nbytes) {
     if (hello.shared) {
       data.plane->adoptShared(hello.rank, std::move(link));
     } else {
-      data.plane->adopt(hello.rank, std::move(link), hello.stream);
+      data.plane->adopt(hello.rank, std::move(link));
     }
   });
   for (const int64_t before = acceptor.rejected(); acceptor.rejected() == before && !introduced;) {

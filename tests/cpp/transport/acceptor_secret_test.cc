@@ -59,7 +59,7 @@ struct Door {
       for (Accepted& peer : acceptor.poll(Clock::now())) {
         accepted.push_back(std::move(peer));
       }
-      pollfd ready{link.writeFd(), link.roomEvent(), 0};
+      pollfd ready{link.fd(), link.roomEvent(), 0};
       if (::poll(&ready, 1, 2) == 1 && link.finishConnect()) {
         return true;
       }

@@ -48,7 +48,6 @@ Hello helloOf(int rank) {
   hello.rank = rank;
   hello.size = 4;
   hello.group = 5;
-  hello.stream = 3;
   return hello;
 }
 
@@ -111,7 +110,6 @@ TEST(Acceptor, IntroducesAPeerAndLeavesItsNextBytesAlone) {
   const auto link = server.dial(encodeHello(helloOf(2)) + "next");
   ASSERT_TRUE(server.serve([&] { return !server.accepted.empty(); }));
   EXPECT_EQ(server.accepted[0].hello.rank, 2);
-  EXPECT_EQ(server.accepted[0].hello.stream, 3U);
   std::string next(4, '\0');
   readAll(
       *server.accepted[0].link,

@@ -20,7 +20,7 @@ using testing::view;
 using State = HelloReading::State;
 
 constexpr const char* kGolden =
-    "637905012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000000000000010200000000000000000000";
+    "637906012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000000000000010000000000000000000000";
 
 Hello sample() {
   Hello hello;
@@ -30,7 +30,6 @@ Hello sample() {
   hello.epoch = 7;
   hello.group = 0xfeedU;
   hello.purpose = LinkPurpose::Bulk;
-  hello.stream = 2;
   return hello;
 }
 
@@ -45,18 +44,17 @@ TEST(Hello, ReadsWhatItWrote) {
   EXPECT_EQ(reading.hello.epoch, 7);
   EXPECT_EQ(reading.hello.group, 0xfeedU);
   EXPECT_EQ(reading.hello.purpose, LinkPurpose::Bulk);
-  EXPECT_EQ(reading.hello.stream, 2U);
 }
 
 // Another layout needs another version: ranks with different ones must not take each other's bytes for their own.
-TEST(Hello, HasTheseBytesInVersion5) {
+TEST(Hello, HasTheseBytesInVersion6) {
   std::string hex;
   for (const char byte : encodeHello(sample())) {
     std::array<char, 3> digits{};
     (void)std::snprintf(digits.data(), digits.size(), "%02x", static_cast<unsigned>(static_cast<unsigned char>(byte)));
     hex += digits.data();
   }
-  EXPECT_EQ(FrameHeader::kVersion, 5);
+  EXPECT_EQ(FrameHeader::kVersion, 6);
   EXPECT_EQ(hex, kGolden);
 }
 

@@ -147,6 +147,22 @@ TEST(ChooseRoute, ObeysTheSpec) {
   EXPECT_EQ(chooseRoute(policy("127.0.0.1", "lo"), kAlpha).address.ip(), "127.0.0.1");
 }
 
+TEST(ChooseRoute, OfAListTakesTheFirstThatIsUpAndHasTheFamily) {
+  const auto chosen = [](const std::string& spec, AddressFamily family = AddressFamily::Any) {
+    return chooseRoute(policy("10.0.0.7", spec, family), kAlpha);
+  };
+  EXPECT_EQ(chosen("eth1,eth0").interface_name, "eth1");
+  EXPECT_EQ(chosen("eth0,eth1").interface_name, "eth0");
+  EXPECT_EQ(chosen("eno1,eth1,eth0").interface_name, "eth1"); // this host has no eno1
+  EXPECT_EQ(chosen("eth2,eth1").interface_name, "eth1"); // eth2 is down
+  EXPECT_EQ(chosen("docker0,eth1", AddressFamily::IPv6).interface_name, "eth1"); // docker0 has no such address
+  EXPECT_EQ(chosen("=eth2,eth0").why, "the first of \"=eth2,eth0\" that is up");
+  EXPECT_EQ(chosen("eth1").why, "chosen by \"eth1\"");
+  const ErrorRecord none = errorOf([&] { (void)chosen("eth2,eno1"); });
+  EXPECT_EQ(none.code, ErrorCode::NoInterface);
+  EXPECT_THAT(none.summary, HasSubstr("no interface matching \"eth2,eno1\" is up"));
+}
+
 TEST(ChooseRoute, SaysWhyASpecCannotBeObeyed) {
   const ErrorRecord unknown = errorOf([] { (void)chooseRoute(policy("10.0.0.7", "eno1"), kAlpha); });
   EXPECT_EQ(unknown.code, ErrorCode::NoInterface);

@@ -110,7 +110,7 @@ TEST(UnixLink, AnOrderlyEndIsNoResetAlsoIfWordsOfThePeerAreUnread) {
     const std::string said(unread, 'g');
     writeAll(*pair.second, {reinterpret_cast<const std::byte*>(said.data()), said.size()}, soon(), kNoAbort);
     pair.second.reset();
-    pollfd ready{pair.first->writeFd(), 0, 0};
+    pollfd ready{pair.first->fd(), 0, 0};
     ASSERT_EQ(::poll(&ready, 1, 10000), 1);
     EXPECT_NE(ready.revents & POLLHUP, 0) << "which is what a loop sees";
     EXPECT_FALSE(pair.first->isReset()) << unread;

@@ -62,7 +62,7 @@ struct UnixDoor {
   bool open(Link& link, int timeout_ms = 20000) {
     for (const Deadline deadline = Deadline::after(timeout_ms); !deadline.expired();) {
       poll();
-      pollfd ready{link.writeFd(), link.roomEvent(), 0};
+      pollfd ready{link.fd(), link.roomEvent(), 0};
       if (::poll(&ready, 1, 2) == 1 && link.finishConnect()) {
         return true;
       }

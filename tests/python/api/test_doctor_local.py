@@ -180,11 +180,6 @@ def test_too_few_descriptors() -> None:
     assert "$ ulimit -n 65536" in finding.todo
 
 
-def test_streams_multiply_the_descriptors_of_links() -> None:
-    four = healthy(1, same_everywhere={"streams": "4"})
-    assert local.files_needed(four, 4) == 14 + 3 * 3 * 4 + 8
-
-
 def test_a_master_without_an_address() -> None:
     lost = healthy(2, master_addresses=())
     finding = only(local.judge(cluster_of(2, node2=lost)), "MASTER_UNKNOWN")

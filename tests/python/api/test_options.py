@@ -33,7 +33,6 @@ DEFAULTS = {
     "wire_dtype": "fp32",
     "cuda_mode": "auto",
     "segment_nbytes": 256 * 1024,
-    "streams": 1,
     "check_call_sites": False,
     "security": "auto",
     "preflight": False,
@@ -86,7 +85,6 @@ SAME_EITHER_WAY = [
     ("segment_nbytes", "64K", 65536, 65536),
     ("segment_nbytes", "1MiB", "1M", 1 << 20),
     ("segment_nbytes", "4096", "4096", 4096),
-    ("streams", "4", 4, 4),
     ("flight_recorder_size", "0", 0, 0),
     ("flight_recorder_dir", "Off", "off", "off"),
     ("flight_recorder_dir", "/tmp/fr/", Path("/tmp/fr"), "/tmp/fr"),
@@ -170,8 +168,6 @@ REFUSED = [
     ("heartbeat_timeout", 0.4, "from 0.5 to 3600"),
     ("heartbeat_timeout", "soon", "from 0.5 to 3600"),
     ("heartbeat_timeout", 3601, "from 0.5 to 3600"),
-    ("streams", 0, "1 to 16"),
-    ("streams", "17", "1 to 16"),
     ("segment_nbytes", "5M", "4K to 4M"),
     ("segment_nbytes", "64KM", "4K to 4M"),
     ("segment_nbytes", "K", "4K to 4M"),
@@ -234,6 +230,7 @@ def test_an_unknown_variable_is_an_error_with_the_nearest_name(
         "PYCOMM_STATE_FILE",
         "PYCOMM_DIR",
         "PYCOMM_B",
+        "PYCOMM_STREAMS",
     ],
 )
 def test_a_variable_that_resembles_none_is_reported_and_ignored(foreign: str) -> None:
@@ -251,6 +248,8 @@ def test_an_unknown_keyword_is_an_error_with_the_nearest_name() -> None:
         Options(interfaces="eth0")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"did you mean segment_nbytes\?"):
         Options(segment_bytes=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no 'streams'"):
+        Options(streams=4)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="keywords only"):
         Options("eth0")  # type: ignore[call-arg]
 

@@ -106,7 +106,7 @@ def hosts_group(rank: int, world_size: int) -> None:
     import pycomm
     from pycomm._backend import group_options, group_timeout
 
-    options = pycomm.Options(streams=2)
+    options = pycomm.Options(segment_nbytes=65536)
     group = dist.new_group([0, 1], timeout=timedelta(seconds=37), pg_options=options)
     if rank == 2:
         for call in (pycomm.last_error, pycomm.flight_record):

@@ -129,7 +129,7 @@ def never_joined(own: int) -> Any:
 
 
 def options_differ(own: int) -> Any:
-    return caught(lambda: pair(streams=own))
+    return caught(lambda: pair(segment_nbytes=65536 * own))
 
 
 def missing_in_a_barrier(own: int) -> Any:

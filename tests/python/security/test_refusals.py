@@ -29,7 +29,7 @@ def interface(rank: int, _: Path) -> Environment:
 
 def option(rank: int, _: Path) -> Environment:
     """Python refuses it, before anything looks for the other ranks."""
-    return {"PYCOMM_STREAMS": "many" if rank == 0 else None}
+    return {"PYCOMM_SEGMENT_NBYTES": "many" if rank == 0 else None}
 
 
 def _secret_file(folder: Path, name: str) -> str:
@@ -57,7 +57,7 @@ RUNS = int(os.environ.get("TEST_REFUSALS", "1"))
     [
         (transport, 2, "transport=tcp"),
         (interface, 2, "bond0"),
-        (option, 3, "PYCOMM_STREAMS"),
+        (option, 3, "PYCOMM_SEGMENT_NBYTES"),
         (secret_of_rank_2, 3, "a different secret"),
         (secret_of_rank_0_alone, 2, " secret"),
     ],

@@ -31,8 +31,8 @@ pytestmark = [
 _STORE_PORT = 29500
 _PATTERN = b"pycomm's secret!"
 
-# Every kind of connection between hosts, and within one if transport=tcp: control links, bulk links
-# of two connections, and those of a group that is made later.
+# Every kind of connection between hosts, and within one if transport=tcp: control and bulk links,
+# and those of a group that is made later.
 PROGRAM = f"""
 import os, sys
 if os.fork() == 0:
@@ -117,7 +117,6 @@ def test_every_byte_is_tls(
         both[0].address_v6 if v6 else both[0].address,
         PYCOMM_SECRET_FILE=str(path),
         PYCOMM_TRANSPORT=transport,
-        PYCOMM_STREAMS="2",
     )
     for stream in ran.ours:
         assert not_tls(stream.data) == "", stream
@@ -133,7 +132,7 @@ def test_every_byte_is_tls(
 @pytest.mark.in_shares
 @pytest.mark.every_day
 def test_without_a_secret_the_same_program_is_read(both: tuple[Host, Host], tmp_path: Path) -> None:
-    ran = _run(both, tmp_path, both[0].address, PYCOMM_STREAMS="2")
+    ran = _run(both, tmp_path, both[0].address)
     assert sum(_PATTERN * 100 in stream.data for stream in ran.ours) >= 2
     assert all(not_tls(stream.data) for stream in ran.ours)
     # Two groups of ranks on two hosts: one line of rank 0 warns.

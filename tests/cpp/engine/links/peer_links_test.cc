@@ -132,7 +132,7 @@ class PeerLinksTest : public ::testing::Test, protected PeerLinks::Owner {
     loop.ready(kOut + peer, EPOLLOUT);
   }
   void adopt(int peer) {
-    links->adopt(peer, std::make_unique<WireLink>(in[peer], kIn + peer), 0);
+    links->adopt(peer, std::make_unique<WireLink>(in[peer], kIn + peer));
   }
   static std::string frame(FrameType type) {
     FrameHeader header;
@@ -299,7 +299,7 @@ TEST_F(PeerLinksTest, TheEndOfAnIncomingLinkIsReportedUnlessReadingEndedBefore) 
 TEST_F(PeerLinksTest, ASecondConnectionOfAPeerIsDropped) {
   adopt(1);
   Wire other;
-  links->adopt(1, std::make_unique<WireLink>(other, 3000), 0);
+  links->adopt(1, std::make_unique<WireLink>(other, 3000));
   EXPECT_EQ(loop.watched(), 1U);
   EXPECT_TRUE(loop.watches(kIn + 1, EPOLLIN));
 }

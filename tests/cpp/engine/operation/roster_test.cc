@@ -11,14 +11,13 @@ namespace {
 using ::testing::ElementsAre;
 
 TEST(Roster, HasWhatTheRendezvousFoundByRank) {
-  const Roster roster = rosterOf(2, {"alpha", "beta", "alpha"}, 4);
+  const Roster roster = rosterOf(2, {"alpha", "beta", "alpha"});
   EXPECT_EQ(roster.identity.rank, 2);
   EXPECT_EQ(roster.identity.size, 3);
   EXPECT_EQ(roster.identity.name, "test");
   EXPECT_EQ(roster.identity.hash, 7U);
   EXPECT_EQ(roster.identity.nonce, 99U);
   EXPECT_EQ(roster.identity.interface_name, "eth0");
-  EXPECT_EQ(roster.identity.streams, 4);
   EXPECT_THAT(roster.identity.hosts, ElementsAre("alpha", "beta", "alpha"));
   EXPECT_THAT(roster.watch_names, ElementsAre("watch0", "watch1", "watch2"));
   EXPECT_THAT(roster.remarks, ElementsAre("remark0", "remark1", "remark2"));
@@ -39,27 +38,7 @@ TEST(Roster, AHostsNameDoesNotMakeItTheSameHost) {
   RendezvousConfig config;
   config.rank = 0;
   config.size = 2;
-  EXPECT_EQ(Roster(config, 1, met).topology.hosts(), 2);
-}
-
-TEST(Roster, FurtherInterfacesMultiplyTheStreams) {
-  Rendezvous met = metOn({"alpha", "beta"});
-  for (Member& member : met.members) {
-    member.further.emplace_back();
-  }
-  Rendezvous::Further further{"eth1", Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), PortRange())};
-  const SocketAddress second = further.listener.address();
-  met.further.push_back(std::move(further));
-  RendezvousConfig config;
-  config.rank = 1;
-  config.size = 2;
-  const Roster roster(config, 3, met);
-  EXPECT_EQ(roster.identity.streams, 6);
-  ASSERT_EQ(roster.identity.further.size(), 1U);
-  EXPECT_EQ(roster.identity.further[0].interface_name, "eth1");
-  EXPECT_EQ(roster.identity.further[0].local_address.text(), second.text());
-  EXPECT_EQ(roster.identity.further[0].addresses.size(), 2U);
-  EXPECT_EQ(roster.identity.interfaceOf(1), "eth1");
+  EXPECT_EQ(Roster(config, met).topology.hosts(), 2);
 }
 
 } // namespace

@@ -30,7 +30,7 @@ constexpr size_t kFewestTurns = 1000; // before a link counts as stalled, so tha
 
 /// As an event loop asks: it does not read a link that neither holds bytes nor has a readable socket.
 bool mayRead(const Link& link) {
-  pollfd socket{link.readFd(), POLLIN, 0};
+  pollfd socket{link.fd(), POLLIN, 0};
   return link.buffered() || ::poll(&socket, 1, 0) > 0;
 }
 

@@ -19,7 +19,6 @@
 #include "transport/link_peer.h"
 #include "transport/secure/tls_pairs.h"
 #include "transport/socket_pairs.h"
-#include "transport/striped_link.h"
 
 namespace pycomm {
 namespace {
@@ -61,19 +60,6 @@ LinkPair connectedLinks(const TlsOptions& options = {}) {
   return {std::move(pair.client), std::move(pair.server)};
 }
 
-LinkPair stripedLinks(size_t count) {
-  std::vector<StripedLink::Part> near;
-  std::vector<StripedLink::Part> far;
-  for (size_t i = 0; i < count; ++i) {
-    TlsPair pair = connected();
-    near.push_back({std::move(pair.client), ""});
-    far.push_back({std::move(pair.server), ""});
-  }
-  return {
-      std::make_unique<StripedLink>(std::move(near), StripedLink::State::Connected),
-      std::make_unique<StripedLink>(std::move(far), StripedLink::State::Connected)};
-}
-
 INSTANTIATE_TEST_SUITE_P(
     Tls,
     LinkConformance,
@@ -86,8 +72,7 @@ INSTANTIATE_TEST_SUITE_P(
                   LinkPair pair = connectedLinks();
                   return LinkPair{std::move(pair.second), std::move(pair.first)};
                 }},
-            LinkCase{"TlsWithANewKeyForEachRecord", [] { return connectedLinks({1}); }},
-            LinkCase{"ThreeStripesOfTls", [] { return stripedLinks(3); }}),
+            LinkCase{"TlsWithANewKeyForEachRecord", [] { return connectedLinks({1}); }}),
         ::testing::Values(PeerPlace::Thread, PeerPlace::Process)),
     [](const auto& test) {
       return std::get<0>(test.param).name + (std::get<1>(test.param) == PeerPlace::Thread ? "Thread" : "Process");
