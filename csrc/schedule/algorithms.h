@@ -21,14 +21,15 @@ namespace pycomm {
 [[nodiscard]] Schedule chainBroadcast(const ScheduleRequest& request);
 [[nodiscard]] Schedule chainReduce(const ScheduleRequest& request);
 
-[[nodiscard]] Schedule directAllReduce(const ScheduleRequest& request);
+/// all_reduce and reduce_scatter.
+[[nodiscard]] Schedule direct(const ScheduleRequest& request);
+/// The same for requests with a codec.
+[[nodiscard]] Schedule encodedDirect(const ScheduleRequest& request);
+
 /// The hierarchical ones use request.topology.
 [[nodiscard]] Schedule hierarchicalAllReduce(const ScheduleRequest& request);
 [[nodiscard]] Schedule hierarchicalReduceScatter(const ScheduleRequest& request);
 [[nodiscard]] Schedule hierarchicalAllGather(const ScheduleRequest& request);
-[[nodiscard]] Schedule directReduceScatter(const ScheduleRequest& request);
-/// For requests with a codec: all_reduce and reduce_scatter.
-[[nodiscard]] Schedule encodedDirect(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule pairwiseAllToAll(const ScheduleRequest& request);
 [[nodiscard]] Schedule directGather(const ScheduleRequest& request);

@@ -27,7 +27,7 @@ struct Entry {
 constexpr Entry kTable[] = {
     {Collective::AllReduce, Algorithm::Ring, ringAllReduce},
     {Collective::AllReduce, Algorithm::RecursiveDoubling, recursiveDoublingAllReduce},
-    {Collective::AllReduce, Algorithm::Direct, directAllReduce},
+    {Collective::AllReduce, Algorithm::Direct, direct},
     {Collective::AllReduce, Algorithm::Hierarchical, hierarchicalAllReduce},
     {Collective::Broadcast, Algorithm::BinomialTree, binomialBroadcast},
     {Collective::Broadcast, Algorithm::Ring, chainBroadcast},
@@ -40,7 +40,7 @@ constexpr Entry kTable[] = {
     {Collective::ReduceScatter, Algorithm::Ring, ringReduceScatter},
     {Collective::ReduceScatter, Algorithm::RecursiveHalving, recursiveHalvingReduceScatter},
     {Collective::ReduceScatter, Algorithm::Hierarchical, hierarchicalReduceScatter},
-    {Collective::ReduceScatter, Algorithm::Direct, directReduceScatter},
+    {Collective::ReduceScatter, Algorithm::Direct, direct},
     {Collective::Barrier, Algorithm::RecursiveDoubling, disseminationBarrier},
     {Collective::AllToAll, Algorithm::Pairwise, pairwiseAllToAll},
     {Collective::Gather, Algorithm::Direct, directGather},
