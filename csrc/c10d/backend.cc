@@ -13,7 +13,7 @@
 #include "c10d/torch_compat.h"
 #include "engine/operation/issue_context.h"
 #include "engine/report/failure_text.h"
-#include "schedule/request_checks.h"
+#include "schedule/make_schedule.h"
 
 namespace pycomm {
 PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings)

@@ -7,7 +7,7 @@
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
 #include "engine/data/point_to_point.h"
-#include "schedule/request_checks.h"
+#include "schedule/make_schedule.h"
 
 namespace pycomm {
 namespace {

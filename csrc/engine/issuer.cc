@@ -5,7 +5,7 @@
 #include "engine/data/point_to_point.h"
 #include "engine/host/host_rounds.h"
 #include "engine/operation/issue_context.h"
-#include "schedule/request_checks.h"
+#include "schedule/make_schedule.h"
 #include "schedule/select.h"
 
 namespace pycomm {

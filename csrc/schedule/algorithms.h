@@ -4,7 +4,8 @@
 
 namespace pycomm {
 
-// One function per algorithm. The request has been checked, and size is at least 2. Only makeSchedule() calls these.
+// One function per algorithm, in the file of that name. The request has been checked, and size is at least 2. Only makeSchedule() calls
+// these.
 
 [[nodiscard]] Schedule ringAllReduce(const ScheduleRequest& request);
 [[nodiscard]] Schedule ringReduceScatter(const ScheduleRequest& request);
@@ -35,5 +36,15 @@ namespace pycomm {
 [[nodiscard]] Schedule directGather(const ScheduleRequest& request);
 [[nodiscard]] Schedule directScatter(const ScheduleRequest& request);
 [[nodiscard]] Schedule pointToPoint(const ScheduleRequest& request);
+
+// ---- in the order of hosts (by_host.cc)
+
+/// True if the algorithm is built host by host. It is if its cost depends on which ranks are neighbours, and if it does
+/// not need the parts of neighbouring ranks to be adjacent in memory.
+[[nodiscard]] bool goesByHost(Collective kind, Algorithm algorithm) noexcept;
+
+/// The schedule of `make`, with the ranks in host order instead of rank order. Without a topology in the request, the
+/// same as make(request). Requires goesByHost() for the request's algorithm.
+[[nodiscard]] Schedule makeByHost(const ScheduleRequest& request, Schedule (*make)(const ScheduleRequest&));
 
 } // namespace pycomm

@@ -7,7 +7,7 @@
 //
 // Proofs about the algorithm's ranks hold for places, with one exception: parts of an all_gather or a reduce_scatter
 // are in rank order. The algorithms here touch one part per step, so each region is moved to the place of its part.
-#include "schedule/by_host.h"
+#include "schedule/algorithms.h"
 
 #include <algorithm>
 #include <vector>

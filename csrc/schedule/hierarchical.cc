@@ -33,7 +33,6 @@
 #include <vector>
 
 #include "schedule/algorithms.h"
-#include "schedule/by_host.h"
 #include "schedule/schedule_builder.h"
 #include "schedule/topology_view.h"
 

@@ -7,9 +7,7 @@
 
 #include "base/error.h"
 #include "schedule/algorithms.h"
-#include "schedule/by_host.h"
 #include "schedule/partition.h"
-#include "schedule/request_checks.h"
 #include "schedule/schedule_builder.h"
 #include "schedule/select.h"
 

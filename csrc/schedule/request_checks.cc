@@ -1,4 +1,4 @@
-#include "schedule/request_checks.h"
+#include "schedule/make_schedule.h"
 
 #include <limits>
 #include <string>

@@ -58,6 +58,23 @@ const char* algorithmName(Algorithm algorithm) noexcept {
   return "unknown";
 }
 
+std::optional<Algorithm> algorithmNamed(const std::string& name) {
+  for (const Algorithm algorithm :
+       {Algorithm::Auto,
+        Algorithm::Ring,
+        Algorithm::RecursiveDoubling,
+        Algorithm::BinomialTree,
+        Algorithm::Direct,
+        Algorithm::Bruck,
+        Algorithm::RecursiveHalving,
+        Algorithm::Hierarchical}) {
+    if (name == algorithmName(algorithm)) {
+      return algorithm;
+    }
+  }
+  return std::nullopt;
+}
+
 const char* stepKindName(StepKind kind) noexcept {
   switch (kind) {
     case StepKind::Send:

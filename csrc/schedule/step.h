@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,8 @@ enum class Algorithm : uint16_t {
   Nccl = 10, ///< no schedule: NCCL moves the bytes (Group::follow)
 };
 [[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
+/// The algorithm of this name, among those that users may select; "auto" is one.
+[[nodiscard]] std::optional<Algorithm> algorithmNamed(const std::string& name);
 
 /// Memory a step reads or writes. Scratch k is Scratch0 + k.
 enum class Buffer : uint16_t { None = 0, Input = 1, Output = 2, Scratch0 = 16 };

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "schedule/request_checks.h"
+#include "schedule/make_schedule.h"
 
 namespace pycomm {
 namespace {

@@ -15,7 +15,7 @@
 #include "proof/schedule/rank_image.h"
 #include "proof/schedule/scalar_codec.h"
 #include "proof/schedule/scalar_math.h"
-#include "schedule/request_checks.h"
+#include "schedule/make_schedule.h"
 
 namespace pycomm {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "proof/schedule/cost_model.h"
-#include "schedule/algorithm_names.h"
+#include "schedule/step.h"
 #include "schedule/topology_view.h"
 
 namespace {
