@@ -3,6 +3,7 @@
 #include "numeric/elements.h"
 #include "numeric/int8_code.h"
 #include "numeric/kernels.h"
+#include "numeric/pick.h"
 
 // Loops for any processor, and the definition of every result. Simple enough for the compiler to vectorise with the
 // base instruction set.
@@ -96,28 +97,26 @@ template <class Element, class Op>
 struct ReduceManyPick {
   static constexpr ReduceManyKernel value = reduceManyLoop<Element, Op>;
 };
+template <class To, class From>
+struct ConvertPick {
+  static constexpr ConvertKernel value = convertLoop<To, From>;
+};
 
-template <template <class, class> class Pick, class Element>
-auto arithmetic(ReduceOp op) -> std::decay_t<decltype(Pick<Element, Add>::value)> {
-  switch (op) {
-    case ReduceOp::Sum:
-      return Pick<Element, Add>::value;
-    case ReduceOp::Product:
-      return Pick<Element, Multiply>::value;
-    case ReduceOp::Min:
-      return Pick<Element, Minimum>::value;
-    case ReduceOp::Max:
-      return Pick<Element, Maximum>::value;
-    case ReduceOp::None:
-    case ReduceOp::Avg:
-    case ReduceOp::Band:
-    case ReduceOp::Bor:
-    case ReduceOp::Bxor:
-    case ReduceOp::PremulSum:
-      return nullptr;
-  }
-  return nullptr;
-}
+struct Ops {
+  using Sum = Add;
+  using Product = Multiply;
+  using Min = Minimum;
+  using Max = Maximum;
+};
+
+struct Floats {
+  using Float16 = Half;
+  using BFloat16 = Bfloat16;
+  using Float32 = Number<float>;
+  using Float64 = Number<double>;
+  using Float8E4M3 = E4m3;
+  using Float8E5M2 = E5m2;
+};
 
 template <template <class, class> class Pick, class Element>
 auto integer(ReduceOp op) -> std::decay_t<decltype(Pick<Element, Add>::value)> {
@@ -126,7 +125,7 @@ auto integer(ReduceOp op) -> std::decay_t<decltype(Pick<Element, Add>::value)> {
     case ReduceOp::Product:
     case ReduceOp::Min:
     case ReduceOp::Max:
-      return arithmetic<Pick, Element>(op);
+      return pickArithmetic<Pick, Element, Ops>(op);
     case ReduceOp::Band:
       return Pick<Element, BitAnd>::value;
     case ReduceOp::Bor:
@@ -184,80 +183,27 @@ auto pick(DType dtype, ReduceOp op) -> std::decay_t<decltype(Pick<Boolean, BitOr
       return integer<Pick, Number<int64_t>>(op);
     case DType::Bool:
       return boolean<Pick>(op);
-    case DType::Float16:
-      return arithmetic<Pick, Half>(op);
-    case DType::BFloat16:
-      return arithmetic<Pick, Bfloat16>(op);
-    case DType::Float32:
-      return arithmetic<Pick, Number<float>>(op);
-    case DType::Float64:
-      return arithmetic<Pick, Number<double>>(op);
     case DType::Complex64:
       return op == ReduceOp::Product ? Pick<Complex<float>, Multiply>::value : nullptr;
     case DType::Complex128:
       return op == ReduceOp::Product ? Pick<Complex<double>, Multiply>::value : nullptr;
-    case DType::Float8E4M3:
-      return arithmetic<Pick, E4m3>(op);
-    case DType::Float8E5M2:
-      return arithmetic<Pick, E5m2>(op);
-  }
-  return nullptr;
-}
-
-// Calls `visit` with the element type of a float dtype.
-template <class Visit>
-auto visitFloat(DType dtype, Visit visit) -> decltype(visit(Half{})) {
-  switch (dtype) {
     case DType::Float16:
-      return visit(Half{});
     case DType::BFloat16:
-      return visit(Bfloat16{});
     case DType::Float32:
-      return visit(Number<float>{});
     case DType::Float64:
-      return visit(Number<double>{});
     case DType::Float8E4M3:
-      return visit(E4m3{});
     case DType::Float8E5M2:
-      return visit(E5m2{});
-    case DType::UInt8:
-    case DType::Int8:
-    case DType::UInt16:
-    case DType::Int16:
-    case DType::UInt32:
-    case DType::Int32:
-    case DType::UInt64:
-    case DType::Int64:
-    case DType::Bool:
-    case DType::Complex64:
-    case DType::Complex128:
-      return nullptr;
+      return visitFloat<Floats>(dtype, [op](auto element) { return pickArithmetic<Pick, decltype(element), Ops>(op); });
   }
   return nullptr;
 }
 
 ScaleKernel findScale(DType dtype) {
-  return visitFloat(dtype, [](auto element) -> ScaleKernel { return scaleLoop<decltype(element)>; });
+  return visitFloat<Floats>(dtype, [](auto element) -> ScaleKernel { return scaleLoop<decltype(element)>; });
 }
 
 ScaleKernel findDivide(DType dtype) {
-  return visitFloat(dtype, [](auto element) -> ScaleKernel { return divideLoop<decltype(element)>; });
-}
-
-// The wire formats do not include fp64.
-template <class To, class From>
-ConvertKernel convertBetween() {
-  if constexpr (std::is_same_v<typename To::Acc, float> && std::is_same_v<typename From::Acc, float>) {
-    return convertLoop<To, From>;
-  } else {
-    return nullptr;
-  }
-}
-
-ConvertKernel findConvert(DType to, DType from) {
-  return visitFloat(to, [from](auto target) {
-    return visitFloat(from, [](auto source) { return convertBetween<decltype(target), decltype(source)>(); });
-  });
+  return visitFloat<Floats>(dtype, [](auto element) -> ScaleKernel { return divideLoop<decltype(element)>; });
 }
 
 } // namespace
@@ -267,7 +213,7 @@ const KernelSet kScalarKernels = {
     pick<ReduceManyPick>,
     findScale,
     findDivide,
-    findConvert,
+    pickConvert<Floats, ConvertPick>,
     summarizeScalar,
     quantizeScalar,
     dequantizeScalar};

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "numeric/kernels.h"
+#include "numeric/pick.h"
 #include "numeric/simd_lanes.h"
 
 namespace pycomm::numeric {
@@ -147,4 +148,63 @@ PYCOMM_SIMD_TARGET void mapVectors(void* dst, const void* src, size_t numel, Fac
 } // namespace pycomm::numeric
 
 #include "numeric/simd_codec.h"
-#include "numeric/simd_pick.h"
+
+namespace pycomm::numeric {
+namespace {
+
+template <class Lanes, class Op>
+struct ReducePick {
+  static constexpr ReduceKernel value = reduceVectors<Lanes, Op>;
+};
+template <class Lanes, class Op>
+struct ReduceManyPick {
+  static constexpr ReduceManyKernel value = reduceManyVectors<Lanes, Op>;
+};
+template <class To, class From>
+struct ConvertPick {
+  static constexpr ConvertKernel value = mapVectors<To, From, TimesLanes>;
+};
+
+struct Ops {
+  using Sum = AddLanes;
+  using Product = MultiplyLanes;
+  using Min = MinimumLanes;
+  using Max = MaximumLanes;
+};
+
+struct Floats {
+  using Float16 = HalfLanes;
+  using BFloat16 = Bfloat16Lanes;
+  using Float32 = Float32Lanes;
+  using Float64 = Float64Lanes;
+  using Float8E4M3 = E4m3Lanes;
+  using Float8E5M2 = E5m2Lanes;
+};
+
+template <template <class, class> class Pick>
+auto pick(DType dtype, ReduceOp op) -> std::decay_t<decltype(Pick<Float32Lanes, AddLanes>::value)> {
+  return visitFloat<Floats>(dtype, [op](auto lanes) { return pickArithmetic<Pick, decltype(lanes), Ops>(op); });
+}
+
+ScaleKernel findScale(DType dtype) {
+  return visitFloat<Floats>(
+      dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), TimesLanes>; });
+}
+
+ScaleKernel findDivide(DType dtype) {
+  return visitFloat<Floats>(
+      dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), OverLanes>; });
+}
+
+constexpr KernelSet kSimdKernels = {
+    pick<ReducePick>,
+    pick<ReduceManyPick>,
+    findScale,
+    findDivide,
+    pickConvert<Floats, ConvertPick>,
+    summarizeVectors,
+    quantizeVectors,
+    dequantizeVectors};
+
+} // namespace
+} // namespace pycomm::numeric
