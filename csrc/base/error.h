@@ -1,12 +1,14 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
-#include "base/error_phase.h"
 #include "base/job_ranks.h"
 
 namespace pycomm {
@@ -48,6 +50,62 @@ enum class ErrorCode : uint16_t {
 
 /// "PEER_DEAD": the name in error texts and in Python; "UNKNOWN" for a number that is not a code.
 [[nodiscard]] const char* errorCodeName(ErrorCode code) noexcept;
+
+/// How far an operation, or a group that is being made, had come when it failed. Ranks compare phases when they choose the cause of a
+/// failure. kTexts is what errors print, error frames carry and flight records store.
+class ErrorPhase {
+ public:
+  enum Value : uint8_t {
+    Unknown, ///< not printed
+    Rendezvous,
+    Resolve, ///< of a host name
+    Connect,
+    NcclInit,
+    Matching, ///< before the ranks had compared the operation, or because they differed
+    NotStarted, ///< the group had failed before
+    NotEntered, ///< of a deadline: some rank has not entered the operation
+    CopyToHost, ///< of a CUDA tensor
+    Transfer,
+    Wait, ///< only the time of one call of wait() was over
+    Reset, ///< a control link was reset, which may have swallowed a goodbye. Only in reports between ranks
+  };
+  static constexpr std::array<const char*, Reset + 1> kTexts = {
+      "",
+      "rendezvous",
+      "resolve",
+      "connect",
+      "nccl init",
+      "matching",
+      "not_started",
+      "not_entered",
+      "copy_to_host",
+      "transfer",
+      "wait",
+      "reset",
+  };
+
+  constexpr ErrorPhase(Value value = Unknown) noexcept : value_(value) {}
+
+  /// nullopt if no phase has this text.
+  [[nodiscard]] static constexpr std::optional<Value> find(std::string_view text) noexcept {
+    for (size_t i = 0; i < kTexts.size(); ++i) {
+      if (kTexts[i] == text) {
+        return static_cast<Value>(i);
+      }
+    }
+    return std::nullopt;
+  }
+  [[nodiscard]] constexpr const char* text() const noexcept {
+    return kTexts[value_];
+  }
+  [[nodiscard]] constexpr bool known() const noexcept {
+    return value_ != Unknown;
+  }
+  friend constexpr bool operator==(ErrorPhase, ErrorPhase) noexcept = default;
+
+ private:
+  Value value_;
+};
 
 /// Everything known about one failure. A plain value: copied, sent to other ranks, printed. Unknown fields keep their
 /// defaults and do not appear in the text. Ranks have their numbers in the job (JobRanks), in fields and in sentences.

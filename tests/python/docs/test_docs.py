@@ -309,7 +309,7 @@ def test_fields_of_a_record_are_those_of_the_native_part() -> None:
 def test_the_phases_of_an_error_are_those_of_the_native_part() -> None:
     rows = table(read("docs/errors.md"), "key in the text", "in `record`", "meaning")
     (documented,) = (code(row[2]) for row in rows if row[0] == "`phase`")
-    (texts,) = re.findall(r"kTexts = \{(.*?)\}", read("csrc/base/error_phase.h"), re.S)
+    (texts,) = re.findall(r"kTexts = \{(.*?)\}", read("csrc/base/error.h"), re.S)
     assert {*documented, "", "reset"} == set(re.findall(r'"(.*?)"', texts)), "reset: in no error"
     (here,) = re.findall(r'phase: str.*?\n    """(.*?)\."""', read("pycomm/_error_record.py"), re.S)
     assert set(re.findall(r'"(.*?)"', here)) == set(documented)
