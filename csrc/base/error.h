@@ -174,6 +174,10 @@ class Error : public std::runtime_error {
 /// "ECONNRESET (Connection reset by peer)". Thread-safe.
 [[nodiscard]] std::string errnoText(int error_number);
 
+/// An error record for a failed system call. If the process ran out of descriptors or memory, the code is TooManyFiles
+/// or OutOfMemory instead of `code`: then the peer is not to blame.
+[[nodiscard]] ErrorRecord systemError(ErrorCode code, const std::string& summary, int error_number);
+
 /// The name of this host, from gethostname().
 [[nodiscard]] std::string localHostName();
 

@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "base/unique_fd.h"
 #include "base/wait_point.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

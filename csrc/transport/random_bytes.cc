@@ -5,7 +5,6 @@
 #include <cerrno>
 
 #include "base/error.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

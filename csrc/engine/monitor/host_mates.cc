@@ -16,7 +16,6 @@
 #include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
 #include "transport/net/same_user.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

@@ -16,7 +16,6 @@
 
 #include "base/error.h"
 #include "base/native_thread.h"
-#include "transport/socket_error.h"
 
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010 // Linux 5.1

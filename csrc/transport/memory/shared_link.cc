@@ -7,7 +7,6 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

@@ -13,7 +13,6 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "transport/net/stranger_count.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

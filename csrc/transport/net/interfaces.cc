@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

@@ -10,7 +10,6 @@
 #include "base/error.h"
 #include "base/fault_point.h"
 #include "transport/net/same_user.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

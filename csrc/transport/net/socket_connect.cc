@@ -11,7 +11,6 @@
 #include "transport/net/interfaces.h"
 #include "transport/net/same_user.h"
 #include "transport/net/socket_link.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 

@@ -8,7 +8,6 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "transport/net/same_user.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

@@ -9,7 +9,6 @@
 
 #include "base/error.h"
 #include "transport/secure/openssl.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

@@ -18,7 +18,6 @@
 #include "base/log.h"
 #include "base/unique_fd.h"
 #include "transport/random_bytes.h"
-#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {

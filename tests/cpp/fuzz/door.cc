@@ -17,7 +17,6 @@
 #include "transport/net/introduction.h"
 #include "transport/rendezvous/seal.h"
 #include "transport/secure/tls_link.h"
-#include "transport/socket_error.h"
 
 namespace pycomm::fuzz {
 namespace {
