@@ -7,8 +7,8 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
+#include "base/process_limits.h"
 #include "base/slow_wait.h"
-#include "base/usable_cores.h"
 #include "engine/group.h"
 #include "engine/links/connector.h"
 #include "engine/report/failure_text.h"

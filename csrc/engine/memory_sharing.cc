@@ -5,7 +5,7 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "base/usable_cores.h"
+#include "base/process_limits.h"
 #include "engine/operation/issue_context.h"
 
 namespace pycomm {

@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "base/control_groups.h"
+#include "base/process_limits.h"
 
 namespace pycomm::testing {
 

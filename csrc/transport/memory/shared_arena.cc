@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
-#include "base/memory_headroom.h"
+#include "base/process_limits.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U // Linux 6.3, where an administrator may demand it

@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
-#include "base/memory_headroom.h"
+#include "base/process_limits.h"
 
 namespace pycomm {
 namespace {
