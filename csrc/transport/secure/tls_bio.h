@@ -11,7 +11,7 @@
 namespace pycomm {
 
 /// The encrypted bytes of one TLS connection, between OpenSSL and the link below. OpenSSL never sees the socket: its BIO
-/// (tls_callbacks.h) calls write(), read() and atEnd(). The TlsLink that calls OpenSSL uses the rest.
+/// (tls_link.h) calls write(), read() and atEnd(). The TlsLink that calls OpenSSL uses the rest.
 ///
 ///   OpenSSL -> write() -> unsent bytes -> flush() -> link below
 ///   OpenSSL <- read()  <- bytes read ahead        <- link below

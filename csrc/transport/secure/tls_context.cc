@@ -7,7 +7,7 @@
 #include "base/error.h"
 #include "base/fork_guard.h"
 #include "transport/random_bytes.h"
-#include "transport/secure/tls_callbacks.h"
+#include "transport/secure/tls_link.h"
 
 namespace pycomm {
 namespace {

@@ -29,28 +29,28 @@ MUTATIONS = [
     ),
     Mutation(
         "a handshake need not use the secret",
-        "tls_handshake.cc",
+        "tls_link.cc",
         "ssl_.SSL_session_reused(handle_) != 1 || ",
         "",
         "TlsLink.AHandshakeThatDidNotUseTheKeyIsRefused",
     ),
     Mutation(
         "any cipher will do after a handshake",
-        "tls_handshake.cc",
+        "tls_link.cc",
         "ssl_.SSL_CIPHER_get_protocol_id(cipher) != kTlsCipher",
         "false",
         "TlsHandshakeAttacks.AnOpenSslOfOtherRulesGetsNoConnectionOfAnotherKind",
     ),
     Mutation(
         "a server takes a key for another process",
-        "tls_handshake.cc",
+        "tls_link.cc",
         "theirs->server != context_->self()",
         "false",
         "TlsLink.AServerTakesItsOwnIdOnlyAndNeverItself",
     ),
     Mutation(
         "a process may connect to itself",
-        "tls_handshake.cc",
+        "tls_link.cc",
         "theirs->client == context_->self()",
         "false",
         "TlsLink.AServerTakesItsOwnIdOnlyAndNeverItself",
@@ -126,9 +126,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a handshake must come in one piece",
-        "tls_handshake.cc",
-        "const bool waits = error == kHandshakeWantsRead && ",
-        "const bool waits = error == kHandshakeWantsRead && hasAnswered() && ",
+        "tls_link.cc",
+        "const bool waits = error == kErrorWantRead && ",
+        "const bool waits = error == kErrorWantRead && hasAnswered() && ",
         "TlsHandshakeCut.AFirstMessageInSegmentsOfOneByteIsRead",
     ),
     Mutation(
@@ -178,7 +178,7 @@ MUTATIONS = [
     # ---- the door
     Mutation(
         "first messages may be repeated",
-        "tls_handshake.cc",
+        "tls_link.cc",
         "!context_->seenHellos().add(random)",
         "false",
         "TlsDoor.ARecordedFirstMessageIsAnsweredOnce",
