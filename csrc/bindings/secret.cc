@@ -9,7 +9,7 @@
 #include "c10d/store_adapter.h"
 #include "c10d/without_gil.h"
 #include "transport/rendezvous/notices.h"
-#include "transport/rendezvous/seal.h"
+#include "transport/rendezvous/sealed_store.h"
 #include "transport/secure/secret.h"
 
 namespace py = pybind11;

@@ -8,7 +8,7 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "transport/rendezvous/rank_record.h"
-#include "transport/rendezvous/seal.h"
+#include "transport/rendezvous/sealed_store.h"
 
 namespace pycomm {
 namespace {

@@ -15,7 +15,7 @@
 #include "fuzz/scripted_tls.h"
 #include "transport/net/acceptor.h"
 #include "transport/net/introduction.h"
-#include "transport/rendezvous/seal.h"
+#include "transport/rendezvous/sealed_store.h"
 #include "transport/secure/tls_link.h"
 
 namespace pycomm::fuzz {

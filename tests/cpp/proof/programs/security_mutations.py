@@ -231,21 +231,21 @@ MUTATIONS = [
     # ---- the store
     Mutation(
         "a seal need not be right",
-        "seal.cc",
+        "sealed_store.cc",
         "if (!equalInConstantTime(macOf(key, value), mac)) {",
         "if (false) {",
         "SealedStore.TellsAMissingSealAnotherSecretAndAForgeryApart",
     ),
     Mutation(
         "a seal is good under any key",
-        "seal.cc",
+        "sealed_store.cc",
         "  putSized(text, key);\n",
         "",
         "SealedStore.AValueCountsUnderItsOwnKeyOnly",
     ),
     Mutation(
         "a value without a seal is read",
-        "seal.cc",
+        "sealed_store.cc",
         "  if (key_id.empty()) {\n    throw badSeal(",
         "  if (key_id.empty()) {\n    return text;\n    throw badSeal(",
         "SealedStore.TellsAMissingSealAnotherSecretAndAForgeryApart",
