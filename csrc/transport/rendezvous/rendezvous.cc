@@ -15,7 +15,6 @@
 #include "transport/random_bytes.h"
 #include "transport/rendezvous/address_round.h"
 #include "transport/rendezvous/failure_readers.h"
-#include "transport/rendezvous/find_generation.h"
 #include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
