@@ -1,8 +1,11 @@
 #include "transport/rendezvous/rendezvous.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <new>
 #include <utility>
@@ -13,8 +16,6 @@
 #include "transport/net/name_lookup.h"
 #include "transport/net/select_address.h"
 #include "transport/random_bytes.h"
-#include "transport/rendezvous/address_round.h"
-#include "transport/rendezvous/failure_readers.h"
 #include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
@@ -44,6 +45,8 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
+constexpr int kLongestStayMs = 2000;
+constexpr int kStaySliceMs = 5;
 
 // FNV-1a, folded to 32 bits.
 uint32_t hashOf(const std::string& name, uint64_t nonce) {
@@ -142,6 +145,61 @@ Introduced introduce(StoreRound& round, const RankRecord& mine) {
     std::memcpy(&introduced.nonce, digest.data(), sizeof introduced.nonce);
   }
   return introduced;
+}
+
+constexpr const char* kNoPort = "unix"; // instead of the address of a rank that has bound no port
+
+bool isWithoutPort(const std::string& text) {
+  return text == kNoPort;
+}
+
+[[noreturn]] void refuseAddress(const std::string& who) {
+  throw Error(
+      ErrorCode::ProtocolViolation,
+      "the store holds an address of " + who + " that no pycomm wrote",
+      "is the store shared with another program?");
+}
+
+// Empty for a rank without a port.
+SocketAddress addressIn(const std::string& text, const std::string& who) {
+  if (isWithoutPort(text)) {
+    return {};
+  }
+  const auto address = SocketAddress::fromWireText(text);
+  if (!address || address->port() == 0 || address->isUnspecified()) {
+    refuseAddress(who);
+  }
+  return *address;
+}
+
+/// The second round of a rendezvous, and the third if there is one: exchanges where the ranks listen. Returns the address of each rank;
+/// all are empty if all ranks reach each other by Unix sockets. `bind` binds the port of this rank and returns its address as text; it is called
+/// once if this rank `needs_port` or any other does. Throws what gather() and `bind` throw, and Error(ProtocolViolation) for what no pycomm
+/// wrote.
+std::vector<SocketAddress> exchangeAddresses(
+    const StoreRound& round,
+    const std::vector<RankRecord>& records,
+    bool needs_port,
+    const std::function<std::string()>& bind) {
+  const auto name = [&](int rank, const std::string&) { return records[static_cast<size_t>(rank)].who(); };
+  const auto readAddress = [&](int rank, const std::string& text) { return addressIn(text, round.job.text(rank)); };
+  std::string mine = needs_port ? bind() : kNoPort;
+  std::vector<std::string> texts = round.gather("address", mine, readAddress, name);
+  const auto without = std::count_if(texts.begin(), texts.end(), isWithoutPort);
+  const bool some = without > 0 && static_cast<size_t>(without) < texts.size();
+  if (some) {
+    mine = needs_port ? mine : bind();
+    texts = round.gather("port", mine, readAddress, name);
+  }
+  std::vector<SocketAddress> addresses;
+  for (const std::string& text : texts) {
+    const auto rank = static_cast<int>(addresses.size());
+    if (isWithoutPort(text) && (some || needs_port)) {
+      refuseAddress(round.job.text(rank));
+    }
+    addresses.push_back(readAddress(rank, text));
+  }
+  return addresses;
 }
 
 // Checks now that all ranks can connect to all, instead of failing later in connections. Every rank checks the whole
@@ -351,6 +409,7 @@ ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record
   }
 }
 
+// Anybody may write that a rank has read it, so this is without a seal: it shortens the wait, and no more.
 void acknowledgeFailure(
     Store& store,
     const RankClaim& claim,
@@ -358,8 +417,22 @@ void acknowledgeFailure(
     const ErrorRecord& record) noexcept {
   try {
     const std::string prefix = keysOf(claim);
-    FailureReaders{store, prefix, config.rank, config.size, config.job}.acknowledge(record, config.serves_store);
-  } catch (const std::bad_alloc&) { // no memory for a key
+    const auto keyOf = [&](const char* what, int reader) { return prefix + what + "/" + std::to_string(reader); };
+    store.setUnsealed(keyOf("read", config.rank), "1");
+    const bool all_may_come = record.code != ErrorCode::RendezvousTimeout && record.code != ErrorCode::Aborted;
+    const Deadline end = Deadline::after(config.serves_store ? kLongestStayMs : 0);
+    // A rank that finds another world size may be outside this one.
+    const int outside = record.code == ErrorCode::ConfigMismatch && config.job.numbers().empty() ? record.peer + 1 : 0;
+    const int readers = std::min(kMaxRanks, std::max(config.size, outside));
+    for (int reader = 0; reader < readers && !end.expired();) {
+      if (reader == config.rank || store.has(keyOf("read", reader)) ||
+          !(all_may_come || store.has(keyOf("member", reader)))) {
+        ++reader;
+      } else {
+        (void)::poll(nullptr, 0, end.remainingMs(kStaySliceMs));
+      }
+    }
+  } catch (const std::exception&) { // without the store, or memory, every rank finds out by itself
   }
 }
 

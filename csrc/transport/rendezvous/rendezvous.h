@@ -87,7 +87,8 @@ struct Rendezvous {
 /// meet(), and fail with ConfigMismatch, at once. Stays like meet() if it serves the store. After a launcher's restart this does so on rank 0 alone;
 /// the launcher ends the other ranks. Ignores a store that fails, and a rank that is taken.
 void refuseToJoin(Store& store, const RendezvousConfig& config, const std::string& reason) noexcept;
-/// For a rank that met the others and knows why the group failed after that: FailureReaders::acknowledge().
+/// This rank knows why the group failed. If it serves the store, waits until the others know it too, at most 2 s. Ranks that had not come
+/// when the deadline passed, or when the job was aborted, are not waited for. Ignores a store that fails.
 void acknowledgeFailure(
     Store& store,
     const RankClaim& claim,
