@@ -5,14 +5,15 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <iterator>
 #include <utility>
 
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "base/fork_guard.h"
 #include "base/log.h"
-#include "transport/net/stranger_count.h"
 
 namespace pycomm {
 namespace {
@@ -29,6 +30,32 @@ constexpr std::byte kFirstTls{0x16}; // a record of a handshake
 constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
 constexpr const char* kHungUp = "hung up before saying who it is";
 static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is read from strangers");
+
+/// How many connections wait in all acceptors of this process without having said who they are. They must not take the descriptors that
+/// the program needs, whatever number of groups it has.
+class StrangerCount {
+ public:
+  /// A child of fork() inherits the number, but not the strangers: the parent's acceptors do nothing there. Each acceptor calls this first.
+  void beginAfterFork() noexcept {
+    const uint64_t mine = uint64_t{forkCount()} << 32;
+    uint64_t seen = state_.load();
+    while ((seen & kProcess) != mine && !state_.compare_exchange_weak(seen, mine)) {
+    }
+  }
+  void add() noexcept {
+    state_.fetch_add(1, std::memory_order_relaxed);
+  }
+  void remove(size_t strangers) noexcept {
+    state_.fetch_sub(strangers, std::memory_order_relaxed);
+  }
+  [[nodiscard]] size_t value() const noexcept {
+    return state_.load(std::memory_order_relaxed) & ~kProcess;
+  }
+
+ private:
+  static constexpr uint64_t kProcess = ~uint64_t{0} << 32;
+  std::atomic<uint64_t> state_{0}; ///< the forkCount() of the process that counts, and in the lower half the number
+};
 
 StrangerCount g_strangers;
 

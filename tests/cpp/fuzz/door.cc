@@ -14,7 +14,7 @@
 #include "fuzz/promise.h"
 #include "fuzz/scripted_tls.h"
 #include "transport/net/acceptor.h"
-#include "transport/net/introduction.h"
+#include "transport/net/greeted_link.h"
 #include "transport/rendezvous/sealed_store.h"
 #include "transport/secure/tls_link.h"
 

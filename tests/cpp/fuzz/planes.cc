@@ -15,7 +15,7 @@
 #include "fuzz/promise.h"
 #include "schedule/make_schedule.h"
 #include "transport/net/acceptor.h"
-#include "transport/net/introduction.h"
+#include "transport/net/greeted_link.h"
 
 namespace pycomm::fuzz {
 namespace {
