@@ -13,9 +13,8 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "engine/monitor/host_greeting.h"
-#include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
-#include "transport/net/same_user.h"
+#include "transport/net/unix_peer.h"
 
 namespace pycomm {
 namespace {

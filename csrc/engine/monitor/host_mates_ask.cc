@@ -11,9 +11,8 @@
 #include "engine/monitor/host_greeting.h"
 #include "engine/monitor/host_mates.h"
 #include "transport/memory/shared_arena.h"
-#include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
-#include "transport/net/same_user.h"
+#include "transport/net/unix_peer.h"
 
 namespace pycomm {
 namespace {

@@ -8,7 +8,7 @@
 namespace pycomm {
 
 /// Memory that the processes of one host share: a memfd without a name, mapped here for as long as this object lives.
-/// It is passed to other processes as a descriptor (unix_passing.h). The kernel frees it when the last process that has
+/// It is passed to other processes as a descriptor (unix_peer.h). The kernel frees it when the last process that has
 /// it ends.
 ///
 /// Its size is sealed, so that no process can truncate it under another's mapping. Only commit() makes pages exist, so

@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
-#include "transport/net/same_user.h"
+#include "transport/net/unix_peer.h"
 
 namespace pycomm {
 namespace {

@@ -9,8 +9,8 @@
 #include "base/error.h"
 #include "base/fault_point.h"
 #include "transport/net/interfaces.h"
-#include "transport/net/same_user.h"
 #include "transport/net/socket_link.h"
+#include "transport/net/unix_peer.h"
 
 namespace pycomm {
 

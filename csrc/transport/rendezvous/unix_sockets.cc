@@ -7,7 +7,7 @@
 #include "base/error.h"
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "transport/net/same_user.h"
+#include "transport/net/unix_peer.h"
 
 namespace pycomm {
 namespace {

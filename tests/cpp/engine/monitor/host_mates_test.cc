@@ -25,8 +25,8 @@
 #include "sanitized.h"
 #include "transport/error_matchers.h"
 #include "transport/memory/shared_arena.h"
-#include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
+#include "transport/net/unix_peer.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {

@@ -276,14 +276,14 @@ MUTATIONS = [
     # ---- this host
     Mutation(
         "any user is this one",
-        "same_user.cc",
+        "unix_peer.cc",
         " && peer.uid == ::geteuid() &&\n      canTellOwnUser();",
         " &&\n      canTellOwnUser();",
         "SameUser.IsTheOneOfTheProcessAndNoOther",
     ),
     Mutation(
         "unmapped users of a namespace are this one",
-        "same_user.cc",
+        "unix_peer.cc",
         " && peer.uid == ::geteuid() &&\n      canTellOwnUser();",
         " && peer.uid == ::geteuid();",
         "SameUser.IsNobodyForWhoRunsAsTheOverflowUserOfANamespace",
