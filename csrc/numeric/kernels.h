@@ -49,7 +49,7 @@ extern const KernelSet kAvx512Kernels;
 extern const KernelSet kNeonKernels;
 #endif
 
-/// The kernels for simdLevel().
+/// The kernels for simdLevel() (simd_level.cc).
 [[nodiscard]] const KernelSet& activeKernels() noexcept;
 
 } // namespace pycomm::numeric
