@@ -34,7 +34,7 @@ std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::
   switch (*named) {
     case Codec::None:
       return {at::kFloat, Codec::None};
-    case Codec::BFloat16: // these two as casts of the whole bucket: see WireScale
+    case Codec::BFloat16: // these two as casts of the whole bucket: see Wire
       return {at::kBFloat16, Codec::None};
     case Codec::Float16:
       return {at::kHalf, Codec::None};

@@ -1,7 +1,3 @@
-#include <string>
-#include <utility>
-
-#include "c10d/call_tag.h"
 #include "ddp/reduction.h"
 #include "ddp/step_record.h"
 
@@ -10,8 +6,7 @@ namespace {
 
 class AllReduction final : public Reduction {
  public:
-  AllReduction(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<uint32_t> tags)
-      : group_(std::move(group)), tags_(std::move(tags)), works_(tags_.size()) {}
+  AllReduction(const ReducerGroup& group, size_t bucket_count) : group_(group), works_(bucket_count) {}
 
   void launch(Bucket& bucket, size_t index) override {
     ++counts_.buckets;
@@ -57,19 +52,17 @@ class AllReduction final : public Reduction {
  private:
   void start(Bucket& bucket, size_t index) {
     counts_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
-    const CallTag about(CallTag::of(std::to_string(state_), tags_[index]));
-    works_[index] = bucket.allReduce(*group_);
+    works_[index] = bucket.allReduce(group_, state_);
   }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<uint32_t> tags_;
+  const ReducerGroup& group_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_; ///< by bucket; null unless it is reduced now
 };
 
 } // namespace
 
-std::unique_ptr<Reduction> allReduction(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<uint32_t> tags) {
-  return std::make_unique<AllReduction>(std::move(group), std::move(tags));
+std::unique_ptr<Reduction> allReduction(const ReducerGroup& group, size_t bucket_count) {
+  return std::make_unique<AllReduction>(group, bucket_count);
 }
 
 } // namespace pycomm

@@ -2,14 +2,20 @@
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+
+#include <algorithm>
+#include <string>
+
+#include "c10d/call_tag.h"
 
 namespace pycomm {
 namespace {
 
-size_t numelOf(const std::vector<at::Tensor>& params, const std::vector<size_t>& indices) {
+size_t numelOf(const std::vector<ReducedParam>& params, const std::vector<size_t>& indices) {
   size_t numel = 0;
   for (const size_t index : indices) {
-    numel += static_cast<size_t>(params.at(index).numel());
+    numel += static_cast<size_t>(params.at(index).tensor.numel());
   }
   return numel;
 }
@@ -17,27 +23,22 @@ size_t numelOf(const std::vector<at::Tensor>& params, const std::vector<size_t>&
 } // namespace
 
 Bucket::Bucket(
-    const std::vector<at::Tensor>& params,
+    const WireContext& context,
+    const std::vector<ReducedParam>& params,
     const std::vector<size_t>& indices,
-    const BucketOptions& options,
+    int exponent,
+    uint32_t tag,
     FlatMemory& source)
-    : wire_(makeWire(options.wire, params.at(indices.at(0)).scalar_type(), numelOf(params, indices))),
+    : wire_(makeWire(context, params.at(indices.at(0)), numelOf(params, indices), exponent)),
       memory_(
           params,
           indices,
-          {wire_->castTo(), wire_->tail(), options.grads_are_views, options.wire.sparse, wire_->inPlace()},
+          {wire_->castTo(), wire_->tail(), context.options.gradient_as_bucket_view, wire_->inPlace()},
           source),
-      packer_(makePacker(memory_, wire_->tail() > 0, options.cuda_library)),
-      rank_(options.wire.rank),
-      encodes_(options.wire.codec != Codec::None && !options.wire.sparse) {
-  if (!memory_.device().is_cpu()) {
-    streams_.emplace(memory_.device());
-  }
-  beginStep(options.wire.world_size);
-}
-
-at::Tensor Bucket::residualOf(const Slot& slot) const {
-  return wire_->residual().as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
+      packer_(makePacker(memory_, context.options.cuda_library)),
+      rank_(context.group.rank()),
+      tag_(tag) {
+  beginStep(context.group.size());
 }
 
 size_t Bucket::wireNbytes() const {
@@ -62,14 +63,12 @@ void Bucket::beginShadowStep(int divisor) {
 
 void Bucket::pack(size_t slot, bool unused) {
   const at::NoGradGuard no_grad;
-  if (streams_.has_value()) {
-    streams_->note();
-  }
+  noteStream();
   --pending_;
   if (packsZeros()) {
     return; // seal() packs them
   }
-  if (const at::Tensor& grad = slots()[slot].param.grad(); encodes_ && unused && grad.defined()) {
+  if (const at::Tensor& grad = slots()[slot].param.grad(); unused && wire_->encodes() && grad.defined()) {
     old_grads_[slot] = grad.clone();
   }
   packer_->pack(memory_, slots()[slot], packFactor());
@@ -77,21 +76,51 @@ void Bucket::pack(size_t slot, bool unused) {
 
 void Bucket::seal() {
   const at::NoGradGuard no_grad;
-  const bool streams_differ = streams_.has_value() && streams_->join();
+  const bool streams_differ = joinStreams();
   if (packsZeros()) {
     packer_->packZeros(memory_);
   } else {
     packer_->seal(memory_, packFactor(), streams_differ);
   }
-  wire_->seal(memory_.tail(), *packer_, ratio_);
+  if (memory_.tail.defined()) {
+    packer_->writeMagnitude(memory_, rank_, ratio_);
+  }
 }
 
-c10::intrusive_ptr<c10d::Work> Bucket::allReduce(c10d::ProcessGroup& group) const {
+// Autograd makes each gradient on the stream of its forward operation.
+void Bucket::noteStream() {
+  if (memory_.device().is_cpu()) {
+    return;
+  }
+  const c10::Stream stream = currentStream(memory_.device());
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+/// Makes the current stream wait for those. True if one of them is another.
+bool Bucket::joinStreams() {
+  bool differ = false;
+  for (const c10::Stream& stream : streams_) {
+    const c10::Stream here = currentStream(memory_.device());
+    if (stream != here) {
+      differ = true;
+      c10::Event event(here.device_type());
+      event.record(stream);
+      event.block(here);
+    }
+  }
+  streams_.clear();
+  return differ;
+}
+
+c10::intrusive_ptr<c10d::Work> Bucket::allReduce(const ReducerGroup& group, uint32_t state) const {
+  const CallTag about(CallTag::of(std::to_string(state), tag_));
   return wire_->allReduce(group, memory_.travelling());
 }
 
 Verdict Bucket::judge() {
-  const Verdict verdict = wire_->judge(memory_.tail());
+  const Verdict verdict = wire_->judge(memory_.tail);
   if (verdict == Verdict::Good || verdict == Verdict::NonFinite) {
     return verdict;
   }
@@ -112,7 +141,7 @@ at::Tensor Bucket::sums() const {
 }
 
 bool Bucket::canWrite() const {
-  return !streams_.has_value() && wire_->accepts(memory_.tail());
+  return memory_.device().is_cpu() && wire_->accepts(memory_.tail);
 }
 
 void Bucket::takeResult(const at::Tensor& result) {
@@ -129,7 +158,7 @@ void Bucket::write(const std::vector<size_t>& slots) {
 }
 
 void Bucket::takeBack(const std::vector<size_t>& slots) {
-  if (!encodes_) {
+  if (!wire_->encodes()) {
     return;
   }
   const at::NoGradGuard no_grad;
@@ -138,14 +167,12 @@ void Bucket::takeBack(const std::vector<size_t>& slots) {
     const auto found = old_grads_.find(index);
     const at::Tensor old = found == old_grads_.end() ? at::Tensor() : found->second;
     if (wire_->residual().defined()) {
-      at::Tensor residual = residualOf(slot);
+      at::Tensor residual = BucketMemory::partOf(wire_->residual(), slot);
       if (old.defined()) {
         residual.sub_(old.to(residual.options()), packFactor());
       }
       if (rank_ == 0) {
-        residual.add_(memory_.travelling()
-                          .as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset))
-                          .to(residual.options()));
+        residual.add_(BucketMemory::partOf(memory_.travelling(), slot).to(residual.options()));
       }
       residual.nan_to_num_(0.0, 0.0, 0.0); // an old .grad may hold one, which error feedback would never be rid of
     }

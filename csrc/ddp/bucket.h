@@ -1,39 +1,35 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "ddp/bucket_memory.h"
-#include "ddp/grad_streams.h"
 #include "ddp/packer.h"
 #include "ddp/wire.h"
 
 namespace pycomm {
 
-struct BucketOptions {
-  WireOptions wire;
-  bool grads_are_views = false; ///< .grad points into the bucket
-  std::string cuda_library; ///< see makePacker()
-};
-
 /// Gradients of one dtype that are reduced together, and one step of them. BucketMemory has the tensors. Packer fills and empties them.
-/// Wire decides how they travel. A Reduction reduces a full bucket.
+/// Wire decides how they travel. BucketPipeline reduces a full bucket.
 ///
 ///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> write() -> commit()
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class Bucket {
  public:
-  /// See BucketMemory.
+  /// `exponent`: see makeWire(). `tag`: see CallTag. The others: see BucketMemory.
   Bucket(
-      const std::vector<at::Tensor>& params,
+      const WireContext& context,
+      const std::vector<ReducedParam>& params,
       const std::vector<size_t>& indices,
-      const BucketOptions& options,
+      int exponent,
+      uint32_t tag,
       FlatMemory& source);
 
   [[nodiscard]] const BucketMemory& memory() const noexcept {
@@ -42,11 +38,10 @@ class Bucket {
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept {
     return memory_.slots;
   }
-  [[nodiscard]] const Wire& wire() const noexcept {
-    return *wire_;
+  /// See Wire::residual().
+  [[nodiscard]] at::Tensor residual() const {
+    return wire_->residual();
   }
-  /// The part of wire().residual() that is one slot's, in its parameter's shape.
-  [[nodiscard]] at::Tensor residualOf(const Slot& slot) const;
   /// The bytes of one all-reduce, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
 
@@ -63,7 +58,8 @@ class Bucket {
   void pack(size_t slot, bool unused);
   /// After the last pack().
   void seal();
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(c10d::ProcessGroup& group) const;
+  /// `state`: a checksum of what all ranks must share. A rank with another one gets a mismatch, if the group compares operations.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group, uint32_t state) const;
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
   /// After judge() or takeResult(): the elements that were reduced.
@@ -89,15 +85,17 @@ class Bucket {
   [[nodiscard]] bool packsZeros() const noexcept {
     return shadow_ || ratio_ == 0.0;
   }
+  void noteStream();
+  [[nodiscard]] bool joinStreams();
 
   std::unique_ptr<Wire> wire_;
   BucketMemory memory_;
   std::unique_ptr<Packer> packer_;
-  std::optional<GradStreams> streams_; ///< of a CUDA device
+  std::vector<c10::Stream> streams_; ///< of a device: on which autograd has made gradients since the last seal()
   size_t pending_ = 0;
   std::map<size_t, at::Tensor> old_grads_; ///< of this step's unused slots, copied before they were packed; by slot
   int rank_;
-  bool encodes_; ///< the sums are not exact
+  uint32_t tag_;
   int divisor_ = 1;
   double ratio_ = 1.0;
   bool shadow_ = false;

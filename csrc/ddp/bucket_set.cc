@@ -2,9 +2,13 @@
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
+#include <tuple>
+#include <utility>
 
 #include "c10d/call_tag.h"
 #include "ddp/shared_state.h"
@@ -13,52 +17,135 @@ namespace pycomm {
 namespace {
 
 /// Parameters of one kind share buckets.
-int kindOf(const ReducedParam& param) {
-  const int wire = param.wire_dtype.has_value() ? static_cast<int>(*param.wire_dtype) + 1 : 0;
-  const int kind = (static_cast<int>(param.tensor.scalar_type()) * 1000 + wire) * 16 + static_cast<int>(param.codec);
-  return kind * 128 + (param.tensor.is_cpu() ? 0 : param.tensor.device().index() + 1);
+using Kind = std::tuple<at::ScalarType, std::optional<at::ScalarType>, Codec, int>;
+
+Kind kindOf(const ReducedParam& param) {
+  const int device = param.tensor.is_cpu() ? -1 : param.tensor.device().index();
+  return {param.tensor.scalar_type(), param.wire_dtype, param.codec, device};
+}
+
+/// A bucket, and when it will be complete: the place of its last member in the order.
+using Planned = std::pair<size_t, std::vector<size_t>>;
+
+/// One kind: `places` are its members' places in `order`, ascending.
+void planKind(
+    const std::vector<size_t>& places,
+    const std::vector<size_t>& order,
+    const std::vector<ReducedParam>& params,
+    const BucketCaps& caps,
+    std::vector<Planned>& planned) {
+  const auto nbytes = [&](size_t i) { return params[order[places[i]]].tensor.nbytes(); };
+  size_t tail = places.size(); // the last bucket begins here
+  for (size_t sum = 0; caps.last_nbytes > 0 && tail > 0; --tail) {
+    sum += nbytes(tail - 1);
+    if (sum > caps.last_nbytes && tail < places.size()) {
+      break;
+    }
+  }
+  Planned open;
+  size_t filled = 0;
+  size_t closed = 0;
+  for (size_t i = 0; i < places.size(); ++i) {
+    open.first = places[i];
+    open.second.push_back(order[places[i]]);
+    filled += nbytes(i);
+    const size_t cap = caps.nbytes[std::min(closed, caps.nbytes.size() - 1)];
+    const bool full = i < tail && filled >= cap;
+    if (full || i + 1 == tail || i + 1 == places.size()) {
+      planned.push_back(std::exchange(open, {}));
+      filled = 0;
+      ++closed;
+    }
+  }
+}
+
+/// Cuts the gradients, in the order in which they come, into buckets: each entry the indices of one bucket.
+std::vector<std::vector<size_t>> planBuckets(
+    const std::vector<size_t>& order,
+    const std::vector<ReducedParam>& params,
+    const BucketCaps& caps) {
+  std::map<Kind, std::vector<size_t>> kinds;
+  std::vector<Planned> planned;
+  for (size_t place = 0; place < order.size(); ++place) {
+    const ReducedParam& param = params[order[place]];
+    if (param.sparse) {
+      planned.push_back({place, {order[place]}});
+    } else {
+      kinds[kindOf(param)].push_back(place);
+    }
+  }
+  for (const auto& [kind, places] : kinds) {
+    planKind(places, order, params, caps, planned);
+  }
+  std::sort(planned.begin(), planned.end(), [](const Planned& a, const Planned& b) { return a.first < b.first; });
+  std::vector<std::vector<size_t>> buckets;
+  buckets.reserve(planned.size());
+  for (Planned& bucket : planned) {
+    buckets.push_back(std::move(bucket.second));
+  }
+  return buckets;
+}
+
+/// Of a bucket's index and its parameters' names, the same on all ranks: see CallTag.
+uint32_t tagOf(size_t bucket, const std::vector<size_t>& indices, const std::vector<ReducedParam>& params) {
+  uint32_t tag = CallTag::of("bucket " + std::to_string(bucket));
+  for (const size_t index : indices) {
+    tag = CallTag::of(params[index].name, tag);
+  }
+  return tag;
 }
 
 } // namespace
 
-void BucketSet::cut(
-    const std::vector<ReducedParam>& params,
-    const std::vector<size_t>& order,
-    const BucketCaps& caps,
-    const BucketOptions& common,
-    const std::vector<int>& exponents) {
-  std::vector<at::Tensor> tensors;
-  std::vector<BucketMember> members;
-  const std::map<std::string, at::Tensor> residuals_before = residuals();
-  names_.clear();
-  encoded_.clear();
-  for (const ReducedParam& param : params) {
-    names_.push_back(param.name);
-    if (param.codec != Codec::None && common.wire.error_feedback && !common.wire.hook_averages && !param.sparse) {
-      encoded_[param.name] = param.tensor.sizes().vec();
+// --- their order ----------------------------------------------------------------------------------
+
+std::vector<size_t> GradientOrder::seen(const std::vector<size_t>& expected) const {
+  std::vector<size_t> seen;
+  std::vector<bool> listed(expected.size(), false);
+  for (size_t i = came_.size(); i-- > 0;) {
+    if (!listed[came_[i]]) {
+      listed[came_[i]] = true;
+      seen.push_back(came_[i]);
     }
-    tensors.push_back(param.tensor);
-    members.push_back({param.tensor.nbytes(), kindOf(param), param.sparse});
   }
-  const auto planned = planBuckets(order, members, caps);
+  std::reverse(seen.begin(), seen.end());
+  std::copy_if(
+      expected.begin(), expected.end(), std::back_inserter(seen), [&](size_t param) { return !listed[param]; });
+  return seen;
+}
+
+void checkOrder(std::vector<size_t> order, size_t count) {
+  std::sort(order.begin(), order.end());
+  for (size_t param = 0; param < count; ++param) {
+    TORCH_CHECK(
+        order.size() == count && order[param] == param,
+        "rank 0 sent an invalid order of buckets: it is not a permutation of the parameters");
+  }
+}
+
+// --- buckets --------------------------------------------------------------------------------------
+
+void BucketSet::cut(const WireContext& context, const std::vector<size_t>& order, const std::vector<int>& exponents) {
+  const std::map<std::string, at::Tensor> residuals_before = residuals();
+  feeds_back_ = context.options.error_feedback && !context.hook_averages;
+  const auto planned = planBuckets(order, params_, context.options.caps);
   buckets_.clear();
   buckets_.reserve(planned.size());
-  places_.assign(params.size(), Place{planned.size(), 0});
+  places_.assign(params_.size(), Place{planned.size(), 0});
   for (const std::vector<size_t>& indices : planned) {
-    const ReducedParam& first = params[indices[0]];
-    BucketOptions options = common;
-    options.wire.sparse = first.sparse;
-    if (!common.wire.hook_averages) {
-      options.wire.dtype = first.wire_dtype;
-      options.wire.codec = first.codec;
-    }
+    const size_t bucket = buckets_.size();
     int exponent = SharedValues::kUnscaled;
     for (size_t slot = 0; slot < indices.size(); ++slot) {
-      places_[indices[slot]] = {buckets_.size(), slot};
+      places_[indices[slot]] = {bucket, slot};
       exponent = std::min(exponent, exponents[indices[slot]]);
     }
-    options.wire.exponent = exponent == SharedValues::kUnscaled ? 0 : exponent;
-    buckets_.emplace_back(tensors, indices, options, source_);
+    buckets_.emplace_back(
+        context,
+        params_,
+        indices,
+        exponent == SharedValues::kUnscaled ? 0 : exponent,
+        tagOf(bucket, indices, params_),
+        source_);
   }
   std::map<std::string, at::Tensor> rooms = residuals();
   for (const auto& [name, kept] : residuals_before) {
@@ -92,7 +179,7 @@ std::vector<std::vector<std::string>> BucketSet::names() const {
   for (const Bucket& bucket : buckets_) {
     names.emplace_back();
     for (const Slot& slot : bucket.slots()) {
-      names.back().push_back(names_[slot.index]);
+      names.back().push_back(params_[slot.index].name);
     }
   }
   return names;
@@ -114,26 +201,15 @@ size_t BucketSet::sharedNbytes() const {
   return nbytes;
 }
 
-std::vector<uint32_t> BucketSet::tags() const {
-  std::vector<uint32_t> tags;
-  for (const std::vector<std::string>& names : names()) {
-    uint32_t tag = CallTag::of("bucket " + std::to_string(tags.size()));
-    for (const std::string& name : names) {
-      tag = CallTag::of(name, tag);
-    }
-    tags.push_back(tag);
-  }
-  return tags;
-}
-
 std::map<std::string, at::Tensor> BucketSet::residuals() const {
   std::map<std::string, at::Tensor> found;
   for (const Bucket& bucket : buckets_) {
-    if (!bucket.wire().residual().defined()) {
+    const at::Tensor residual = bucket.residual();
+    if (!residual.defined()) {
       continue;
     }
     for (const Slot& slot : bucket.slots()) {
-      found[names_[slot.index]] = bucket.residualOf(slot);
+      found[params_[slot.index].name] = BucketMemory::partOf(residual, slot);
     }
   }
   return found;
@@ -151,7 +227,7 @@ std::map<std::string, at::Tensor> BucketSet::copyResiduals() const {
 void BucketSet::scaleResiduals(double factor) {
   const at::NoGradGuard no_grad;
   for (const Bucket& bucket : buckets_) {
-    at::Tensor residual = bucket.wire().residual();
+    at::Tensor residual = bucket.residual();
     if (residual.defined()) {
       factor == 0 ? residual.zero_() : residual.mul_(factor);
     }
@@ -163,15 +239,21 @@ void BucketSet::scaleResiduals(double factor) {
 
 bool BucketSet::keepsResiduals() const {
   return std::any_of(
-      buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.wire().residual().defined(); });
+      buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.residual().defined(); });
 }
 
 bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why) {
+  std::map<std::string, at::IntArrayRef> encoded; // shapes of all parameters with error feedback, frozen ones included
+  for (const ReducedParam& param : params_) {
+    if (feeds_back_ && param.codec != Codec::None && !param.sparse) {
+      encoded[param.name] = param.tensor.sizes();
+    }
+  }
   for (const auto& [name, tensor] : values) {
-    const auto shape = encoded_.find(name);
-    if (shape == encoded_.end() || tensor.sizes() != shape->second) {
-      why = shape == encoded_.end() ? "no parameter '" + name + "' has error feedback here"
-                                    : "the residual of parameter '" + name + "' is of another shape here";
+    const auto shape = encoded.find(name);
+    if (shape == encoded.end() || tensor.sizes() != shape->second) {
+      why = shape == encoded.end() ? "no parameter '" + name + "' has error feedback here"
+                                   : "the residual of parameter '" + name + "' is of another shape here";
       return false;
     }
   }

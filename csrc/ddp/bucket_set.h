@@ -2,24 +2,54 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "ddp/bucket.h"
-#include "ddp/bucket_plan.h"
-#include "ddp/reduced_param.h"
 
 namespace pycomm {
+
+/// The order in which the gradients of the first reduction came on this rank. The expected order, which ranks share, is in SharedValues.
+class GradientOrder {
+ public:
+  /// A gradient came. May be called several times for one parameter.
+  void came(size_t param) {
+    came_.push_back(param);
+  }
+  void clear() noexcept {
+    came_.clear();
+  }
+
+  /// `expected` in the order of came(): the last time counts. Parameters without a gradient (frozen, or this rank had no
+  /// data) go to the end in their present order.
+  [[nodiscard]] std::vector<size_t> seen(const std::vector<size_t>& expected) const;
+
+ private:
+  std::vector<size_t> came_;
+};
+
+/// Throws unless rank 0's `order` is a permutation of `count` parameters.
+void checkOrder(std::vector<size_t> order, size_t count);
 
 /// All buckets of a reducer, and the place of each parameter in them.
 ///
 /// They are cut again while training goes on. The state of a bucket's wire follows its parameters: a new bucket begins with the least
 /// scale of the buckets that its parameters come from, and with the loss that error feedback has kept for them. The loss of a parameter that
 /// has left the buckets is kept aside until it is back; one that never had a bucket has none.
+///
+/// Gradients of one kind share buckets: of one dtype and device, which travel alike. Each kind is cut in the order in which its gradients come.
+/// The first bucket is small, so that the network has something to do early. The last one is small, because backward is over when it leaves:
+/// all of it is exposed. A sparse gradient has a bucket of its own. Buckets are launched in the order in which they will be complete.
+///
+/// Example: caps 1 MiB then 4, last 1; sizes 0.5 0.5 2 2 2 2 0.5 0.25 give {0.5 0.5} {2 2} {2 2} {0.5 0.25}.
 class BucketSet {
  public:
+  /// `params`: the reducer's, which outlive this.
+  explicit BucketSet(const std::vector<ReducedParam>& params) : params_(params) {}
+
   struct Place {
     size_t bucket;
     size_t slot;
@@ -36,14 +66,8 @@ class BucketSet {
     source_ = source;
   }
 
-  /// `order`: the parameters that have a bucket, as their gradients are expected. `common`: the options that all
-  /// buckets share. Each bucket's wire dtype, codec and kind of gradient are those of its parameters. `exponents`: see SharedValues.
-  void cut(
-      const std::vector<ReducedParam>& params,
-      const std::vector<size_t>& order,
-      const BucketCaps& caps,
-      const BucketOptions& common,
-      const std::vector<int>& exponents);
+  /// `order`: the parameters that have a bucket, as their gradients are expected. `exponents`: see SharedValues.
+  void cut(const WireContext& context, const std::vector<size_t>& order, const std::vector<int>& exponents);
 
   /// The step is over: writes the exponents of the next one.
   void commit(std::vector<int>& exponents) noexcept;
@@ -66,8 +90,6 @@ class BucketSet {
   [[nodiscard]] std::vector<size_t> gradientNbytes() const;
   /// Bytes of all buckets that other ranks reach in place.
   [[nodiscard]] size_t sharedNbytes() const;
-  /// Of each bucket's index and its parameters' names, the same on all ranks: see CallTag.
-  [[nodiscard]] std::vector<uint32_t> tags() const;
 
   /// Copies of the values that error feedback keeps, by parameter name, in the parameters' shapes.
   [[nodiscard]] std::map<std::string, at::Tensor> copyResiduals() const;
@@ -83,12 +105,11 @@ class BucketSet {
   /// The wires' own memory.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals() const;
 
+  const std::vector<ReducedParam>& params_;
   FlatMemory source_{false}; ///< before buckets_, which point to it
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
-  std::vector<std::string> names_; ///< by parameter
-  std::map<std::string, std::vector<int64_t>>
-      encoded_; ///< shapes, by name, of parameters with error feedback, frozen ones included
+  bool feeds_back_ = false; ///< a codec's loss is kept
   std::map<std::string, at::Tensor> aside_; ///< residuals of those that have left the buckets
 };
 

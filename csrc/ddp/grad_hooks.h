@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "c10d/torch_compat.h"
-#include "ddp/reduced_param.h"
+#include "ddp/reducer_options.h"
 
 namespace pycomm {
 

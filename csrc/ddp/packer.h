@@ -1,8 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,9 +35,9 @@ class Packer {
   virtual void pack(BucketMemory& memory, const Slot& slot, double factor) = 0;
   /// All gradients have come. `streams_differ`: some were made on another stream than the current one.
   virtual void seal(BucketMemory& /*memory*/, double /*factor*/, bool /*streams_differ*/) {}
-  /// Writes WireScale::exponentCode() of the largest magnitude packed since begin(), with this ratio, to element `rank` of `tail`, zeros to the
-  /// others.
-  virtual void writeMagnitude(const at::Tensor& /*tail*/, int /*rank*/, double /*ratio*/) const {}
+  /// Of a bucket with a tail: writes the ExponentCode of the largest magnitude packed since begin(), with this ratio, to its element `rank`, zeros
+  /// to the others.
+  virtual void writeMagnitude(const BucketMemory& /*memory*/, int /*rank*/, double /*ratio*/) const {}
   /// Zeros travel, and no .grad is read or written.
   virtual void packZeros(BucketMemory& memory) const {
     memory.zero();
@@ -48,10 +48,11 @@ class Packer {
   virtual void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const = 0;
 };
 
-/// `measures`: writeMagnitude() will be called. `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device.
-[[nodiscard]] std::unique_ptr<Packer> makePacker(
-    const BucketMemory& memory,
-    bool measures,
-    const std::string& cuda_library);
+/// `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device. Throws Error(Unsupported) if they need it and it is missing,
+/// or has no code for the device.
+[[nodiscard]] std::unique_ptr<Packer> makePacker(const BucketMemory& memory, const std::string& cuda_library);
+
+/// torch's current stream of a device of any kind.
+[[nodiscard]] c10::Stream currentStream(c10::Device device);
 
 } // namespace pycomm

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/job_ranks.h"
-#include "ddp/reduced_param.h"
+#include "ddp/reducer_options.h"
 
 namespace pycomm {
 

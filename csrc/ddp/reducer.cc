@@ -45,6 +45,7 @@ Reducer::Reducer(
       options_(std::move(options)),
       state_(readTrained(params_)),
       reports_(std::move(store), group_.rank(), group_.job(), trained()),
+      buckets_(params_),
       pass_(state_, options_.accumulate),
       marks_(tensorsOf(params_)) {
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
@@ -81,21 +82,13 @@ void Reducer::makeBuckets() {
       order.push_back(index);
     }
   }
-  BucketOptions common;
-  common.wire.rank = group_.rank();
-  common.wire.world_size = group_.size();
-  common.wire.backend = group_.codecBackend();
-  common.wire.error_feedback = options_.error_feedback;
-  common.wire.hook_averages = hook_ != nullptr;
-  common.grads_are_views = options_.gradient_as_bucket_view;
-  common.cuda_library = options_.cuda_library;
-  buckets_.cut(params_, order, options_.caps, common, state_.now().exponents);
+  buckets_.cut({options_, group_, hook_ != nullptr}, order, state_.now().exponents);
   if (pipeline_ != nullptr) { // a pass that failed has counted, too
     stats_.add(pipeline_->counts());
   }
   pipeline_ = std::make_unique<BucketPipeline>(
       buckets_,
-      hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_.get(), buckets_.tags()),
+      hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_, buckets_.all().size()),
       recorder_,
       options_.drops_nonfinite_steps);
   resetStep();

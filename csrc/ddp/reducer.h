@@ -16,13 +16,12 @@
 #include "ddp/bucket_pipeline.h"
 #include "ddp/bucket_set.h"
 #include "ddp/grad_hooks.h"
-#include "ddp/gradient_order.h"
 #include "ddp/pass_failure.h"
 #include "ddp/pass_lock.h"
 #include "ddp/pass_marks.h"
 #include "ddp/pass_weights.h"
-#include "ddp/reduced_param.h"
 #include "ddp/reducer_group.h"
+#include "ddp/reducer_options.h"
 #include "ddp/reducer_stats.h"
 #include "ddp/shared_state.h"
 #include "ddp/state_reports.h"
@@ -30,17 +29,6 @@
 #include "ddp/used_params.h"
 
 namespace pycomm {
-
-struct ReducerOptions {
-  BucketCaps caps;
-  int64_t accumulate = 1; ///< backward passes per reduction
-  bool find_unused_parameters = false;
-  bool gradient_as_bucket_view = true;
-  bool error_feedback = true; ///< of codecs
-  bool drops_nonfinite_steps = true; ///< the program does, so error feedback keeps nothing of one
-  bool weighs = false; ///< ranks count by the weights of their passes: see PassWeights
-  std::string cuda_library; ///< see makePacker()
-};
 
 /// Averages gradients over a process group while backward runs. The methods are those that
 /// torch.nn.parallel.DistributedDataParallel calls on its reducer.

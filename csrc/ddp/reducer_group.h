@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "c10d/backend.h"
-#include "ddp/reduced_param.h"
+#include "ddp/reducer_options.h"
 
 namespace pycomm {
 

@@ -57,10 +57,8 @@ class Reduction {
   uint32_t state_ = 0;
 };
 
-/// By an all-reduce with SUM over `group`; once more if the bucket's scale was wrong. `tags`: one per bucket, see CallTag.
-[[nodiscard]] std::unique_ptr<Reduction> allReduction(
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    std::vector<uint32_t> tags);
+/// By an all-reduce with SUM over `group`, which outlives it; once more if the bucket's scale was wrong.
+[[nodiscard]] std::unique_ptr<Reduction> allReduction(const ReducerGroup& group, size_t bucket_count);
 
 /// By a comm hook, as torch's wrapper runs it: the hook gets the plain gradients, and its result is final.
 [[nodiscard]] std::unique_ptr<Reduction> hookReduction(

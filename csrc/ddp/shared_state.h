@@ -22,7 +22,7 @@ struct SharedValues {
     }
   }
 
-  std::vector<int> exponents; ///< by parameter: the s of its last fp16 scale, or kUnscaled. See WireScale
+  std::vector<int> exponents; ///< by parameter: the s of its last fp16 scale, or kUnscaled. See ScaledWire in wire.cc
   std::vector<size_t>
       order; ///< of all parameters, as their gradients are expected; at first the reverse order of registration
   bool agreed = false; ///< that order is the one of rank 0's first reduction

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/job_ranks.h"
-#include "ddp/reduced_param.h"
+#include "ddp/reducer_options.h"
 #include "ddp/shared_state.h"
 
 namespace pycomm {

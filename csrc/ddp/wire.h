@@ -1,20 +1,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <vector>
 
-#include "base/codec.h"
-#include "c10d/backend.h"
-#include "ddp/wire_scale.h"
+#include "ddp/reducer_group.h"
+#include "ddp/reducer_options.h"
+#include "device/kernel_args.h"
+#include "numeric/convert.h"
 
 namespace pycomm {
-
-class Packer;
 
 /// The result of judging the sums of a bucket.
 enum class Verdict {
@@ -51,9 +49,13 @@ class Wire {
   [[nodiscard]] virtual std::optional<at::ScalarType> castTo() const {
     return std::nullopt;
   }
-  /// Elements that travel behind the gradients.
+  /// Elements that travel behind the gradients: see ExponentCode.
   [[nodiscard]] virtual size_t tail() const {
     return 0;
+  }
+  /// Whether the sums are not exact.
+  [[nodiscard]] virtual bool encodes() const {
+    return false;
   }
   /// Whether the all-reduce reads and writes the bucket's memory as it is: then the ranks of a host may share that memory.
   [[nodiscard]] virtual bool inPlace() const {
@@ -62,12 +64,10 @@ class Wire {
   [[nodiscard]] virtual double packFactor(int divisor) const = 0;
   [[nodiscard]] virtual double unpackFactor(int divisor) const = 0;
 
-  /// After the last gradient was packed, times packFactor() and `ratio`: fills the tail in.
-  virtual void seal(const at::Tensor& /*tail*/, const Packer& /*packer*/, double /*ratio*/) const {}
   /// The bytes of an all-reduce of `travelling`, as they travel.
   [[nodiscard]] virtual size_t nbytes(const at::Tensor& travelling) const;
   [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> allReduce(
-      c10d::ProcessGroup& group,
+      const ReducerGroup& group,
       const at::Tensor& travelling) const;
   /// After the all-reduce, the same on all ranks. If it is Overflowed or Underflowed, packFactor() has changed.
   [[nodiscard]] virtual Verdict judge(const at::Tensor& /*tail*/) {
@@ -87,21 +87,33 @@ class Wire {
   }
 };
 
-/// Which wire a bucket gets.
-struct WireOptions {
-  std::optional<at::ScalarType> dtype; ///< gradients are cast to it; none: the parameters' own
-  Codec codec = Codec::None; ///< encodes sums of fp32, inside the all-reduce
-  bool error_feedback = false; ///< the codec's loss is added to the next step's gradients
-  bool sparse =
-      false; ///< one parameter, whose gradients are sparse COO tensors: they travel as they are, whatever the other options say
-  bool hook_averages = false; ///< a comm hook gets the plain gradients, and its result is final
-  int exponent = 0; ///< the fp16 scale's first, the same on every rank
-  int rank = 0;
-  int world_size = 1;
-  c10::intrusive_ptr<PycommBackend> backend; ///< runs encoded sums; null without a codec
+/// What the wires of a reducer have in common.
+struct WireContext {
+  const ReducerOptions& options;
+  const ReducerGroup& group;
+  bool hook_averages; ///< a comm hook gets the plain gradients, and its result is final
 };
 
-/// For `numel` gradients of `dtype`.
-[[nodiscard]] std::unique_ptr<Wire> makeWire(const WireOptions& options, at::ScalarType dtype, size_t numel);
+/// For `numel` gradients of `param`'s kind. `exponent`: the fp16 scale's first, the same on every rank.
+[[nodiscard]] std::unique_ptr<Wire> makeWire(
+    const WireContext& context,
+    const ReducedParam& param,
+    size_t numel,
+    int exponent);
+
+/// What a rank writes to its element of an fp16 bucket's tail, an integer below 1024: see ScaledWire. It is frexp's exponent plus kBias, or 0 for all
+/// zeros; plus kNonFinite if there was an Inf or NaN. All are exact in fp16.
+struct ExponentCode {
+  static constexpr int kBias = cuda::kExponentBias;
+  static constexpr int kNonFinite = cuda::kNonFiniteCode;
+  /// The codes of numbers other than zero, without kNonFinite.
+  static constexpr int kLowest = kBias - 148; // frexp() of an fp32 number gives -148 (the least subnormal) to 128,
+  static constexpr int kHighest = kBias + 128; // so that codes are 52 to 328
+
+  /// `magnitude`: of its gradients, which are packed times `ratio` and 2^s. It counts as the next power of two.
+  [[nodiscard]] static float of(Magnitude magnitude, double ratio = 1.0);
+  /// The exponent that `ratio` adds: 0 if it is 1.
+  [[nodiscard]] static int exponentOf(double ratio);
+};
 
 } // namespace pycomm

@@ -28,7 +28,7 @@ struct PackStats {
   uint32_t non_finite = 0; ///< 1 if a gradient was infinite or NaN
 };
 
-/// What a rank writes behind an fp16 bucket about the largest of its gradients: see ddp/wire_scale.h. Exact in fp16.
+/// What a rank writes behind an fp16 bucket about the largest of its gradients: see ScaledWire in ddp/wire.cc. Exact in fp16.
 inline constexpr int kExponentBias = 200; ///< is added to frexp()'s exponent; 0 if all gradients are zero
 inline constexpr int kNonFiniteCode = 512; ///< is added if a gradient is Inf or NaN
 
