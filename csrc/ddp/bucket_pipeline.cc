@@ -7,21 +7,53 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "base/wait_point.h"
 #include "ddp/pass_failure.h"
 #include "numeric/convert.h"
 
 namespace pycomm {
+namespace {
+
+/// One bucket as torch's comm hooks expect it: the flat gradients, not averaged, and where each parameter's lies. Borrows sizes from
+/// the bucket's parameters.
+c10d::GradBucket gradBucketOf(const Bucket& bucket, size_t index, size_t bucket_count) {
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> params;
+  for (const Slot& slot : bucket.slots()) {
+    offsets.push_back(slot.offset);
+    lengths.push_back(slot.numel);
+    sizes.push_back(slot.param.sizes());
+    params.push_back(slot.param);
+  }
+  return c10d::GradBucket(
+      index,
+      bucket_count,
+      bucket.memory().home,
+      std::move(offsets),
+      std::move(lengths),
+      std::move(sizes),
+      std::move(params),
+      /*sparse_grad_indices=*/std::nullopt);
+}
+
+} // namespace
 
 BucketPipeline::BucketPipeline(
     BucketSet& buckets,
-    std::unique_ptr<Reduction> reduction,
+    const ReducerGroup& group,
+    std::shared_ptr<c10d::CommHookInterface> hook,
+    ReducerStats& stats,
     StepRecorder& recorder,
     bool looks)
     : buckets_(buckets),
-      reduction_(std::move(reduction)),
+      group_(group),
+      hook_(std::move(hook)),
+      stats_(stats),
       recorder_(recorder),
+      launched_(buckets.all().size()),
       looks_(looks && buckets.keepsResiduals()) {}
 
 void BucketPipeline::begin(int divisor, double ratio) {
@@ -57,12 +89,25 @@ bool BucketPipeline::launchFull() {
     const size_t index = first_unlaunched_++;
     Bucket& bucket = buckets_.all()[index];
     bucket.seal();
-    reduction_->launch(bucket, index);
+    ++stats_.buckets_reduced;
+    launch(index);
     if (recorder_.recording()) {
-      recorder_.launched(index, bucket, *reduction_->future(index));
+      const auto reduced = hook_ != nullptr ? launched_[index].hook_result : launched_[index].all_reduce->getFuture();
+      recorder_.launched(index, bucket.memory().gradientNbytes(), bucket.wireNbytes(), *reduced);
     }
   }
   return allLaunched() && first_unlaunched_ > launched_before;
+}
+
+void BucketPipeline::launch(size_t index) {
+  const Bucket& bucket = buckets_.all()[index];
+  stats_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
+  if (hook_ != nullptr) {
+    c10d::GradBucket grad_bucket = gradBucketOf(bucket, index, launched_.size());
+    launched_[index].hook_result = hook_->runHook(grad_bucket);
+  } else {
+    launched_[index].all_reduce = bucket.allReduce(group_, state_);
+  }
 }
 
 bool BucketPipeline::allLaunched() const noexcept {
@@ -70,10 +115,19 @@ bool BucketPipeline::allLaunched() const noexcept {
 }
 
 void BucketPipeline::finishEnded(const IsUsed& is_used) {
-  while (first_unfinished_ < first_unlaunched_ &&
-         reduction_->ended(buckets_.all()[first_unfinished_], first_unfinished_)) {
+  while (first_unfinished_ < first_unlaunched_ && firstHasEnded()) {
     finishFirst(is_used);
   }
+}
+
+/// Whether finishFirst() would neither wait, throw nor reduce again. Another rank may see another answer at the same time.
+bool BucketPipeline::firstHasEnded() const {
+  // Gradients gain by an early average if they travel cast, and a hook's are in home. On a device nothing is asked: there a Work's answer costs
+  // a query of an event, which may have to wait for the device.
+  const Bucket& bucket = buckets_.all()[first_unfinished_];
+  const auto& work = launched_[first_unfinished_].all_reduce; // null if its average could not be written
+  return work != nullptr && bucket.memory().device().is_cpu() && work->isCompleted() && work->isSuccess() &&
+      bucket.canWrite();
 }
 
 void BucketPipeline::finishAll(const IsUsed& is_used) {
@@ -91,10 +145,47 @@ std::string BucketPipeline::awaited() const {
       listed(names[first_unfinished_]) + ") was being reduced";
 }
 
+/// Waits until the bucket holds the sums, or the hook's result. Throws the error of either.
+void BucketPipeline::await(size_t index) {
+  Bucket& bucket = buckets_.all()[index];
+  if (hook_ != nullptr) {
+    const auto future = std::exchange(launched_[index].hook_result, nullptr);
+    const int64_t before = nowNs();
+    beforeWait();
+    future->waitAndThrow(); // without the GIL
+    const at::Tensor result = hook_->parseHookResult(future->value());
+    stats_.exposed_ns += nowNs() - before;
+    bucket.takeResult(result);
+    return;
+  }
+  while (true) {
+    const int64_t before = nowNs();
+    launched_[index].all_reduce->wait();
+    stats_.exposed_ns += nowNs() - before;
+    switch (bucket.judge()) {
+      case Verdict::Good:
+        launched_[index].all_reduce.reset();
+        return;
+      case Verdict::NonFinite:
+        ++stats_.nonfinite_buckets;
+        launched_[index].all_reduce.reset();
+        return;
+      case Verdict::Overflowed:
+        ++stats_.overflowed_buckets;
+        break;
+      case Verdict::Underflowed:
+        ++stats_.underflowed_buckets;
+        break;
+    }
+    // Every rank came to the same verdict and finishes its buckets in the same order, so these match as well.
+    launch(index);
+  }
+}
+
 void BucketPipeline::finishFirst(const IsUsed& is_used) {
   const size_t index = first_unfinished_;
   Bucket& bucket = buckets_.all()[index];
-  reduction_->finish(bucket, index);
+  await(index);
   if (looks_) {
     lookAt(bucket.sums());
   }

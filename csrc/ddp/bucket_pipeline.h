@@ -1,13 +1,15 @@
 #pragma once
 
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "ddp/bucket_set.h"
-#include "ddp/reduction.h"
-#include "ddp/step_recorder.h"
+#include "ddp/steps.h"
 
 namespace pycomm {
 
@@ -15,6 +17,9 @@ namespace pycomm {
 /// Buckets are finished in the order of launching. All ranks do both in the same order.
 ///
 ///     begin() -> pack() each gradient, launchFull() -> finishAll()
+///
+/// A full bucket is reduced by an all-reduce with SUM, once more if its scale was wrong; or by a comm hook, as torch's wrapper runs it: the hook
+/// gets the plain gradients, and its result is final.
 ///
 /// finishEnded() may come in between. After an error, begin() again is not enough: the network may still write into the buckets, which
 /// have to be cut again.
@@ -28,16 +33,22 @@ class BucketPipeline {
   /// Whether a rank has used a parameter, so that its average is written. It may wait for other ranks, and throw.
   using IsUsed = std::function<bool(size_t param)>;
 
-  /// `buckets`, `recorder`: the reducer's, which outlive this. `reduction`: of these buckets. `looks`: for averagesAreFinite().
-  BucketPipeline(BucketSet& buckets, std::unique_ptr<Reduction> reduction, StepRecorder& recorder, bool looks);
+  /// `buckets`, `group`, `stats`, `recorder`: the reducer's, which outlive this. `hook`: null without one. `looks`: for averagesAreFinite().
+  BucketPipeline(
+      BucketSet& buckets,
+      const ReducerGroup& group,
+      std::shared_ptr<c10d::CommHookInterface> hook,
+      ReducerStats& stats,
+      StepRecorder& recorder,
+      bool looks);
 
   /// `divisor`: of the sums; the ranks that have data. `ratio`: see PassWeights.
   void begin(int divisor, double ratio = 1.0);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
-  /// See Reduction::begin().
+  /// A pass begins. `state`: see Bucket::allReduce().
   void shareState(uint32_t state) noexcept {
-    reduction_->begin(state);
+    state_ = state;
   }
   /// See Bucket::pack().
   void pack(size_t param, bool unused);
@@ -61,21 +72,27 @@ class BucketPipeline {
   /// finishAll(); on a device it waits for the device.
   [[nodiscard]] bool averagesAreFinite() const;
 
-  [[nodiscard]] const ReductionCounts& counts() const noexcept {
-    return reduction_->counts();
-  }
-  void clearCounts() noexcept {
-    reduction_->clearCounts();
-  }
-
  private:
+  /// What a bucket that has been launched waits for: one of the two. Null unless it is reduced now.
+  struct Launched {
+    c10::intrusive_ptr<c10d::Work> all_reduce;
+    c10::intrusive_ptr<c10::ivalue::Future> hook_result;
+  };
+
   void beginStep();
+  void launch(size_t index);
+  [[nodiscard]] bool firstHasEnded() const;
+  void await(size_t index);
   void finishFirst(const IsUsed& is_used);
   void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;
-  std::unique_ptr<Reduction> reduction_;
+  const ReducerGroup& group_;
+  std::shared_ptr<c10d::CommHookInterface> hook_;
+  ReducerStats& stats_;
   StepRecorder& recorder_;
+  std::vector<Launched> launched_; ///< by bucket
+  uint32_t state_ = 0;
   size_t first_unlaunched_ = 0;
   size_t first_unfinished_ = 0;
   bool looks_; ///< at the averages

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "c10d/call_tag.h"
-#include "ddp/step_record.h"
+#include "ddp/steps.h"
 
 namespace pycomm {
 namespace {

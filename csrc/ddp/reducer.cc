@@ -83,14 +83,8 @@ void Reducer::makeBuckets() {
     }
   }
   buckets_.cut({options_, group_, hook_ != nullptr}, order, state_.now().exponents);
-  if (pipeline_ != nullptr) { // a pass that failed has counted, too
-    stats_.add(pipeline_->counts());
-  }
-  pipeline_ = std::make_unique<BucketPipeline>(
-      buckets_,
-      hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_, buckets_.all().size()),
-      recorder_,
-      options_.drops_nonfinite_steps);
+  pipeline_ =
+      std::make_unique<BucketPipeline>(buckets_, group_, hook_, stats_, recorder_, options_.drops_nonfinite_steps);
   resetStep();
   showBuckets();
   show();
@@ -472,7 +466,6 @@ void Reducer::scaleResiduals(double factor) {
 
 void Reducer::show() {
   ReducerStats stats = stats_;
-  stats.add(pipeline_->counts()); // of the pass under way
   stats.accumulated = state_.now().accumulated;
   stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
   const SharedValues& now = state_.now();

@@ -22,10 +22,9 @@
 #include "ddp/pass_weights.h"
 #include "ddp/reducer_group.h"
 #include "ddp/reducer_options.h"
-#include "ddp/reducer_stats.h"
 #include "ddp/shared_state.h"
 #include "ddp/state_reports.h"
-#include "ddp/step_recorder.h"
+#include "ddp/steps.h"
 #include "ddp/used_params.h"
 
 namespace pycomm {
@@ -227,7 +226,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   GradientOrder order_;
   BucketSet buckets_;
   StepRecorder recorder_;
-  std::unique_ptr<BucketPipeline> pipeline_; ///< of buckets_, which it borrows, as it does recorder_
+  ReducerStats stats_;
+  std::unique_ptr<BucketPipeline> pipeline_; ///< of the present buckets; borrows those above
 
   BackwardPass pass_;
   PassMarks marks_;
@@ -244,7 +244,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began
   int64_t failures_ = 0; ///< that reports_ knows
 
-  ReducerStats stats_;
   LeafMutex shown_mutex_; ///< guards shown_; held while it is copied
   Shown shown_;
   uint64_t shown_version_ = 0; ///< of state_, in shown_

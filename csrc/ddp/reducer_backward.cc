@@ -421,8 +421,6 @@ bool Reducer::isUsed(size_t index) {
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
 // that error feedback keeps, which all-reduces write.
 void Reducer::commit() {
-  stats_.add(pipeline_->counts());
-  pipeline_->clearCounts();
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
     weights_->commit();

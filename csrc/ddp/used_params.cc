@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "c10d/call_tag.h"
-#include "ddp/step_record.h"
+#include "ddp/steps.h"
 
 namespace pycomm {
 

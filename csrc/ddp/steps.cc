@@ -1,4 +1,4 @@
-#include "ddp/step_recorder.h"
+#include "ddp/steps.h"
 
 #include <utility>
 
@@ -21,13 +21,13 @@ void StepRecorder::gradient(size_t bucket) {
   of.first_gradient_ns = of.first_gradient_ns == 0 ? now : of.first_gradient_ns;
 }
 
-void StepRecorder::launched(size_t index, const Bucket& bucket, c10::ivalue::Future& reduced) {
-  StepRecord::Bucket& of = record_->buckets[index];
-  of.gradient_nbytes = static_cast<int64_t>(bucket.memory().gradientNbytes());
-  of.wire_nbytes = static_cast<int64_t>(bucket.wireNbytes());
+void StepRecorder::launched(size_t bucket, size_t gradient_nbytes, size_t wire_nbytes, c10::ivalue::Future& reduced) {
+  StepRecord::Bucket& of = record_->buckets[bucket];
+  of.gradient_nbytes = static_cast<int64_t>(gradient_nbytes);
+  of.wire_nbytes = static_cast<int64_t>(wire_nbytes);
   of.launched_ns = nowNs();
-  reduced.addCallback([record = record_, index](c10::ivalue::Future& /*future*/) {
-    record->buckets[index].reduced_ns.store(nowNs(), std::memory_order_release);
+  reduced.addCallback([record = record_, bucket](c10::ivalue::Future& /*future*/) {
+    record->buckets[bucket].reduced_ns.store(nowNs(), std::memory_order_release);
   });
 }
 
