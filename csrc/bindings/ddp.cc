@@ -14,8 +14,8 @@
 
 #include "base/codec.h"
 #include "c10d/without_gil.h"
-#include "ddp/logger.h"
 #include "ddp/reducer.h"
+#include "ddp/steps.h"
 
 namespace py = pybind11;
 
