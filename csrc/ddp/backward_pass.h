@@ -2,12 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "ddp/shared_state.h"
-#include "ddp/static_graph.h"
 
 namespace pycomm {
 
@@ -56,8 +54,8 @@ class BackwardPass {
   /// The first gradient of a pass has come that a forward pass asked to reduce: it is Reducing, or Local if more passes are accumulated first.
   void begin() {
     phase_ = countPass() ? Phase::Reducing : Phase::Local;
-    if (reducing() && static_graph_.has_value() && !counting()) {
-      static_graph_->beginPass();
+    if (reducing() && static_graph_ && !counting()) {
+      awaited_ = times_;
     }
   }
   /// Counts a pass. True if it is the one that reduces: it counts once it is committed.
@@ -76,7 +74,7 @@ class BackwardPass {
 
   /// Whether this gradient is the last that its parameter gets in this reducing pass.
   [[nodiscard]] bool completes(size_t param) {
-    return reducing() && (!static_graph_.has_value() || static_graph_->isLast(param));
+    return reducing() && (!static_graph_ || awaited_[param] <= 1 || --awaited_[param] == 0);
   }
   /// False if the parameter was ready before.
   [[nodiscard]] bool markReady(size_t param) {
@@ -97,19 +95,21 @@ class BackwardPass {
     return unreachable_;
   }
 
-  // A static graph: see StaticGraph. Its first pass counts gradients and completes none.
+  // static_graph=True: the graph is the same in every pass. So the first one counts how often each parameter's gradient comes, and completes
+  // none. After it a parameter is ready when its gradient has come for the last time. SharedValues has whether the first pass is over.
   void setStaticGraph() {
-    static_graph_.emplace(ready_.size());
+    static_graph_ = true;
+    times_.assign(ready_.size(), 0);
     state_.change([](SharedValues& values) { values.counting = true; });
   }
   [[nodiscard]] bool hasStaticGraph() const noexcept {
-    return static_graph_.has_value();
+    return static_graph_;
   }
   [[nodiscard]] bool counting() const noexcept {
     return state_.next().counting;
   }
   void count(size_t param) {
-    static_graph_->count(param);
+    ++times_[param];
   }
   /// Ends the counting. Trained parameters without a gradient are unreachable from now on.
   void endCounting(const std::vector<bool>& trained) {
@@ -117,7 +117,7 @@ class BackwardPass {
     if (!reducing()) { // nothing is committed after it
       state_.change([](SharedValues& values) { values.counting = false; });
     }
-    unreachable_ = trainedIf(trained, [this](size_t param) { return !static_graph_->reaches(param); });
+    unreachable_ = trainedIf(trained, [this](size_t param) { return times_[param] == 0; });
   }
 
  private:
@@ -137,7 +137,9 @@ class BackwardPass {
   Phase phase_ = Phase::Idle;
   std::vector<bool> ready_; ///< by parameter
   std::vector<size_t> unreachable_;
-  std::optional<StaticGraph> static_graph_;
+  bool static_graph_ = false;
+  std::vector<int> times_; ///< of a static graph, by parameter: its gradients per pass
+  std::vector<int> awaited_; ///< likewise: those still to come in this pass
 };
 
 } // namespace pycomm

@@ -110,7 +110,7 @@ class BucketMemory {
  private:
   void allocateHome();
 
-  FlatMemory* source_; ///< BucketSet's, which declares it before its buckets
+  FlatMemory* source_; ///< the group's, which outlives the buckets
   at::ScalarType dtype_;
   bool sparse_;
   bool grads_are_views_;

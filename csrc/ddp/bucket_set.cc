@@ -125,7 +125,11 @@ void checkOrder(std::vector<size_t> order, size_t count) {
 
 // --- buckets --------------------------------------------------------------------------------------
 
-void BucketSet::cut(const WireContext& context, const std::vector<size_t>& order, const std::vector<int>& exponents) {
+void BucketSet::cut(
+    const WireContext& context,
+    FlatMemory& memory,
+    const std::vector<size_t>& order,
+    const std::vector<int>& exponents) {
   const std::map<std::string, at::Tensor> residuals_before = residuals();
   feeds_back_ = context.options.error_feedback && !context.hook_averages;
   const auto planned = planBuckets(order, params_, context.options.caps);
@@ -145,7 +149,7 @@ void BucketSet::cut(const WireContext& context, const std::vector<size_t>& order
         indices,
         exponent == SharedValues::kUnscaled ? 0 : exponent,
         tagOf(bucket, indices, params_),
-        source_);
+        memory);
   }
   std::map<std::string, at::Tensor> rooms = residuals();
   for (const auto& [name, kept] : residuals_before) {

@@ -61,13 +61,12 @@ class BucketSet {
     aside_.clear();
   }
 
-  /// Where buckets get memory from now on. Cut them again after this.
-  void setSource(FlatMemory source) {
-    source_ = source;
-  }
-
-  /// `order`: the parameters that have a bucket, as their gradients are expected. `exponents`: see SharedValues.
-  void cut(const WireContext& context, const std::vector<size_t>& order, const std::vector<int>& exponents);
+  /// `memory`: outlives the buckets. `order`: the parameters that have a bucket, as their gradients are expected. `exponents`: see SharedValues.
+  void cut(
+      const WireContext& context,
+      FlatMemory& memory,
+      const std::vector<size_t>& order,
+      const std::vector<int>& exponents);
 
   /// The step is over: writes the exponents of the next one.
   void commit(std::vector<int>& exponents) noexcept;
@@ -106,7 +105,6 @@ class BucketSet {
   [[nodiscard]] std::map<std::string, at::Tensor> residuals() const;
 
   const std::vector<ReducedParam>& params_;
-  FlatMemory source_{false}; ///< before buckets_, which point to it
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
   bool feeds_back_ = false; ///< a codec's loss is kept

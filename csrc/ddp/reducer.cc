@@ -51,12 +51,11 @@ Reducer::Reducer(
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   if (options_.find_unused_parameters) {
-    used_.emplace(state_);
+    used_.emplace(state_, stats_);
   }
   if (options_.weighs) {
     weights_.emplace(params_);
   }
-  buckets_.setSource(FlatMemory(group_.sharesTensors()));
   cutBuckets();
   hookGradients(trained());
 }
@@ -82,7 +81,7 @@ void Reducer::makeBuckets() {
       order.push_back(index);
     }
   }
-  buckets_.cut({options_, group_, hook_ != nullptr}, order, state_.now().exponents);
+  buckets_.cut({options_, group_, hook_ != nullptr}, group_.memory(), order, state_.now().exponents);
   pipeline_ =
       std::make_unique<BucketPipeline>(buckets_, group_, hook_, stats_, recorder_, options_.drops_nonfinite_steps);
   resetStep();
@@ -206,7 +205,7 @@ void Reducer::setStaticGraph() {
       stats_.passes == 0 && pass_.phase() == BackwardPass::Phase::Idle,
       "static_graph must be set before the first backward pass");
   pass_.setStaticGraph();
-  used_.emplace(state_);
+  used_.emplace(state_, stats_);
 }
 
 void Reducer::setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size) {
@@ -254,7 +253,7 @@ void Reducer::resetState() {
     pass_.setStaticGraph(); // counts gradients from 0 again
   }
   if (used_.has_value()) {
-    used_.emplace(state_);
+    used_.emplace(state_, stats_);
   }
   if (weights_.has_value()) {
     weights_->reset();
@@ -267,7 +266,6 @@ void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!pass_.reducing(), "the process group cannot change in the middle of a backward pass");
   group_ = ReducerGroup::withItsBackend(std::move(group), params_);
-  buckets_.setSource(FlatMemory(group_.sharesTensors()));
   reports_.changeRanks(group_.rank(), group_.job());
   cutBuckets();
 }

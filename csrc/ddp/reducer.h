@@ -15,17 +15,14 @@
 #include "ddp/backward_pass.h"
 #include "ddp/bucket_pipeline.h"
 #include "ddp/bucket_set.h"
-#include "ddp/grad_hooks.h"
+#include "ddp/graph_hooks.h"
 #include "ddp/pass_failure.h"
 #include "ddp/pass_lock.h"
-#include "ddp/pass_marks.h"
 #include "ddp/pass_weights.h"
 #include "ddp/reducer_group.h"
 #include "ddp/reducer_options.h"
 #include "ddp/shared_state.h"
-#include "ddp/state_reports.h"
 #include "ddp/steps.h"
-#include "ddp/used_params.h"
 
 namespace pycomm {
 
@@ -221,12 +218,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   std::shared_ptr<c10d::CommHookInterface> hook_;
 
-  SharedState state_; ///< before those that borrow it
+  SharedState state_; ///< before those that borrow it, as is
+  ReducerStats stats_;
   StateReports reports_;
   GradientOrder order_;
   BucketSet buckets_;
   StepRecorder recorder_;
-  ReducerStats stats_;
   std::unique_ptr<BucketPipeline> pipeline_; ///< of the present buckets; borrows those above
 
   BackwardPass pass_;

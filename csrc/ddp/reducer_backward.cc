@@ -316,7 +316,7 @@ void Reducer::giveUpWeightless() {
 
 void Reducer::launchFull() {
   if (pipeline_->launchFull() && used_.has_value()) {
-    used_->launch(*group_.get(), group_.device());
+    used_->launch(group_);
   }
 }
 
@@ -426,7 +426,6 @@ void Reducer::commit() {
     weights_->commit();
   }
   if (used_.has_value()) {
-    stats_.exposed_ns += used_->takeWaitedNs();
     if (pass_.hasStaticGraph()) {
       state_.next().knows_used = true;
     } else {

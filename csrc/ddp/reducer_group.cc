@@ -2,10 +2,14 @@
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <exception>
 #include <utility>
+#include <vector>
+
+#include "c10d/call_tag.h"
 
 namespace pycomm {
 namespace {
@@ -28,7 +32,7 @@ ReducerGroup::ReducerGroup(
       std::any_of(params.begin(), params.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
   auto* ours = dynamic_cast<PycommBackend*>(backend.get());
   TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
-  shares_tensors_ = ours != nullptr && ours->supportsTensorAlloc(-1);
+  memory_ = FlatMemory(ours != nullptr && ours->supportsTensorAlloc(-1));
   if (ours != nullptr) {
     job_ = ours->group().identity().job;
   }
@@ -56,6 +60,57 @@ void ReducerGroup::abort() const {
   try {
     group_->getBackend(c10::DeviceType::CPU)->abort();
   } catch (const std::exception&) { // a backend that cannot
+  }
+}
+
+// --- used parameters -----------------------------------------------------------------------------
+
+UsedParams::UsedParams(const SharedState& state, ReducerStats& stats)
+    : state_(state), stats_(stats), here_(at::zeros({static_cast<int64_t>(state.now().trained.size())}, at::kInt)) {}
+
+void UsedParams::mark(size_t index) {
+  if (!kept()) {
+    here_.mutable_data_ptr<int32_t>()[index] = 1;
+  }
+}
+
+void UsedParams::launch(const ReducerGroup& group) {
+  if (kept()) {
+    return;
+  }
+  sums_ = here_.to(group.device(), /*non_blocking=*/false, /*copy=*/true);
+  std::vector<at::Tensor> tensors{sums_};
+  const CallTag about(CallTag::of("which parameters are used"));
+  work_ = group.get()->allreduce(tensors);
+}
+
+bool UsedParams::anywhere(size_t index) {
+  if (here_.const_data_ptr<int32_t>()[index] != 0) {
+    return true;
+  }
+  await();
+  return sums_.const_data_ptr<int32_t>()[index] != 0;
+}
+
+bool UsedParams::mayBeUnused(size_t index) const {
+  const bool used = here_.const_data_ptr<int32_t>()[index] != 0;
+  return !used && (!kept() || sums_.const_data_ptr<int32_t>()[index] == 0);
+}
+
+void UsedParams::await() {
+  if (work_ == nullptr) {
+    return;
+  }
+  const int64_t before = nowNs();
+  work_->wait();
+  stats_.exposed_ns += nowNs() - before;
+  work_.reset();
+  sums_ = sums_.cpu();
+}
+
+void UsedParams::clear() {
+  if (!kept()) {
+    here_.zero_();
   }
 }
 

@@ -1,11 +1,16 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <cstdint>
 #include <vector>
 
 #include "c10d/backend.h"
+#include "ddp/bucket_memory.h"
 #include "ddp/reducer_options.h"
+#include "ddp/shared_state.h"
+#include "ddp/steps.h"
 
 namespace pycomm {
 
@@ -47,9 +52,9 @@ class ReducerGroup {
   [[nodiscard]] const c10::intrusive_ptr<PycommBackend>& codecBackend() const noexcept {
     return codec_backend_;
   }
-  /// Whether the ranks can reach each other's tensors in place: see FlatMemory.
-  [[nodiscard]] bool sharesTensors() const noexcept {
-    return shares_tensors_;
+  /// Where buckets get memory. Cut them again after the group has changed.
+  [[nodiscard]] FlatMemory& memory() noexcept {
+    return memory_;
   }
 
   /// Returns rank 0's `values` on all ranks. All pass the same number of values. Collective; throws.
@@ -61,8 +66,41 @@ class ReducerGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::intrusive_ptr<PycommBackend> codec_backend_;
-  bool shares_tensors_ = false;
+  FlatMemory memory_{false};
   JobRanks job_;
+};
+
+/// Which parameters had a gradient since the last reduction, on any rank: those that had none anywhere keep their .grad.
+///
+/// mark() collects on this rank, launch() starts the sum over ranks, anywhere() waits for it if this rank had no gradient itself.
+/// Parameters are marked anew for each reduction, until SharedValues::knows_used: the graph is static, and the answer holds.
+class UsedParams {
+ public:
+  /// `state`, `stats`: outlive this.
+  UsedParams(const SharedState& state, ReducerStats& stats);
+
+  void mark(size_t index);
+  /// Does nothing once the answer is known.
+  void launch(const ReducerGroup& group);
+  [[nodiscard]] bool anywhere(size_t index);
+  /// As far as this rank knows now, without waiting.
+  [[nodiscard]] bool mayBeUnused(size_t index) const;
+  /// Waits for the sum that launch() started, if there is one.
+  void await();
+
+  /// Forgets the marks, unless the answer is known.
+  void clear();
+  /// Whether anywhere() never waits.
+  [[nodiscard]] bool kept() const noexcept {
+    return state_.now().knows_used;
+  }
+
+ private:
+  const SharedState& state_;
+  ReducerStats& stats_;
+  at::Tensor here_; ///< int32 by parameter: 1 if a gradient came
+  at::Tensor sums_; ///< of here_, over ranks
+  c10::intrusive_ptr<c10d::Work> work_; ///< null unless sums_ is reduced now
 };
 
 } // namespace pycomm

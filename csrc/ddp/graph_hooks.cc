@@ -1,0 +1,240 @@
+#include "ddp/graph_hooks.h"
+
+#include <ATen/core/TensorBody.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <unordered_set>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+using torch::autograd::get_current_graph_task_id;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+class EntryHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit EntryHook(std::function<void()> on_entry) : on_entry_(std::move(on_entry)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    on_entry_();
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    raiseCompiledAutograd();
+  }
+
+ private:
+  std::function<void()> on_entry_;
+};
+
+/// The last backward call on this thread that went through a marked graph of any wrapper, and that wrapper's parameters.
+struct LastMarked {
+  BackwardCall call;
+  std::weak_ptr<const std::unordered_set<const c10::TensorImpl*>> params;
+};
+
+thread_local LastMarked last_marked;
+
+} // namespace
+
+// --- parameters ----------------------------------------------------------------------------------
+
+GradHooks::GradHooks(
+    const std::vector<ReducedParam>& params,
+    const std::vector<bool>& hooked,
+    const OnGradient& on_gradient) {
+  hooked_.reserve(params.size());
+  try {
+    for (size_t index = 0; index < params.size(); ++index) {
+      if (hooked[index]) {
+        addHook(params[index].tensor, index, on_gradient);
+      }
+    }
+  } catch (...) {
+    remove(); // a graph may keep the accumulators alive, and with them hooks whose owner is gone
+    throw;
+  }
+}
+
+void GradHooks::addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient) {
+  NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
+  TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
+  auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
+        on_gradient(index);
+        return outputs;
+      },
+      [](torch::autograd::CompiledNodeArgs& /*args*/) {
+        // Compiled autograd records a node's hooks through this function and never calls the C++ ones: without an
+        // error here gradients would silently stay local.
+        raiseCompiledAutograd();
+      });
+  const uintptr_t key = accumulator->add_post_hook(std::move(hook));
+  hooked_.push_back(
+      {index, param, std::move(accumulator), key}); // there is room: it cannot throw, which would leave the hook
+}
+
+GradHooks::~GradHooks() {
+  remove();
+}
+
+void GradHooks::remove() {
+  for (const Hooked& hooked : hooked_) {
+    hooked.accumulator->del_post_hook(hooked.key);
+  }
+  hooked_.clear();
+}
+
+bool GradHooks::reach() const {
+  return std::all_of(hooked_.begin(), hooked_.end(), [](const Hooked& hooked) {
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(hooked.param);
+    return meta != nullptr && refersTo(meta->grad_accumulator_, hooked.accumulator);
+  });
+}
+
+std::vector<size_t> GradHooks::unreachableFrom(const std::vector<at::Tensor>& outputs) const {
+  std::unordered_set<const Node*> seen;
+  std::vector<const Node*> open;
+  const auto visit = [&](const Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    // An output may be a parameter itself: then its edge leads to the accumulator at once.
+    visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  while (!open.empty()) {
+    const Node* node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  std::vector<size_t> unreached;
+  for (const Hooked& hooked : hooked_) {
+    if (seen.find(hooked.accumulator.get()) == seen.end()) {
+      unreached.push_back(hooked.index);
+    }
+  }
+  return unreached;
+}
+
+// --- forward passes ------------------------------------------------------------------------------
+
+void BackwardCall::follow() {
+  auto over = std::make_shared<std::atomic<bool>>(false);
+  over_ = over;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [over] { over->store(true, std::memory_order_release); });
+}
+
+bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry) {
+  std::unordered_set<const Node*> marked;
+  const auto mark = [&](const at::TensorBase& output) {
+    const auto& node = output.grad_fn();
+    if (node != nullptr && marked.insert(node.get()).second) {
+      node->add_pre_hook(std::make_unique<EntryHook>(on_entry));
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    mark(output);
+    if (output.is_view()) {
+      mark(output._base());
+    }
+  }
+  return !marked.empty();
+}
+
+void raiseCompiledAutograd() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "compiled autograd does not call the reduction hooks of pycomm.DistributedDataParallel. Turn compiled "
+      "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model, without "
+      "wire_dtype, error_feedback, accumulate and sync_every.");
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+PassMarks::PassMarks(const std::vector<at::Tensor>& params) {
+  Params mine;
+  for (const at::Tensor& param : params) {
+    mine.insert(param.unsafeGetTensorImpl());
+  }
+  params_ = std::make_shared<const Params>(std::move(mine));
+}
+
+void PassMarks::forward() {
+  if (get_current_graph_task_id() == kNoCall) { // else a checkpoint runs it in the call
+    call_.forget();
+    local_call_.forget();
+    last_marked.call.forget();
+  }
+}
+
+bool PassMarks::enterLocal() {
+  if (local_call_.running()) {
+    return false;
+  }
+  local_call_.follow();
+  tellOthers(local_call_);
+  return true;
+}
+
+void PassMarks::enterReducing(bool begun) {
+  call_.follow();
+  begun_ = begun;
+  tellOthers(call_);
+}
+
+bool PassMarks::beganHere() const {
+  return began_in_ == get_current_graph_task_id();
+}
+
+bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
+  if (any_graph_) {
+    return true;
+  }
+  if (local_call_.running()) {
+    return false;
+  }
+  const auto theirs = last_marked.params.lock();
+  const bool others = theirs != nullptr && theirs != params_ && last_marked.call.running();
+  return !others || theirs->count(param.unsafeGetTensorImpl()) == 0;
+}
+
+void PassMarks::begin() {
+  if (!pending()) {
+    call_.forget(); // nothing is known of this call
+  }
+  begun_ = call_.running();
+  any_graph_ = false;
+  began_in_ = get_current_graph_task_id();
+}
+
+void PassMarks::note(size_t param) {
+  const int call = get_current_graph_task_id();
+  if (noted_in_ != call) {
+    noted_in_ = call;
+    noted_.clear();
+  }
+  noted_.push_back(param);
+}
+
+std::vector<size_t> PassMarks::takeNoted() {
+  return noted_in_ == get_current_graph_task_id() ? std::exchange(noted_, {}) : std::vector<size_t>{};
+}
+
+void PassMarks::tellOthers(const BackwardCall& call) const {
+  last_marked = {call, params_};
+}
+
+} // namespace pycomm

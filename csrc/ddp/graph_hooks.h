@@ -1,0 +1,168 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+#include "c10d/torch_compat.h"
+#include "ddp/reducer_options.h"
+
+namespace pycomm {
+
+// The reducer's hooks on autograd's graph, and what they tell: which gradient has come, and which forward passes a call of backward() goes through.
+
+/// Calls back when autograd has accumulated a parameter's gradient, and finds parameters that a graph does not reach.
+///
+/// Each leaf has one gradient accumulator, a graph node that autograd itself holds only weakly. This object keeps
+/// them alive; otherwise the hooks would vanish with the first graph.
+class GradHooks {
+ public:
+  /// Called with the parameter's index on the thread that runs backward, without the GIL. It may throw: the error comes
+  /// out of backward().
+  using OnGradient = std::function<void(size_t index)>;
+
+  /// `hooked`: by parameter, whether it gets a hook. If it throws, no hook is left.
+  GradHooks(const std::vector<ReducedParam>& params, const std::vector<bool>& hooked, const OnGradient& on_gradient);
+  GradHooks(const GradHooks&) = delete;
+  GradHooks& operator=(const GradHooks&) = delete;
+  ~GradHooks();
+
+  /// Whether the hooks are on the accumulators that autograd uses: it makes new ones for parameters whose `data` was of another
+  /// dtype or device in between.
+  /// Cost: a comparison of pointers for each parameter.
+  [[nodiscard]] bool reach() const;
+
+  /// Indices of hooked parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
+  [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
+
+ private:
+  void addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient);
+  void remove();
+
+  struct Hooked {
+    size_t index; ///< of the parameter
+    at::Tensor param;
+    NodePtr accumulator;
+    uintptr_t key; ///< what del_post_hook() takes
+  };
+  std::vector<Hooked> hooked_;
+};
+
+/// One call of backward(), followed by a hook that runs in it. Calls nested in it, as those of reentrant checkpoints, are part of it.
+///
+/// autograd runs the callbacks queued on a call when its last gradient has come, and destroys them with the call, also after an exception.
+/// So a queued callback tells when the call is over. Not their destruction alone, as a thread may keep the call's state for a while: a
+/// device's worker, or the thread that is in a later callback of it. After an exception it is that alone, so the owner of this forgets
+/// the call with the next forward pass.
+class BackwardCall {
+ public:
+  /// Only in a hook: follows the call that runs it.
+  void follow();
+  void forget() noexcept {
+    over_.reset();
+  }
+  [[nodiscard]] bool running() const noexcept {
+    const auto over = over_.lock();
+    return over != nullptr && !over->load(std::memory_order_acquire);
+  }
+
+ private:
+  std::weak_ptr<const std::atomic<bool>> over_; ///< the queued callback has it
+};
+
+/// What the graph of one forward pass tells the backward passes that go through it.
+struct ForwardMark {
+  bool reduces = true; ///< false: the forward pass was in no_sync()
+  double weight = 1.0; ///< see PassWeights
+  std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
+};
+
+/// Calls `on_entry` whenever a backward pass goes through one of these outputs, before any gradient behind it. Outputs without a graph are
+/// left out. An output that is a view may be replaced in the graph by a write in place, so the tensor below it counts, too.
+/// False if none has a graph.
+///
+/// No node is added, and nothing is copied.
+bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry);
+
+/// Throws: compiled autograd calls no hook of the reducer.
+[[noreturn]] void raiseCompiledAutograd();
+
+/// Which marked graphs the present backward call goes through, so whether its gradients are reduced.
+///
+///     enterReducing() or enterLocal() by the graph's hooks -> begin() by the first gradient
+///
+/// The order may be the other way round: a loss of two forward passes gives a parameter that only the later one used its gradient before the
+/// earlier one's outputs are reached. So gradients of a call that does not reduce yet are noted.
+///
+/// Not thread-safe, but it may be asked from several threads in turn.
+class PassMarks {
+ public:
+  explicit PassMarks(const std::vector<at::Tensor>& params);
+
+  /// A forward pass of the module has ended: no call that it is not a part of is under way, whatever an exception left.
+  void forward();
+  /// The call goes through a forward pass of no_sync(). True if it went through none before.
+  bool enterLocal();
+  /// The call goes through a forward pass that reduces. `begun`: its pass has begun already, without a mark.
+  void enterReducing(bool begun);
+  /// Whether enterReducing() came in this call.
+  [[nodiscard]] bool reduces() const noexcept {
+    return call_.running();
+  }
+  /// Whether enterLocal() came in this call.
+  [[nodiscard]] bool isLocal() const noexcept {
+    return local_call_.running();
+  }
+  /// Whether the last pass began in this call.
+  [[nodiscard]] bool beganHere() const;
+
+  /// The call reduces, and its pass has not begun.
+  [[nodiscard]] bool pending() const noexcept {
+    return call_.running() && !begun_;
+  }
+  /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
+  [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
+  /// `any`: the next pass begins whatever graph it goes through.
+  void expectAnyGraph(bool any) noexcept {
+    any_graph_ = any;
+  }
+  [[nodiscard]] bool expectsAnyGraph() const noexcept {
+    return any_graph_;
+  }
+  void begin();
+  /// The call in which the last marked pass began is over.
+  [[nodiscard]] bool cutOff() const noexcept {
+    return begun_ && !call_.running();
+  }
+
+  /// A gradient came that is not reduced so far.
+  void note(size_t param);
+  /// The gradients that this call gave before its pass began.
+  [[nodiscard]] std::vector<size_t> takeNoted();
+
+ private:
+  using Params = std::unordered_set<const c10::TensorImpl*>;
+
+  void tellOthers(const BackwardCall& call) const;
+
+  std::shared_ptr<const Params> params_;
+  BackwardCall call_; ///< that reduces
+  BackwardCall local_call_; ///< through a graph of no_sync()
+  bool begun_ = false; ///< the pass of call_
+  bool any_graph_ = false;
+  int began_in_ = kNoCall; ///< autograd's number of the call in which the last pass began
+  int noted_in_ = kNoCall; ///< likewise: noted_
+  std::vector<size_t> noted_;
+
+  static constexpr int kNoCall = -1;
+};
+
+} // namespace pycomm
