@@ -28,6 +28,12 @@ def exact_all_reduce(tensor: torch.Tensor, group: Any, *, async_op: bool = False
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
+def device_of(group: Any) -> torch.device:
+    """Where small tensors for ``group`` are made: the CPU, unless it serves none there."""
+    types = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in types or not types else min(types))
+
+
 def weight_ratio(weight: float, group: Any) -> float:
     """The ranks of ``group`` times this one's share of all their weights: 1 if they are alike.
 
@@ -36,6 +42,7 @@ def weight_ratio(weight: float, group: Any) -> float:
     ranks = dist.get_world_size(group)
     weights = torch.zeros(ranks, dtype=torch.float64)
     weights[dist.get_rank(group)] = weight
+    weights = weights.to(device_of(group))
     exact_all_reduce(weights, group)
     alike = bool((weights == weights[0]).all())
     return 1.0 if alike else ranks * weight / float(weights.sum())

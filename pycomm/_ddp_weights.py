@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree
 
-from pycomm._averaging import weight_ratio
+from pycomm._averaging import device_of, weight_ratio
 from pycomm._ddp_options import check_python_reducer
 from pycomm._step_log import StepLog, StepRecord
 from pycomm.errors import UnsupportedError
@@ -83,19 +83,18 @@ class _WrapperLog:
             raise LookupError(f"the record of step {since} is no longer kept")
         return [
             StepRecord(
-                passes=rows[0][1],
-                samples=[weight for weight, _, _ in rows],
-                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, _, ns in rows],
+                passes=passes,
+                samples=[weight for weight, _ in rows],
+                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns in rows],
             )
-            for _, rows in found
+            for _, passes, rows in found
         ]
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         group = self._wrapper.process_group
-        on_cpu = any(device.type == "cpu" for device in group._device_types)
         slots = torch.zeros(self.world_size, len(numbers), dtype=torch.int64)
         slots[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        slots = slots.to("cpu" if on_cpu else self._wrapper.device)
+        slots = slots.to(device_of(group))
         dist.all_reduce(slots, group=group)
         gathered: list[list[int]] = slots.tolist()
         return gathered
@@ -105,6 +104,7 @@ class Weighed(TorchDDP):
     """The part of the wrapper that gives each backward pass its weight."""
 
     reducer: Any
+    _sync_every: int
     _weight: str | None = None
     _forward_weight = 1.0
     _weight_at_sync = 0.0
@@ -114,9 +114,10 @@ class Weighed(TorchDDP):
     def samples(self) -> float | None:
         """With ``weight="samples"``: how much the next backward pass of this rank counts.
 
-        Set it before ``backward()``, for one pass: the number of its samples, or of its tokens if
-        the loss is their mean; any finite number from 0. None until it is set, and again after
-        the pass: then the first dimension of what ``forward()`` gets counts. ::
+        Set it before ``forward()``, or at the latest before ``backward()``, for one pass: the
+        number of its samples, or of its tokens if the loss is their mean; any finite number from
+        0. None until it is set, and again after the pass: then the first dimension of what
+        ``forward()`` gets counts. ::
 
             model = pycomm.DistributedDataParallel(net, weight="samples")
             model.samples = int(mask.sum())
@@ -159,7 +160,19 @@ class Weighed(TorchDDP):
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
-        super()._pre_forward()  # type: ignore[no-untyped-call]
+        if self._sync_every > 1:
+            raise UnsupportedError(
+                "no_batch() cannot follow the averaging of sync_every yet: give every rank a batch "
+                "in each step"
+            )
+        layers = {type(layer).__name__ for layer in self.module.modules()}  # torch's, and ours
+        if "SyncBatchNorm" in layers:
+            raise UnsupportedError(
+                "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
+                "one: give every rank a batch in each step, or use another normalization"
+            )
+        # torch moves what forward gets to the device, and expects something.
+        super()._pre_forward(torch.empty(0))  # type: ignore[no-untyped-call]
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = self.require_backward_grad_sync
@@ -167,8 +180,24 @@ class Weighed(TorchDDP):
 
     @property
     def step_log(self) -> StepLog | None:
-        """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``."""
-        return None if self._weight is None else _WrapperLog(self)
+        """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``.
+
+        Raises:
+            UnsupportedError: With ``sync_every``, and for parameters on a CUDA device.
+        """
+        if self._weight is None:
+            return None
+        if self._sync_every > 1:
+            raise UnsupportedError(
+                "BalancedSampler cannot follow a wrapper with sync_every yet, whose steps only the "
+                "ranks of a host have in common"
+            )
+        if any(parameter.is_cuda for parameter in self.module.parameters()):
+            raise UnsupportedError(
+                "BalancedSampler cannot time steps of a CUDA device yet: backward() returns before "
+                'the device has computed. Try: batches of chosen sizes, and weight="samples"'
+            )
+        return _WrapperLog(self)
 
     def _check_weighs(self, what: str) -> None:
         check_python_reducer(self, what)

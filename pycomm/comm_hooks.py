@@ -392,8 +392,13 @@ class _Worker:
         try:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
             stream = self._stream(job.bucket.buffer())
-            with job.surroundings(stream), _issue_chain(job.chain, codec):
-                job.outcome.succeed(self._hook(job.state, job.bucket).wait())
+            with job.surroundings(stream):
+                with _issue_chain(job.chain, codec):
+                    result = self._hook(job.state, job.bucket).wait()
+                # A chain of its own: callbacks of this future are not those of the hook's futures.
+                ends = None if job.chain is None else job.chain._replace(hook=job.chain.hook ^ 1)
+                with _issue_chain(ends, codec):
+                    job.outcome.succeed(result)
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
             self._fail(job, error)

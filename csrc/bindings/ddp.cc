@@ -74,7 +74,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, [(weight, passes, last_compute_ns) of each rank]).
+/// A list of (step, passes of each rank, [(weight, last_compute_ns) of each rank]).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -84,9 +84,9 @@ py::list stepRows(Reducer& reducer, int64_t since) {
   for (const PassWeights::Step& step : steps) {
     py::list rows;
     for (const PassWeights::Row& row : step.rows) {
-      rows.append(py::make_tuple(row.weight, row.passes, row.last_compute_ns));
+      rows.append(py::make_tuple(row.weight, row.last_compute_ns));
     }
-    found.append(py::make_tuple(step.index, rows));
+    found.append(py::make_tuple(step.index, step.passes, rows));
   }
   return found;
 }

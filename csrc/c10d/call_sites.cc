@@ -43,8 +43,7 @@ CallSites::CallSites(std::shared_ptr<Store> store, std::vector<std::string> skip
     : store_(std::move(store)), skipped_(std::move(skipped)) {}
 
 std::string CallSites::siteHere() const {
-  stayIfProcessEnds();
-  if (!interpreterIsUsable()) {
+  if (!mayTakeGil()) {
     return "";
   }
   const py::gil_scoped_acquire lock;

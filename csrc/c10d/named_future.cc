@@ -106,6 +106,9 @@ std::shared_ptr<IssueContext> FutureName::addCallback() {
   if (promised_ == nullptr) {
     return std::make_shared<IssueContext>(name, origin, codec_, ambiguous);
   }
+  if (adder != nullptr) {
+    origin.takeHook(adder->origin());
+  }
   auto promised = std::make_shared<Promised>(*promised_);
   const bool on_promise = promised->adder == std::thread::id();
   const auto here = std::this_thread::get_id();
@@ -226,7 +229,12 @@ c10::TypePtr collected(const std::vector<std::shared_ptr<FutureName>>& parts, c1
     if (const auto& more = callback->promised(); more != nullptr && promised == nullptr) {
       promised = std::make_shared<Promised>(*more);
     } else if (more != nullptr) {
-      promised->completions.insert(promised->completions.end(), more->completions.begin(), more->completions.end());
+      for (const auto& completion : more->completions) { // each once, in the order that all ranks have
+        if (std::find(promised->completions.begin(), promised->completions.end(), completion) ==
+            promised->completions.end()) {
+          promised->completions.push_back(completion);
+        }
+      }
       promised->one_adder = promised->one_adder && more->one_adder;
       promised->first = promised->first && more->first;
     }
@@ -234,7 +242,7 @@ c10::TypePtr collected(const std::vector<std::shared_ptr<FutureName>>& parts, c1
   if (!all) {
     return nullptr;
   }
-  if (parents.size() > 1 || promised == nullptr) {
+  if (promised == nullptr) {
     origin.of = CallbackOrigin::Of::Several;
   }
   return std::make_shared<FutureName>(

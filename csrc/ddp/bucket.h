@@ -49,6 +49,8 @@ class Bucket {
   void beginStep(int divisor, double ratio = 1.0);
   /// A step in which this rank has no data: zeros travel, and no .grad is read or written.
   void beginShadowStep(int divisor);
+  /// A gradient has come, on the current stream: pack() may follow on another one.
+  void noteStream();
   /// Slots that have not been packed in this step.
   [[nodiscard]] size_t pending() const noexcept {
     return pending_;
@@ -85,7 +87,6 @@ class Bucket {
   [[nodiscard]] bool packsZeros() const noexcept {
     return shadow_ || ratio_ == 0.0;
   }
-  void noteStream();
   [[nodiscard]] bool joinStreams();
 
   std::unique_ptr<Wire> wire_;

@@ -77,6 +77,10 @@ void BucketPipeline::beginStep() {
   finite_on_device_.clear();
 }
 
+void BucketPipeline::noteStream(size_t param) {
+  buckets_.all()[buckets_.placeOf(param).bucket].noteStream();
+}
+
 void BucketPipeline::pack(size_t param, bool unused) {
   const BucketSet::Place place = buckets_.placeOf(param);
   recorder_.gradient(place.bucket);

@@ -18,11 +18,11 @@ namespace pycomm {
 ///
 ///     begin() -> pack() each gradient, launchFull() -> finishAll()
 ///
-/// A full bucket is reduced by an all-reduce with SUM, once more if its scale was wrong; or by a comm hook, as torch's wrapper runs it: the hook
-/// gets the plain gradients, and its result is final.
-///
 /// finishEnded() may come in between. After an error, begin() again is not enough: the network may still write into the buckets, which
 /// have to be cut again.
+///
+/// A full bucket is reduced by an all-reduce with SUM, once more if its scale was wrong; or by a comm hook, as torch's wrapper runs it: the hook
+/// gets the plain gradients, and its result is final.
 ///
 /// Example, buckets {d, c} {b} {a}, backward produces d, b, c, a: b is packed and waits. c completes the first bucket, so buckets 0 and 1
 /// leave together. a completes the last one.
@@ -52,6 +52,8 @@ class BucketPipeline {
   }
   /// See Bucket::pack().
   void pack(size_t param, bool unused);
+  /// See Bucket::noteStream().
+  void noteStream(size_t param);
   /// Launches the buckets that are full. True if it launched the last one.
   [[nodiscard]] bool launchFull();
   [[nodiscard]] bool allLaunched() const noexcept;

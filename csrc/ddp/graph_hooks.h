@@ -82,6 +82,7 @@ class BackwardCall {
 struct ForwardMark {
   bool reduces = true; ///< false: the forward pass was in no_sync()
   double weight = 1.0; ///< see PassWeights
+  int64_t number = 0; ///< of the forward passes of one reducer
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
 };
 

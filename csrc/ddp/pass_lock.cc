@@ -41,10 +41,14 @@ bool PassLock::refuses() const noexcept {
 }
 
 bool PassLock::try_lock() noexcept {
-  if (owner_.load() == std::this_thread::get_id() || !mutex_.try_lock()) {
+  if (owner_.load() == std::this_thread::get_id()) {
     return false;
   }
-  StayWithin::enter();
+  StayWithin::enter(); // which may not return: before the turn is taken
+  if (!mutex_.try_lock()) {
+    StayWithin::leave();
+    return false;
+  }
   owner_.store(std::this_thread::get_id());
   return true;
 }

@@ -14,31 +14,40 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kWords = 3; // of a row
+constexpr int64_t kWords = 4; // of a row
 
 std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
   const auto* word = words.const_data_ptr<int64_t>();
   std::vector<PassWeights::Row> rows;
   for (int64_t at = 0; at < words.numel(); at += kWords) {
-    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2]});
+    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2], word[at + 3]});
   }
   return rows;
 }
 
-void checkPasses(const std::vector<PassWeights::Row>& rows, const JobRanks& job) {
+/// The number of passes that all ranks have made. Of leading passes without weight a rank may know too many.
+int64_t passesOf(const std::vector<PassWeights::Row>& rows, const JobRanks& job) {
+  size_t least = 0;
   for (size_t rank = 1; rank < rows.size(); ++rank) {
+    const auto all = [&](size_t of) { return rows[of].passes + rows[of].leading; };
+    least = all(rank) < all(least) ? rank : least;
+  }
+  const int64_t passes = rows[least].passes + rows[least].leading;
+  for (size_t rank = 0; rank < rows.size(); ++rank) {
+    const bool may_be = rows[rank].passes <= passes && (rows[rank].leading > 0 || rows[rank].passes == passes);
     TORCH_CHECK(
-        rows[rank].passes == rows[0].passes,
+        may_be,
         "rank ",
         job.of(static_cast<int>(rank)),
         " has made ",
-        rows[rank].passes,
+        rows[rank].passes + rows[rank].leading,
         " backward passes since the last reduction, and rank ",
-        job.of(0),
+        job.of(static_cast<int>(least)),
         " has made ",
-        rows[0].passes,
+        passes,
         ": with weight=\"samples\" every rank makes the same number. A rank without a batch calls model.no_batch()");
   }
+  return passes;
 }
 
 } // namespace
@@ -47,13 +56,17 @@ void PassWeights::forwardBegan() noexcept {
   forward_began_ns_ = nowNs();
 }
 
-void PassWeights::enter(double weight, const std::vector<bool>& trained) {
+void PassWeights::enter(Forward forward, const std::vector<bool>& trained) {
   const at::NoGradGuard no_grad;
-  const double now = set_.value_or(weight);
+  const double now = set_.has_value() && forward.last ? *set_ : forward.weight;
   entered_ = now;
-  const auto has_grad = [](const ReducedParam& param) { return param.tensor.grad().defined(); };
-  if (sum_.weight > 0 && std::none_of(params_.begin(), params_.end(), has_grad)) {
-    sum_ = {}; // zero_grad(): the passes before do not count
+  bool any_grad = false;
+  for (size_t param = 0; param < params_.size() && !any_grad; ++param) {
+    any_grad = trained[param] && params_[param].tensor.grad().defined();
+  }
+  if (!any_grad) { // by zero_grad(): what was before does not count
+    stray_ = cannot_follow_ = false;
+    sum_ = sum_.weight > 0 ? Accumulated() : sum_;
   }
   drops_ = now == 0.0;
   if (drops_) {
@@ -76,9 +89,7 @@ void PassWeights::changeUnit(double unit, const std::vector<bool>& trained) {
     if (!trained[param] || !grad.defined()) {
       continue;
     }
-    if (sum_.unit == 0.0) {
-      grad.zero_(); // passes without weight only
-    } else {
+    if (sum_.unit != 0.0) { // else of passes without weight only
       grad.mul_(sum_.unit / unit);
     }
   }
@@ -102,6 +113,8 @@ void PassWeights::begin(double weight) {
   entered_.reset();
   set_.reset();
   drops_ = now == 0.0;
+  sum_.alike = sum_.alike && (sum_.weight == 0.0 ? sum_.passes == sum_.leading : now == sum_.unit);
+  sum_.leading += drops_ && sum_.weight == 0.0 ? 1 : 0;
   sum_.weight += now;
   ++sum_.passes;
   sum_.unit = drops_ ? sum_.unit : now;
@@ -135,8 +148,9 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
   rows_ = at::zeros({group.getSize() * kWords}, at::kLong);
   auto* row = rows_.mutable_data_ptr<int64_t>() + group.getRank() * kWords;
   row[0] = std::bit_cast<int64_t>(sum_.weight);
-  row[1] = sum_.passes;
-  row[2] = last_compute_ns_;
+  row[1] = sum_.passes - sum_.leading;
+  row[2] = sum_.leading;
+  row[3] = last_compute_ns_;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
   const CallTag about(CallTag::of("the weights of ranks"));
@@ -156,8 +170,8 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
   work_->wait();
   waited_ns_ += nowNs() - before;
   work_.reset();
-  step_ = {step_count_, rowsIn(rows_.cpu())};
-  checkPasses(step_.rows, job);
+  step_ = {step_count_, 0, rowsIn(rows_.cpu())};
+  const int64_t passes = step_.passes = passesOf(step_.rows, job);
   double total = 0;
   bool alike = true;
   for (const Row& row : step_.rows) {
@@ -165,15 +179,14 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
     alike = alike && row.weight == step_.rows[0].weight;
   }
   const auto ranks = static_cast<double>(step_.rows.size());
-  const auto passes = static_cast<double>(sum_.passes);
   if (total == 0.0) {
     weightless_ = true;
     return std::nullopt;
   }
-  if (alike && sum_.unit * passes == sum_.weight) {
-    return 1.0; // also where a sum of weights is rounded
+  if (alike && sum_.alike && sum_.leading == 0) {
+    return 1.0; // exactly, also where the sum of weights is rounded
   }
-  return sum_.weight == 0.0 ? 0.0 : ranks * passes * sum_.unit / total;
+  return sum_.weight == 0.0 ? 0.0 : ranks * static_cast<double>(passes) * sum_.unit / total;
 }
 
 void PassWeights::commit() {
@@ -192,7 +205,7 @@ void PassWeights::giveUp() {
   endPass();
   compute_ns_ = 0;
   sum_ = {};
-  drops_ = weightless_ = false;
+  drops_ = weightless_ = stray_ = cannot_follow_ = false;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
 }
 
@@ -200,7 +213,6 @@ void PassWeights::reset() {
   set_.reset();
   entered_.reset();
   work_.reset();
-  stray_ = false;
   giveUp();
   last_compute_ns_ = kUnknown;
 }

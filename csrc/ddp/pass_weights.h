@@ -40,14 +40,22 @@ class PassWeights {
   /// What one rank said as a step began.
   struct Row {
     double weight = 0; ///< of its passes since the reduction before
-    int64_t passes = 0; ///< how many
+    int64_t passes = 0; ///< how many, but for
+    int64_t leading = 0; ///< those without weight before them: after these it cannot notice zero_grad()
     int64_t last_compute_ns =
         kUnknown; ///< how long forward and backward passes of the step before took, without waiting for other ranks
   };
   static constexpr int64_t kUnknown = -1;
   struct Step {
     int64_t index = 0; ///< from 0
+    int64_t passes = 0; ///< of each rank
     std::vector<Row> rows; ///< by rank of the group
+  };
+
+  /// A forward pass that a backward pass goes through.
+  struct Forward {
+    double weight = 0;
+    bool last = true; ///< none came after it, so what set() says is of it
   };
 
   explicit PassWeights(const std::vector<ReducedParam>& params) : params_(params), kept_(params.size()) {}
@@ -62,9 +70,9 @@ class PassWeights {
   }
   /// A forward pass begins to compute.
   void forwardBegan() noexcept;
-  /// A backward pass goes through the graph of a forward pass of this weight, and no gradient has come: what .grad holds is brought to its unit.
+  /// A backward pass goes through the graph of this forward pass, and no gradient has come: what .grad holds is brought to its unit.
   /// `trained`: by parameter.
-  void enter(double weight, const std::vector<bool>& trained);
+  void enter(Forward forward, const std::vector<bool>& trained);
   /// Whether enter() came and begin() did not.
   [[nodiscard]] bool entered() const noexcept {
     return entered_.has_value();
@@ -78,9 +86,14 @@ class PassWeights {
   void endWithoutGradients() noexcept {
     pass_began_ns_ = 0;
   }
-  /// A gradient of a pass whose weight is not known.
-  void stray(bool is) noexcept {
-    stray_ = is;
+  /// A forward pass in no_sync() has outputs that cannot be marked.
+  void cannotFollow() noexcept {
+    cannot_follow_ = true;
+  }
+  /// A gradient of a backward pass through no marked graph. It counts with the next pass, as that of a penalty does, unless a forward pass
+  /// may have made it.
+  void stray() noexcept {
+    stray_ = cannot_follow_;
   }
 
   /// Sends this rank's row. `device`: where the group reduces.
@@ -128,12 +141,14 @@ class PassWeights {
     double weight = 0;
     double unit = 0;
     int64_t passes = 0;
+    int64_t leading = 0; ///< of them without weight, before the first that has some
+    bool alike = true; ///< the others have the weight `unit`
   };
   [[nodiscard]] const Accumulated& accumulated() const noexcept {
     return sum_;
   }
-  void setAccumulated(const Accumulated& sum) noexcept {
-    sum_ = sum;
+  void setAccumulated(double weight, double unit, int64_t passes) noexcept {
+    sum_ = {weight, unit, passes, 0, weight == unit * static_cast<double>(passes)};
   }
 
  private:
@@ -149,6 +164,7 @@ class PassWeights {
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double total_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
+  bool cannot_follow_ = false;
   bool stray_ = false;
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight
 

@@ -141,7 +141,11 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
     return; // a pass is under way, so no forward pass asks for one
   }
   marks_.forward();
+  mark->number = ++forwards_;
   forward_weight_ = weight;
+  if (weights_.has_value() && !reduces && !marked) {
+    weights_->cannotFollow();
+  }
   if (reduces) {
     last_forward_ = mark;
     armed_by_mark_ = marked;
@@ -265,7 +269,8 @@ void Reducer::resetState() {
 void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!pass_.reducing(), "the process group cannot change in the middle of a backward pass");
-  group_ = ReducerGroup::withItsBackend(std::move(group), params_);
+  // The old one lives until nothing of it is left in the buckets.
+  const ReducerGroup before = std::exchange(group_, ReducerGroup::withItsBackend(std::move(group), params_));
   reports_.changeRanks(group_.rank(), group_.job());
   cutBuckets();
 }
@@ -328,7 +333,7 @@ int64_t Reducer::lastComputeNs() {
 
 void Reducer::setWeighed(double weight, double unit, int64_t passes, int64_t last_compute_ns) {
   const std::lock_guard lock(mutex_);
-  weights().setAccumulated({weight, unit, passes});
+  weights().setAccumulated(weight, unit, passes);
   weights_->setLastComputeNs(last_compute_ns);
 }
 

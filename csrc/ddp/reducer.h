@@ -177,7 +177,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void completeGradient(size_t index);
   void beginPass();
   void endCounting();
-  void markReady(size_t index);
+  /// `came`: its gradient did.
+  void markReady(size_t index, bool came = true);
+  [[nodiscard]] PassWeights::Forward forwardOf(const ForwardMark& mark) const noexcept {
+    return {mark.weight, mark.number == forwards_};
+  }
   void pack(size_t index);
   [[nodiscard]] PassWeights& weights();
   /// How many gradients the buckets of a pass have.
@@ -218,7 +222,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   std::shared_ptr<c10d::CommHookInterface> hook_;
 
-  SharedState state_; ///< before those that borrow it, as is
+  SharedState state_; ///< this and stats_: before those that borrow them
   ReducerStats stats_;
   StateReports reports_;
   GradientOrder order_;
@@ -234,6 +238,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed
   double forward_weight_ = 1.0; ///< of the last forward pass
+  int64_t forwards_ = 0;
   std::vector<size_t> unpacked_; ///< parameters that are ready and wait for weights
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;

@@ -63,7 +63,7 @@ void Reducer::onEntry(const ForwardMark& mark) {
 void Reducer::enter(const ForwardMark& mark) {
   if (!mark.reduces) {
     if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing()) {
-      weights_->enter(mark.weight, trained());
+      weights_->enter(forwardOf(mark), trained());
     }
     return;
   }
@@ -81,7 +81,7 @@ void Reducer::enter(const ForwardMark& mark) {
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
   if (weights_.has_value() && before.empty()) {
-    weights_->enter(mark.weight, trained());
+    weights_->enter(forwardOf(mark), trained());
   }
   if (!pass_.hasStaticGraph()) {
     std::vector<size_t> unreachable = mark.unreachable; // of this graph, but others of the same call may reach them
@@ -95,9 +95,6 @@ void Reducer::enter(const ForwardMark& mark) {
   }
   try {
     forward_weight_ = mark.weight;
-    if (weights_.has_value()) {
-      weights_->stray(false);
-    }
     beginPass();
     for (const size_t index : before) {
       if (!pass_.counting()) { // it has been counted
@@ -143,7 +140,7 @@ void Reducer::takeGradient(size_t index) {
     if (weights_.has_value() && weights_->entered()) {
       weights_->begin(forward_weight_);
     } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Local && !marks_.isLocal()) {
-      weights_->stray(true);
+      weights_->stray();
     }
   }
   if (weights_.has_value()) {
@@ -255,12 +252,15 @@ void Reducer::endCounting() {
   }
 }
 
-void Reducer::markReady(size_t index) {
+void Reducer::markReady(size_t index, bool came) {
   if (!pass_.markReady(index)) {
     raiseSecondGradient(params_[index].name, pass_.hasStaticGraph());
   }
-  if (!state_.now().ordered && !pass_.hasStaticGraph()) {
+  if (came && !state_.now().ordered && !pass_.hasStaticGraph()) {
     order_.came(index);
+  }
+  if (weights_.has_value()) {
+    pipeline_->noteStream(index);
   }
   if (weights_.has_value() && (weights_->awaited() || !unpacked_.empty())) {
     unpacked_.push_back(index);
@@ -366,7 +366,7 @@ void Reducer::passWithoutBatch(bool reduces) {
     followTrained();
     resetStep();
     weights().set(0.0);
-    weights_->enter(0.0, trained());
+    weights_->enter({0.0, true}, trained());
     if (!reduces || buckets_.all().empty()) {
       weights_->begin(0.0);
       weights_->endWithoutGradients();
@@ -380,7 +380,7 @@ void Reducer::passWithoutBatch(bool reduces) {
         return;
       }
       for (const size_t index : pass_.missing(trained())) {
-        markReady(index);
+        markReady(index, /*came=*/false);
       }
     } catch (const std::exception& error) {
       fail("a rank without a batch took part in a reduction", error);

@@ -35,7 +35,7 @@ struct SharedValues {
       false; ///< a static graph's gradients are still counted: each rank's own, as one may have had no batch so far
   bool knows_used = false; ///< a static graph's used parameters have been exchanged
 
-  /// Hashes of the members that are the same on all ranks, in this order.
+  /// Hashes of the members that are the same on all ranks, in this order. parts() is in pass_failure.cc, where a difference gets its name.
   static constexpr std::array<const char*, 7> kNames = {
       "the fp16 scales",
       "the order of buckets",

@@ -32,7 +32,8 @@ enum class Verdict {
 ///     encoded          (cast =) fp32(g) / N   SUM + residual, by a codec home, or cast
 ///
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Where ranks count by weights, g is the
-/// gradient times the ratio of PassWeights. Another kind of wire is one more class, and a line in makeWire().
+/// gradient times the ratio of PassWeights. Another kind of wire is one more class, and a line in makeWire(); a tail is
+/// the fp16 scale's.
 ///
 /// fp16 is scaled; bf16 and another float dtype are cast; fp8 and int8 are encoded: see makeWire() and bindings/ddp.cc wireOf().
 ///

@@ -75,13 +75,13 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
   const bool first = identity_.rank == maker;
   const size_t on_host = roster_.hostMates().size();
   const size_t nbytes = plane_nbytes + HostRings::totalNbytes(on_host);
-  size_t at_once = on_host;
+  SharedHeap::sharedBy(
+      on_host); // also in a group of several hosts: its ranks are there when a smaller group commits memory
+  const size_t at_once = SharedHeap::atOnce();
   if (one_host) {
     attempt(failed_, opened.no_heaps, [&] {
       PYCOMM_FAULT_POINT("heap.open");
       opened.heaps.own = engine_.heap();
-      opened.heaps.own->sharedBy(on_host);
-      at_once = opened.heaps.own->atOnce();
     });
   } else {
     opened.no_heaps = "the ranks are on several hosts";

@@ -5,8 +5,7 @@ namespace pycomm {
 void HostMemory::commitStage() {
   if (!staged_) {
     const size_t begin = HostView::stageOffset(view_.size, view_.rank);
-    const size_t at_once = heaps_.own == nullptr ? static_cast<size_t>(view_.size) : heaps_.own->atOnce();
-    arena_->commit(begin, HostView::stageOffset(view_.size, view_.rank + 1) - begin, at_once);
+    arena_->commit(begin, HostView::stageOffset(view_.size, view_.rank + 1) - begin, SharedHeap::atOnce());
     staged_ = true;
   }
 }

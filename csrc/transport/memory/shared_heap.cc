@@ -45,8 +45,8 @@ SharedHeap::SharedHeap(SharedArena arena) : arena_(std::move(arena)), process_(:
 }
 
 void SharedHeap::sharedBy(size_t ranks) noexcept {
-  size_t known = ranks_.load(std::memory_order_relaxed);
-  while (known < ranks && !ranks_.compare_exchange_weak(known, ranks, std::memory_order_relaxed)) {
+  size_t known = g_ranks.load(std::memory_order_relaxed);
+  while (known < ranks && !g_ranks.compare_exchange_weak(known, ranks, std::memory_order_relaxed)) {
   }
 }
 

@@ -46,10 +46,10 @@ class SharedHeap {
   bool detach(const void* buffer, size_t nbytes) noexcept;
 
   /// So many ranks of this host share memory in a group: of all groups the largest number counts. Any thread.
-  void sharedBy(size_t ranks) noexcept;
+  static void sharedBy(size_t ranks) noexcept;
   /// How many processes may allocate shared memory at the same moment, as far as this one knows.
-  [[nodiscard]] size_t atOnce() const noexcept {
-    const size_t ranks = ranks_.load(std::memory_order_relaxed);
+  [[nodiscard]] static size_t atOnce() noexcept {
+    const size_t ranks = g_ranks.load(std::memory_order_relaxed);
     return ranks == 0 ? SharedArena::kMostAtOnce : ranks;
   }
 
@@ -81,7 +81,7 @@ class SharedHeap {
   const SharedArena arena_;
   const int process_;
   std::atomic<size_t> live_{0}; ///< number of blocks, read without the lock
-  std::atomic<size_t> ranks_{0}; ///< see sharedBy(); 0: no group yet
+  static inline std::atomic<size_t> g_ranks{0}; ///< see sharedBy(); 0: no group yet
   mutable std::mutex mutex_; ///< guards the members below
   Blocks blocks_; ///< by offset
   std::map<size_t, size_t> free_; ///< offset: length; free ranges are never adjacent

@@ -103,7 +103,9 @@ def test_each_collectives_result_is_gloos() -> None:
         for name, (ours, gloos) in rows.items():
             if isinstance(gloos, str):
                 assert name in GLOO_HAS_NONE, (name, gloos, ours)
-                assert isinstance(ours, str), (name, gloos, ours)
+                assert isinstance(ours, str) == ("list of lists" in gloos), (name, gloos, ours)
+            elif name == "reduce" and rank != 0:
+                assert ours == [[2.0] * 4], ours  # as it was; gloo leaves what it had on its way
             elif name == "all_gather_into_tensor":
                 # Gloo's are views of the output's parts, by a list that it makes of them; NCCL's,
                 # and ours, is the output.
@@ -112,4 +114,4 @@ def test_each_collectives_result_is_gloos() -> None:
                 assert ours == gloos, (rank, name, ours, gloos)
 
 
-GLOO_HAS_NONE = ("all_gather_coalesced",)  # a list of lists
+GLOO_HAS_NONE = ("all_gather_coalesced", "reduce_scatter", "reduce_scatter_tensor")

@@ -150,12 +150,12 @@ def equal_in_each_wire(rank: int, world_size: int) -> list[str]:
     """The same over passes that accumulate, in each wire, with a weight that binary cannot hold."""
     wrong = []
     for wire in WIRES:
-        for accumulate in (1, 3):
+        for accumulate in (1, 3, 10):
             models = [
                 wrap(Net(torch.float32), wire_dtype=wire, weight=weight, accumulate=accumulate)
                 for weight in (None, "samples")
             ]
-            for step in range(9):
+            for step in range(20 if accumulate == 10 else 9):
                 batch = batch_of(rank, step, 6, torch.float32)
                 models[1].samples = 0.1
                 for model in models:
@@ -351,6 +351,47 @@ def forwards_and_hooks(rank: int, world_size: int) -> dict[str, float]:
     loss_of(model, batches[rank]).backward()
     found["detected again"] = compare(model, weights, batches)
 
+    model.zero_grad()
+    model.samples = 1.0
+    one = loss_of(model, batches[rank])
+    model.samples = 3.0 + rank
+    other = loss_of(model, batches[rank])
+    one.backward()  # each of two graphs has the weight that was said before it
+    found["said before each forward: the first"] = compare(model, [1.0] * world_size, batches)
+    model.zero_grad()
+    other.backward()
+    said = [3.0 + r for r in range(world_size)]
+    found["said before each forward: the second"] = compare(model, said, batches)
+
+    # A generator's step goes through the discriminator past the wrapper, which zero_grad() forgets.
+    model.zero_grad()
+    loss_of(model.module, batches[rank]).backward()
+    model.zero_grad()
+    loss_of(model, batches[rank]).backward()
+    found["after a backward past the wrapper"] = compare(model, weights, batches)
+
+    # A penalty of its own backward counts with the pass after it.
+    model.zero_grad()
+    sum(each.square().sum() for each in model.parameters()).backward()
+    penalty = gradients(model)
+    loss_of(model, batches[rank]).backward()
+    with_penalty = gradients(model)
+    model.zero_grad()
+    loss_of(model, batches[rank]).backward()
+    far = (with_penalty - gradients(model) - penalty).abs().max() / penalty.abs().max()
+    found["a penalty"] = float(far)
+
+    # Passes that zero_grad() forgets, of which one rank had no batch.
+    model.zero_grad()
+    with model.no_sync():
+        if rank == 1:
+            model.no_batch()
+        else:
+            loss_of(model, batches[rank]).backward()
+    model.zero_grad()
+    loss_of(model, batches[rank]).backward()
+    found["after passes that were forgotten"] = compare(model, weights, batches)
+
     frozen = copy.deepcopy(net)
     model = wrap(frozen, weight="samples")
     loss_of(model, batches[rank]).backward()
@@ -467,6 +508,17 @@ def test_samples_are_counted_by_the_first_dimension() -> None:
             count_samples(args, {})
 
 
+class WithNorm(nn.Module):
+    def __init__(self) -> None:
+        import pycomm
+
+        super().__init__()
+        self.norm = pycomm.SyncBatchNorm(9)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.norm(batch)
+
+
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     found: dict[str, str] = {}
 
@@ -483,6 +535,15 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = wrap(Net(torch.float32), weight="samples")
     for bad in (-1, math.inf, math.nan, "3", True):
         tried(f"samples {bad}", lambda bad=bad: setattr(model, "samples", bad))
+    tried("no_batch and BatchNorm", lambda: wrap(WithNorm(), weight="samples").no_batch())
+    tried(
+        "log and sync_every",
+        lambda: wrap(Net(torch.float32), weight="samples", sync_every=2).step_log,
+    )
+    tried(
+        "no_batch and sync_every",
+        lambda: wrap(Net(torch.float32), weight="samples", sync_every=2).no_batch(),
+    )
     tried("join", lambda: model.join().__enter__())
     return found
 
@@ -496,6 +557,9 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     for bad in ("-1", "inf", "nan", "3", "True"):
         assert "is not a finite number from 0" in found[f"samples {bad}"]
     assert "no_batch()" in found["join"]
+    assert "SyncBatchNorm of the other ranks waits" in found["no_batch and BatchNorm"]
+    assert "no_batch() cannot follow" in found["no_batch and sync_every"]
+    assert "BalancedSampler cannot follow" in found["log and sync_every"]
 
 
 def differs(rank: int, world_size: int) -> str:

@@ -123,6 +123,11 @@ SHORT = {
     ],
     "restart.py": ["start at step 0", "start at step 30", PERCENT],
     "streaming_diloco.py": [rf"16\d\d bytes per step instead of 76840, {PERCENT}"],
+    "unequal_machines.py": [
+        r"epoch 0: \d\.\d\d s, shares \[\d+, \d+\]",
+        r"epoch 2: \d\.\d\d s, shares \[4\d, 1\d\]",
+        rf"the weights count all samples alike: {PERCENT}",
+    ],
     "wire_dtype.py": [
         rf"fp32: 7\d\.\d kB per step, {PERCENT}",
         rf"fp16: 39\.\d kB per step, {PERCENT}",

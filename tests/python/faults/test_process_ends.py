@@ -253,9 +253,9 @@ rank = int(sys.argv[1])
 dist.init_process_group("pycomm", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 model = pycomm.DistributedDataParallel(torch.nn.Linear(4, 4))
 model(torch.ones(2, 4)).sum().backward()
+loss = model(torch.ones(2, 4)).sum()  # on both: the ranks agree on the order of buckets here
 if rank == 1:
     time.sleep(60)
-loss = model(torch.ones(2, 4)).sum()
 threading.Thread(target=loss.backward, daemon=True).start()
 time.sleep(0.5)
 """
