@@ -35,7 +35,9 @@ def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, s
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, value in [*((f"argument {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
-        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+        # The usual batch without a search, which would take longer than the exchange of weights.
+        plain = isinstance(value, torch.Tensor)
+        for path, leaf in [((), value)] if plain else _pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 found.append((name + _pytree.keystr(path), leaf))
     if not found:
