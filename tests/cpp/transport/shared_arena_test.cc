@@ -99,39 +99,33 @@ TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
   });
 }
 
+// How many pieces of 1 MiB fit below a limit before a commit is refused; 0 if all 64 do, or if it ends in another way.
+size_t smallCommits(const MemoryLimit& limit, size_t at_once) {
+  constexpr size_t kSmall = size_t{1} << 20;
+  const SharedArena arena = SharedArena::create(64 * kSmall);
+  size_t taken = 0;
+  try {
+    for (bool joined = limit.join(); joined && taken < 64; ++taken) {
+      arena.commit(taken * kSmall, kSmall, at_once);
+    }
+  } catch (const Error& error) {
+    return error.record().code == ErrorCode::NoSharedMemory ? taken : 0;
+  }
+  return 0;
+}
+
 // Of 64 ranks each may have looked before the others took their piece.
 TEST(SharedArena, ASmallCommitLeavesRoomForAPieceOfEveryOtherRank) {
   expectAtALimit([](const MemoryLimit& limit) {
-    constexpr size_t kSmall = size_t{1} << 20;
-    const SharedArena arena = SharedArena::create(64 * kSmall);
-    size_t taken = 0;
-    try {
-      for (bool joined = limit.join(); joined && taken < 64; ++taken) {
-        arena.commit(taken * kSmall, kSmall);
-      }
-    } catch (const Error& error) {
-      return error.record().code == ErrorCode::NoSharedMemory && taken > 16 && taken <= 32;
-    }
-    return false;
+    const size_t taken = smallCommits(limit, SharedArena::kMostAtOnce);
+    return taken > 16 && taken <= 32;
   });
 }
 
 // Two ranks leave room for two pieces, 1 MiB, and not for as many as a host may have: of these at most 32 fit. The process itself takes some
 // MiB, and more under a sanitizer.
 TEST(SharedArena, ASmallCommitOfFewRanksNeedsLittleMoreRoomThanItsOwn) {
-  expectAtALimit([](const MemoryLimit& limit) {
-    constexpr size_t kSmall = size_t{1} << 20;
-    const SharedArena arena = SharedArena::create(64 * kSmall);
-    size_t taken = 0;
-    try {
-      for (bool joined = limit.join(); joined && taken < 64; ++taken) {
-        arena.commit(taken * kSmall, kSmall, 2);
-      }
-    } catch (const Error& error) {
-      return error.record().code == ErrorCode::NoSharedMemory && taken > 36;
-    }
-    return false;
-  });
+  expectAtALimit([](const MemoryLimit& limit) { return smallCommits(limit, 2) > 36; });
 }
 
 // Kernels before 6.9 take back what an interrupted call has allocated. So a call that takes longer than the time between two signals (of
