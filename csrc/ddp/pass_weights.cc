@@ -60,7 +60,7 @@ void PassWeights::enter(Forward forward, const std::vector<bool>& trained) {
   const at::NoGradGuard no_grad;
   const double now = set_.has_value() && forward.last ? *set_ : forward.weight;
   entered_ = now;
-  bool any_grad = false;
+  bool any_grad = sum_.passes == 0 && !cannot_follow_; // then there is nothing to forget
   for (size_t param = 0; param < params_.size() && !any_grad; ++param) {
     any_grad = trained[param] && params_[param].tensor.grad().defined();
   }
