@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,6 +234,32 @@ def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             made = fake_cuda_device.build_or_skip(tmp_path_factory.mktemp("fake_cuda_build"))
             made.rename(library)  # whole, or not there
     return library
+
+
+@pytest.fixture(scope="session")
+def _built_with_fault_points(request: pytest.FixtureRequest) -> Path:
+    """The package with fault points, linked once, compiled as far as it is not there yet."""
+    if given := os.environ.get("TEST_FAULT_BUILD"):
+        return Path(given)
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(root / "tools" / "fault_build.py")]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if made.returncode != 0:
+        why = f"the build with fault points could not be made\n{made.stdout}{made.stderr}"
+        if request.config.getoption("--require-native"):
+            pytest.fail(why)
+        pytest.skip(why)
+    return root / "build" / "faults" / "pycomm"
+
+
+@pytest.fixture
+def fault_build(_built_with_fault_points: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What fault_ranks.use_fault_build() loads in a rank, which fails where no test asked for it.
+
+    The first test that asks may wait for minutes: give it @pytest.mark.timeout(900).
+    """
+    monkeypatch.setenv("TEST_FAULT_BUILD", str(_built_with_fault_points))
+    return _built_with_fault_points
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from pycomm._backend import native_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 # tools/seam.py runs these tests with a build of its own, which has fault points too.
-FAULT_PACKAGE = Path(os.environ.get("TEST_FAULT_BUILD", ROOT / "build" / "faults" / "pycomm"))
 MOST_STEPS = 400
 MISMATCH_S = 5.0
 """In which a mismatch is known to all; its vote takes 25 ms, and a group's limit is 20 s."""
@@ -95,9 +94,9 @@ FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def use_fault_build() -> None:
-    """Makes the extension the test build, in this process."""
+    """Makes the extension the test build, in this process: wants the fixture fault_build."""
     assert _extension.loaded() is None, "the ordinary build is loaded already"
-    pycomm.__path__.insert(0, str(FAULT_PACKAGE))
+    pycomm.__path__.insert(0, os.environ["TEST_FAULT_BUILD"])
 
 
 def join(rank: int, case: Case, store: str) -> None:

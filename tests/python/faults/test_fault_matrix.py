@@ -1,8 +1,7 @@
 """Fault × place × rank × 2 to 5 ranks: typed errors that name the right rank, no abort, no hang.
 
 CI runs a fifth of the cases, another one on each day (shares.py); ``--all-faults`` (`make faults`)
-runs them all. The ranks load a build with fault points, which is linked here from the objects of
-the ordinary one. What the cases tell beside their verdict is summed up at the end of the run.
+runs them all. What the cases tell beside their verdict is summed up at the end of the run.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -31,24 +28,12 @@ from time_bound import assert_within
 import pycomm
 from pycomm import _extension
 
-# The first test links the build with fault points, and compiles what of it is not there yet.
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(900)]
-
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fault_build(request: pytest.FixtureRequest) -> None:
-    if "TEST_FAULT_BUILD" in os.environ:
-        return
-    command = [sys.executable, str(ROOT / "tools" / "fault_build.py")]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if made.returncode != 0:
-        why = f"the build with fault points could not be made\n{made.stdout}{made.stderr}"
-        if request.config.getoption("--require-native"):
-            pytest.fail(why)
-        pytest.skip(why)
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.usefixtures("fault_build"),
+    pytest.mark.timeout(900),
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -240,9 +225,9 @@ def check_mismatch(met: list[dict[str, Any]]) -> dict[int, str]:
     return {rank: each["error"].record["summary"] for rank, each in enumerate(met)}
 
 
-def test_an_ordinary_build_has_no_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_build_has_no_fault_points(fault_build: Path) -> None:
     found = list((Path(str(pycomm.__file__)).parent).glob("torch_*/_C*.so"))
-    test_build = list(fault_ranks.FAULT_PACKAGE.glob("torch_*/_C*.so"))
+    test_build = list(fault_build.glob("torch_*/_C*.so"))
     assert b"frame.written" in test_build[0].read_bytes()
     assert found and all(b"frame.written" not in path.read_bytes() for path in found)
     with pytest.raises(pycomm.errors.UnsupportedError, match="not a test build"):

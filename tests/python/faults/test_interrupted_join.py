@@ -21,7 +21,12 @@ from time_bound import assert_within
 import pycomm
 from pycomm import _extension, _secret
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.usefixtures("fault_build"),
+    pytest.mark.timeout(900),
+]
 
 REASON = "was interrupted by a signal, such as Ctrl-C, while the group was made"
 

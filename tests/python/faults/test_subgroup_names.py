@@ -249,6 +249,8 @@ def leaves_after_another_failure(rank: int, world_size: int, store: str, late: s
 
 
 # With the fault rank 1 has the error, and leaves, before its process is done with the failure.
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("late", ["", "group.failed:1:delay=500"])
 def test_a_rank_that_leaves_since_another_group_has_failed_says_so(
     late: str, tmp_path: Path

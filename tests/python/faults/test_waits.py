@@ -15,7 +15,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.usefixtures("fault_build"),
+    pytest.mark.timeout(900),
+]
 
 
 def layers() -> nn.Sequential:
