@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw docs/pictures/step-bars.svg, the README's picture, from a published measurement.
+"""Draw docs/pictures/step-bars.svg, the picture of docs/ddp.md, from a published measurement.
 
     python tools/step_bars.py benchmarks/results/ddp-hosts-2026-11-26.txt
 

@@ -12,7 +12,10 @@ from documents import read
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 
-PAGES = ["docs/from-torch.md", "docs/from-horovod.md", "docs/from-diloco.md"]
+PAGES = [
+    *("docs/from-torch.md", "docs/from-oneccl.md", "docs/from-horovod.md"),
+    "docs/from-diloco.md",
+]
 
 
 def after_blocks() -> list[str]:
@@ -142,15 +145,15 @@ Trained = list[tuple[list[float], list[float]]]
 @pytest.fixture(scope="module")
 def trained() -> Trained:
     """What rank 0 has of each block; rank 1 has the same."""
-    assert len(after_blocks()) == 9
+    assert len(after_blocks()) == 10
     first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, preload=ranks.TORCH_DDP).values()
-    assert first == second and len(first) == 9
+    assert first == second and len(first) == 10
     return list(first)
 
 
 def test_every_after_trains_all_ranks_as_one_process_would(trained: Trained) -> None:
     compared = [(mine, alone) for mine, alone in trained if alone]
-    assert len(compared) == 3
+    assert len(compared) == 4
     for mine, alone in compared:
         assert mine == pytest.approx(alone, rel=1e-2, abs=1e-3)  # one of them sends fp16
 
