@@ -27,6 +27,7 @@ BORROWED = {
 # Folders that a page lists.
 LISTED = {"benchmarks/results": "results"}
 RESULTS_MARK = "<!-- the table of results -->"
+_DOORS = re.compile(r"^<!-- doors: begin -->\n(.*?)^<!-- doors: end -->", re.MULTILINE | re.DOTALL)
 _HELP = re.compile(r"^<!-- help: (\w+) -->$", re.MULTILINE)
 
 _FENCE = re.compile(r"^(```+).*?^\1 *$", re.MULTILINE | re.DOTALL)
@@ -92,8 +93,12 @@ def page(name: str, text: str) -> str:
     """The text that Sphinx gets for the page `name`, whose file has `text`."""
     if name in BORROWED:
         source = ROOT / BORROWED[name]
-        _, tree, toctrees = text.partition("```{toctree}")
-        return relinked(source.read_text(), source.parent, DOCS) + "\n" + tree + toctrees
+        own, tree, toctrees = text.partition("```{toctree}")
+        borrowed = relinked(source.read_text(), source.parent, DOCS)
+        if doors := _DOORS.search(own):
+            title, _, rest = borrowed.partition("\n\n")
+            borrowed = f"{title}\n\n{doors[1]}\n{rest}"
+        return borrowed + "\n" + tree + toctrees
     if RESULTS_MARK in text:
         text = text.replace(RESULTS_MARK, results_table(ROOT / "benchmarks" / "results"))
     text = _HELP.sub(lambda mark: help_text(mark[1]), text)

@@ -11,6 +11,9 @@ import os
 import pty
 import re
 import runpy
+import shlex
+import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -165,9 +168,10 @@ def test_the_tour_shows_what_they_print() -> None:
         r"^```bash\n[^\n]*examples/(\w+\.py)[^\n]*\n```\n\n```text\n(.*?)```$", tour, re.M | re.S
     )
     assert [name for name, _ in shown] == [
-        *("all_reduce.py", "ddp.py", "wire_dtype.py", "failures.py", "restart.py")
+        *("all_reduce.py", "ddp.py", "wire_dtype.py", "failures.py", "restart.py"),
+        "train_digits.py",
     ]
-    for name, output in shown:
+    for name, output in shown[:-1]:
         found = [pattern for pattern in SHORT[name] if re.search(pattern, output)]
         assert len(found) >= min(2, len(SHORT[name])), (name, found)
         if name not in RUN_ELSEWHERE:
@@ -193,6 +197,28 @@ def test_the_tour_of_failures() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in SHORT["failures.py"]:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
+
+
+@pytest.mark.needs_native
+@pytest.mark.in_shares
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("tc") is None, reason="namespaces need root and iproute2"
+)
+def test_the_tour_of_two_machines() -> None:
+    commands = re.findall(r"^(PYCOMM_SECURITY=off python .*switch.*)$", read("docs/tour.md"), re.M)
+    (shown,) = re.findall(r"switch[^\n]*\n```\n\n```text\n(.*?)```", read("docs/tour.md"), re.S)
+    variable, _, script, *arguments = shlex.split(*commands)
+    arguments[arguments.index("--") + 1] = str(EXAMPLES / "train_digits.py")
+    env = PATIENT | dict([variable.split("=")])
+    done = run_python([str(EXAMPLES.parent / script), *arguments], timeout_s=200.0, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def without_accuracy(text: str) -> str:  # other processors round otherwise
+        return re.sub(r"accuracy \d+\.\d%", "accuracy %", text)
+
+    printed = without_accuracy(done.stdout + done.stderr)
+    for line in without_accuracy(shown).replace("vm", socket.gethostname()).splitlines():
+        assert line == "…" or line in printed, (line, printed)
 
 
 @pytest.mark.needs_native
