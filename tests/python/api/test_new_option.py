@@ -1,4 +1,4 @@
-"""A new option takes three edits: CONTRIBUTING.md, "How to add an option", done in a copy."""
+"""A new option takes three edits: docs/development.md, "How to add an option", done in a copy."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_three_edits_in_two_files_and_a_page_that_is_written(copied: Path) -> No
     assert changed(copied, ROOT, names) == {*edited, "docs/options.md"}
     assert len(edited) == 2
     # The recipe names them.
-    recipe = read("CONTRIBUTING.md").partition("## How to add an option")[2].partition("\n## ")[0]
+    recipe = read("docs/development.md").partition("## How to add an option")[2].partition("\n## ")[0]
     assert edited <= set(code(recipe))
 
 
