@@ -111,7 +111,9 @@ def test_three_edits_in_two_files_and_a_page_that_is_written(copied: Path) -> No
     assert changed(copied, ROOT, names) == {*edited, "docs/options.md"}
     assert len(edited) == 2
     # The recipe names them.
-    recipe = read("docs/development.md").partition("## How to add an option")[2].partition("\n## ")[0]
+    recipe = (
+        read("docs/development.md").partition("## How to add an option")[2].partition("\n## ")[0]
+    )
     assert edited <= set(code(recipe))
 
 

@@ -251,7 +251,9 @@ def test_the_wrappers_page_names_the_range_of_torch() -> None:
 
 
 def test_contributing_names_functions_that_exist() -> None:
-    for _, files, functions in table(read("docs/development.md"), "looking for", "file", "function"):
+    for _, files, functions in table(
+        read("docs/development.md"), "looking for", "file", "function"
+    ):
         texts = [read(file) for file in code(files)]
         for at, function in enumerate(code(functions)):
             text = texts[min(at, len(texts) - 1)]  # each in its file, or all in the one
