@@ -189,18 +189,22 @@ const char* errorCodeName(ErrorCode code) noexcept {
 std::string ErrorRecord::line() const {
   std::string out;
   addPair(out, "code", errorCodeName(code));
-  addPair(out, "rank", rank);
-  addPair(out, "host", host);
   addPair(out, "peer", peer);
   addPair(out, "peer_host", peer_host);
-  addPair(out, "group", group);
-  addPair(out, "group_ranks", group_ranks);
-  addPair(out, "epoch", epoch);
+  addPair(out, "rank", rank);
+  addPair(out, "host", host);
+  if (!group_ranks.empty()) { // else it is the default group
+    addPair(out, "group", group);
+    addPair(out, "group_ranks", group_ranks);
+  }
+  if (epoch > 0) {
+    addPair(out, "epoch", epoch);
+  }
   addPair(out, "op", op);
   addPair(out, "seq", sequence);
   addPair(out, "dtype", dtype);
   addPair(out, "numel", numel);
-  if (bytes_total >= 0) {
+  if (bytes_total > 0) {
     addPair(out, "bytes", std::to_string(bytes_done < 0 ? 0 : bytes_done) + "/" + std::to_string(bytes_total));
   }
   addPair(out, "phase", std::string(phase.text()));

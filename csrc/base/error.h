@@ -133,9 +133,10 @@ struct ErrorRecord {
   ErrorPhase phase;
   int64_t elapsed_ms = -1;
 
-  /// "SUMMARY [code=PEER_DEAD rank=0 host=a peer=2 …] Try: HINT" on one line.
+  /// "SUMMARY [code=PEER_DEAD peer=2 peer_host=b rank=0 …] Try: HINT" on one line.
   [[nodiscard]] std::string text() const;
-  /// Only the key=value pairs, in a fixed order.
+  /// Only the key=value pairs, in a fixed order, `peer` first after `code`. Pairs that say nothing are left out: the group if it is
+  /// the default one (it has no group_ranks), epoch 0, and bytes if there are none to receive.
   [[nodiscard]] std::string line() const;
 
   /// A compact binary form for error frames. Texts that are too long are truncated.

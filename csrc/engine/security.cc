@@ -70,9 +70,7 @@ void Security::checkHosts(const Roster& roster) const {
     throw Error(ErrorCode::InvalidArgument, "PYCOMM_SECURITY=require, but " + what, howToClose());
   }
   if (roster.identity.rank == 0 && !g_warned.exchange(true)) {
-    log(LogLevel::Warn,
-        what + ". Try: " + howToClose() +
-            ". Or PYCOMM_SECURITY=off, if nobody else reaches any network of these hosts");
+    log(LogLevel::Warn, what + ". See python -m pycomm secret --help");
   }
 }
 

@@ -417,7 +417,11 @@ def _plan(
 
 
 # A pycomm error of the default group, as torchrun has prefixed it: the rank, and the peer it names.
-_ERROR = re.compile(rb"\[(\d+)@.*\[code=\w+ .*\bpeer=(\d+) .*\bgroup=0 ")
+# It has a group only if it has lost members; those of subgroups always have one.
+_ERROR = re.compile(
+    rb"\[(\d+)@.*\[code=\w+ peer=(\d+)(?: peer_host=\S+)? rank=\d+ host=\S+"
+    rb"(?! group=(?!0 ))[ \]]"
+)
 
 
 class _Interrupted(Exception):

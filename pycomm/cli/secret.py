@@ -13,7 +13,10 @@ from pycomm._option_names import SECRET_FILE_VARIABLE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command; ``pycomm.cli`` has made its parser."""
     parser.description = (
-        f"{parser.description} PATH: $PYCOMM_SECRET_FILE if set, else ~/.config/pycomm/secret."
+        f"{parser.description} PATH: $PYCOMM_SECRET_FILE if set, else ~/.config/pycomm/secret. "
+        "If no host of a job has a secret, run --generate on one of them. It prints the command "
+        "that copies the file to the others: do not generate a second one. If nobody else reaches "
+        "any network between the hosts, PYCOMM_SECURITY=off on all of them ends the warning."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(

@@ -132,9 +132,7 @@ class ParameterServer:
         if self._is_open:
             logger.warning(
                 "the parameter service listens on %s without encryption: anybody who reaches it "
-                "can read and change the model. Try: on one host only, run python -m pycomm "
-                "secret --generate, and copy the file to the others as it says; or "
-                "PYCOMM_SECURITY=off, if nobody else reaches this network",
+                "can read and change the model. See python -m pycomm secret --help",
                 self.address,
             )
         write_at = time.monotonic() + self._checkpoint_every

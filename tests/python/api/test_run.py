@@ -161,9 +161,10 @@ class Reports:
         line = f"{self.launch._word}{json.dumps(values)}\n".encode()
         self.launch._take_line(host, 1, line)
 
-    def print_error(self, host: run.Host, rank: int, peer: int) -> None:
-        error = f"[{rank}@{host.name}] lost [code=PEER_LOST op=1 peer={peer} size=4 group=0 x]\n"
-        self.launch._take_line(host, 2, error.encode())
+    def print_error(self, host: run.Host, rank: int, peer: int, group: str = "") -> None:
+        who = f"peer={peer} peer_host=b rank={rank} host={host.name} {group}"
+        line = f"[{rank}@{host.name}] lost [code=PEER_DEAD {who}op=send seq=1]\n"
+        self.launch._take_line(host, 2, line.encode())
 
     def end(self, host: run.Host, code: int | None) -> None:
         """With an exit of torchrun, or as a lost connection does."""
@@ -200,6 +201,20 @@ def an_error_was_caught(job: Reports) -> None:
     job.end(job.a, 1)
     job.say(job.b, rank=2, code=-signal.SIGTERM)
     job.end(job.b, 1)
+
+
+def an_error_of_a_subgroup(job: Reports) -> None:
+    job.print_error(job.a, 0, 2, 'group=dp group_ranks="0, 2" ')
+    job.say(job.a, rank=0, code=3)
+    job.end(job.a, 1)
+    job.end(job.b, None)
+
+
+def an_error_of_a_default_group_that_has_lost_a_rank(job: Reports) -> None:
+    job.print_error(job.a, 0, 2, 'group=0 group_ranks="0, 2" ')
+    job.say(job.a, rank=0, code=3)
+    job.end(job.a, 1)
+    job.end(job.b, None)
 
 
 def the_blamed_rank_ended_with_0(job: Reports) -> None:
@@ -244,6 +259,8 @@ VERDICTS: dict[Callable[[Reports], None], tuple[int, str]] = {
     an_unknown_code_came_first: (7, "rank 1 on a.example failed first: exit code 7"),
     only_an_unknown_code_came: (1, "rank 1 on a.example failed first"),
     an_error_was_caught: (5, "rank 1 on a.example failed first: exit code 5"),
+    an_error_of_a_subgroup: (3, "rank 0 on a.example failed first: exit code 3"),
+    an_error_of_a_default_group_that_has_lost_a_rank: (1, "the connection to b.example was lost"),
     the_blamed_rank_ended_with_0: (3, "rank 0 on a.example failed first: exit code 3"),
     ranks_were_started_again: (4, "rank 0 on a.example failed first: exit code 4"),
     a_host_was_lost_later: (7, "rank 0 on a.example failed first: exit code 7"),

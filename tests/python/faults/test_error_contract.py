@@ -122,10 +122,15 @@ def test_an_error_says_everything_ends_everything_and_sticks(
         # Of two ranks that differ either may be called the odd one out, by both alike.
         assert record["peer"] in ({0, 1} if how == "mismatch" else {1})
         assert record["host"] == record["peer_host"] == os.uname().nodename
-        for key in OF_AN_OPERATION - {"summary", "hint", "bytes_done", "bytes_total"}:
+        unsaid = {"group", "epoch"}  # the default group, which has not changed
+        for key in OF_AN_OPERATION - {"summary", "hint", "bytes_done", "bytes_total"} - unsaid:
             in_text = {"sequence": "seq", "elapsed_ms": "elapsed"}.get(key, key)
             assert f" {in_text}={record[key]}" in error.text.replace("[", " "), (key, error.text)
-        assert f"bytes={record['bytes_done']}/{record['bytes_total']}" in error.text
+        assert record["group"] == "0" and record["epoch"] == 0
+        assert not re.search(r" (group|epoch)=|bytes=\d+/0 ", error.text), error.text
+        assert f"[code={code} peer={record['peer']} " in error.text
+        if record["bytes_total"]:
+            assert f"bytes={record['bytes_done']}/{record['bytes_total']}" in error.text
         assert error.text.startswith(record["summary"]) and error.text.endswith(record["hint"])
         assert "\n" not in error.text
         if how == "late":
