@@ -58,10 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wait", type=_wait, metavar="S", help=_WAIT_HELP)
     add("--seconds", type=_seconds, default=1.5, metavar="S", help=_SECONDS_HELP)
     add(
-        "--parameters",
+        "--model",
         type=_count,
+        metavar="P",
         default="62.5M",
-        help="of your model, for the predicted sync; default: %(default)s",
+        help="parameters of your model, such as 125M or 7B, for the predicted syncs; "
+        "default: %(default)s",
     )
     add("--reach-only", action="store_true", help="send nothing at full speed")
     add("--hostfile", metavar="PATH", help=_HOSTFILE_HELP)
@@ -195,7 +197,7 @@ def _print_lines(arguments: argparse.Namespace, place: Place, variables: list[st
 def _plan(arguments: argparse.Namespace, prints: bool = True) -> Plan:
     return Plan(
         seconds=arguments.seconds,
-        parameters=arguments.parameters,
+        parameters=arguments.model,
         reach_only=arguments.reach_only,
         ranks_per_host=arguments.ranks_per_host,
         wait_s=_wait_s(arguments),

@@ -8,6 +8,7 @@ so that tests need no network:
     probe     asks another host's doctor       reach       judges who reaches whom
     flow      bytes over one connection        rate        judges who is slow
     sync      one all_reduce of the engine     firewall    lines that open or close ports
+    splits    bytes of DDP, FSDP and others
 
     join      finds the store                  board       what hosts exchange by it
     meeting   which ranks came                 attendance  who did not come, or ended

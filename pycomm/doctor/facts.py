@@ -43,6 +43,9 @@ class Interface:
     speed_mbps: int = -1
     """As the driver reports it; of a bond, VLAN or bridge, the slowest device below. -1: unknown,
     as of virtual devices, which report any number."""
+    wireless: bool = False
+    network: str = ""
+    """ "10.0.0.0/24": the addresses that it reaches without a router; "" if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)

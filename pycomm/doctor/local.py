@@ -7,9 +7,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
 from pycomm._torch_range import torch_minor
-from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, listed
+from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, Interface, listed
 from pycomm.doctor.firewall import lines_to_close
 from pycomm.doctor.rules import FAMILIES
 from pycomm.doctor.system import is_loopback
@@ -18,6 +19,9 @@ _ANY = ("0.0.0.0", "::")
 _VIRTUAL = re.compile(
     r"(docker|br-|virbr|veth|cni|flannel|cali|kube-|lxc|lxd|podman|nerdctl|vmnet|vboxnet|dummy|tunl)"
 )
+_GIGABIT = 1000
+"""Mbit/s of a wire that is faster than Wi-Fi mostly is, and steadier."""
+IPNetwork = IPv4Network | IPv6Network
 _LOCAL_BRIDGE = "a local bridge that other hosts cannot reach"
 
 
@@ -128,6 +132,59 @@ def _link_speeds(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             )
             todo = ["Cable or switch port?", f"$ ethtool {host.interface} | grep Speed"]
             yield Finding(NOTE, "LINK_SPEED", host.name, text, todo)
+
+
+def _slower_interfaces(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        used = host.chosen
+        found = faster_interface(host, [one for one in hosts if one is not host])
+        if used is None or found is None:
+            continue
+        speed = "Wi-Fi" if used.wireless else f"{used.speed_mbps} Mbit/s"
+        by = f" by {host.interface_origin}" if host.interface_setting else ""
+        text = (
+            f"{host.name}: {used.name} ({speed}) was chosen{by}; {found.name} "
+            f"({found.speed_mbps} Mbit/s) reaches the same hosts, in {found.network}"
+        )
+        todo = [
+            "On every host, with its own name of the interface in that network:",
+            f"$ export PYCOMM_SOCKET_IFNAME={found.name}",
+        ]
+        yield Finding(NOTE, "SLOWER_INTERFACE", host.name, text, todo)
+
+
+def faster_interface(host: HostFacts, others: Sequence[HostFacts]) -> Interface | None:
+    """An interface that, by its driver, is faster than the one in use, and whose network holds an
+    address of each other host, at an interface that is not known to be as slow."""
+    used = host.chosen
+    if used is None or not others:
+        return None
+    limit = _GIGABIT - 1 if used.wireless else used.speed_mbps
+    if limit <= 0:
+        return None
+    elsewhere = {one.address for other in others for one in other.interfaces}
+
+    def is_reached(other: HostFacts, network: IPNetwork) -> bool:
+        return any(
+            ip_address(one.address.partition("%")[0]) in network
+            and not one.wireless
+            and (one.speed_mbps < 0 or one.speed_mbps > limit)
+            for one in other.interfaces
+            if not one.loopback and not is_virtual(one.name)
+        )
+
+    found = [
+        one
+        for one in host.interfaces
+        if one.speed_mbps > limit
+        and not (one.loopback or one.wireless or is_virtual(one.name))
+        and one.family == used.family
+        and one.network
+        and one.address not in elsewhere
+        and not one.address.startswith("fe80:")
+        and all(is_reached(other, ip_network(one.network)) for other in others)
+    ]
+    return max(found, key=lambda one: one.speed_mbps, default=None)
 
 
 def _usual(values: Sequence[int]) -> int:
@@ -333,6 +390,7 @@ _CHECKS: tuple[Callable[[Sequence[HostFacts]], Iterator[Finding]], ...] = (
     _descriptors,
     _mtus,
     _link_speeds,
+    _slower_interfaces,
     _slow_resolver,
     master_name,
     _twins,

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from pycomm.doctor import sync
+from pycomm.doctor import splits, sync
 from pycomm.doctor.facts import Finding, HostFacts
 from pycomm.doctor.local import files_needed
 from pycomm.doctor.rate import HostRate, megabytes, slowest
@@ -24,6 +24,7 @@ or, without a launcher, on the first host:
 # The columns that are left out first where a line would be too long.
 _DISPENSABLE = ("ranks", "lost", "torch", "MTU", "rtt")
 _LEAST_ADDRESS = 15
+_SELDOM = 32
 
 
 def as_text(report: Report) -> str:
@@ -185,6 +186,7 @@ def _sync_lines(report: Report) -> Iterator[str]:
             f"one sync of {millions:g} M parameters" if not busy else "   while the cores compute"
         )
         yield _sync_line(title, report, busy=busy, factor=1.0) + "predicted"
+    yield from _split_line(report)
     slow = [index for index, row in enumerate(report.rates) if row.slow]
     if len(slow) == 1 and len(report.hosts) > 2:
         others = [row for index, row in enumerate(report.rates) if index != slow[0]]
@@ -203,6 +205,20 @@ def _sync_line(title: str, report: Report, *, busy: bool, factor: float) -> str:
             seconds = found.of(report.parameters) * factor
             line += f"{wire} {seconds_text(seconds)}".ljust(11) + " "
     return line
+
+
+def _split_line(report: Report) -> Iterator[str]:
+    """What other splits would take: the measured sync of fp32, by their bytes."""
+    found = sync.find(report.syncs, "fp32", busy=False)
+    hosts = len(report.hosts)
+    if found is None or hosts < 2:
+        return
+    per_byte = found.of(report.parameters) / splits.ddp_nbytes(report.parameters, hosts)
+    seldom = per_byte * splits.ddp_nbytes(report.parameters, hosts, every=_SELDOM)
+    sharded = per_byte * splits.fsdp_nbytes(report.parameters, hosts)
+    line = "   other splits, per step".ljust(34)
+    line += f"every {_SELDOM}nd step {seconds_text(seldom)} ".ljust(24)
+    yield line + f"FSDP {seconds_text(sharded)}".ljust(11) + " computed"
 
 
 def seconds_text(seconds: float) -> str:

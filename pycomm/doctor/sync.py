@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.ddp import DistributedDataParallel
+from pycomm.doctor import splits
 from pycomm.options import Options
 from pycomm.report import Recorder
 
@@ -73,7 +74,7 @@ def measure(store: Any, rank: int, size: int) -> list[Sync]:
 
 def without(seconds: float, hosts: int, slowest: float, slowest_of_others: float) -> float:
     """What a sync would take without one of the hosts, by the bytes of a ring: computed."""
-    share = ((hosts - 2) / (hosts - 1)) / ((hosts - 1) / hosts)
+    share = splits.ddp_nbytes(1, hosts - 1) / splits.ddp_nbytes(1, hosts)
     return seconds * share * slowest / slowest_of_others
 
 

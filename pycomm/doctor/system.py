@@ -143,6 +143,39 @@ def link_speed(name: str, devices: Path = _DEVICES) -> int:
     return _whole(_read(f"{device}/speed"), -1)
 
 
+def networks_of(routes: str, routes6: str) -> dict[str, list[str]]:
+    """The networks that each interface reaches without a router.
+
+    Args:
+        routes: /proc/net/route.
+        routes6: /proc/net/ipv6_route.
+    """
+    found: dict[str, list[str]] = {}
+    for name, target, gateway, *rest in _fields(routes, 8)[1:]:
+        address, mask = (bytes.fromhex(text)[::-1] for text in (target, rest[4]))
+        length = int.from_bytes(mask, "big").bit_count()
+        if length and int(gateway, 16) == 0:
+            found.setdefault(name, []).append(f"{ipaddress.IPv4Address(address)}/{length}")
+    for target, bits, _, _, gateway, *rest in _fields(routes6, 10):
+        length = int(bits, 16)
+        if 0 < length < 128 and int(gateway, 16) == 0:
+            text = f"{ipaddress.IPv6Address(bytes.fromhex(target))}/{length}"
+            found.setdefault(rest[-1], []).append(text)
+    return found
+
+
+def _fields(table: str, least: int) -> list[list[str]]:
+    rows = [line.split() for line in table.splitlines()]
+    return [row for row in rows if len(row) >= least]
+
+
+def network_of(address: str, networks: Iterable[str]) -> str:
+    """The smallest of these networks that the address is in; "" if it is in none."""
+    one = ipaddress.ip_address(address.partition("%")[0])
+    holding = [net for net in map(ipaddress.ip_network, networks) if one in net]
+    return str(max(holding, key=lambda net: net.prefixlen)) if holding else ""
+
+
 def socket_options(environ: Mapping[str, str]) -> ResolvedOptions:
     """The settings; the defaults where they are not allowed, which is a problem of its own."""
     try:
@@ -319,6 +352,7 @@ def _versions() -> dict[str, str]:
 def _interfaces() -> Iterable[Interface]:
     if why_no_extension():
         return
+    networks = networks_of(_read("/proc/net/route"), _read("/proc/net/ipv6_route"))
     for entry in _extension.native.list_interfaces():
         name = str(entry["name"])
         yield Interface(
@@ -328,6 +362,8 @@ def _interfaces() -> Iterable[Interface]:
             loopback=bool(entry["loopback"]),
             mtu=_whole(_read(f"{_DEVICES}/{name}/mtu"), 0),
             speed_mbps=link_speed(name),
+            wireless=(_DEVICES / name / "wireless").exists(),
+            network=network_of(str(entry["address"]), networks.get(name, ())),
         )
 
 

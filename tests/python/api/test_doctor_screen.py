@@ -95,7 +95,19 @@ def test_a_healthy_screen() -> None:
         "",
         "one sync of 62.5 M parameters     fp32 3 s    fp16 1.5 s  int8 0.75 s predicted",
         "   while the cores compute        fp32 6 s    fp16 3 s    int8 1.5 s  predicted",
+        "   other splits, per step         every 32nd step 0.094 s FSDP 4.5 s  computed",
     ]
+
+
+def test_other_splits_are_computed_from_the_measured_sync() -> None:
+    """3 s of fp32: a 32nd of it, and three transfers in place of an all-reduce's two."""
+    found = dataclasses.replace(full_report(4), parameters=125e6)
+    (line,) = (line for line in as_text(found).splitlines() if "other splits" in line)
+    assert " ".join(line.split()) == (
+        "other splits, per step every 32nd step 0.19 s FSDP 9 s computed"
+    )
+    only_int8 = [one for one in found.syncs if one.wire == "int8"]
+    assert "other splits" not in as_text(dataclasses.replace(found, syncs=only_int8))
 
 
 def test_without_the_slow_host_is_computed_by_the_bytes_of_a_ring() -> None:
@@ -227,7 +239,7 @@ def test_hosts_is_refused_on_a_host_that_is_not_the_first(
         ["--hosts", "one"],
         ["--seconds", "0"],
         ["--seconds", "121"],  # a station measures no longer than flow.MAX_SECONDS
-        ["--parameters", "many"],
+        ["--model", "many"],
         ["--ranks-per-host", "0"],
     ],
 )
