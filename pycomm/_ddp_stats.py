@@ -39,7 +39,14 @@ def wrappers() -> list[tuple[Any, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class DDPStats:
-    """Counters of one wrapper's reducer on this rank since it was made."""
+    """Counters of one wrapper's reducer on this rank since it was made.
+
+    Example::
+
+        stats = model.stats()
+        print(f"{stats.sent_nbytes / stats.steps:.0f} bytes and "
+              f"{stats.exposed_seconds_per_step:.3f} s of waiting per step")
+    """
 
     passes: int
     """Backward passes, but for those in ``no_sync()``."""

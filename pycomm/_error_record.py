@@ -13,6 +13,12 @@ class ErrorRecord(Mapping[str, Any]):
 
     Fields are attributes, None if unknown. As a mapping it holds the known fields, by
     name; so it equals a dict, and ``dict(record)`` and ``json.dumps(dict(record))`` work.
+
+    Example::
+
+        record = pycomm.last_error()  # None while the group works
+        if record is not None:
+            print(record.code, record.peer, record.peer_host, json.dumps(dict(record)))
     """
 
     code: str | None = None

@@ -44,7 +44,13 @@ class BadRecordError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRecord:
-    """One operation of one rank. Fields that do not apply, or have no value yet, are None."""
+    """One operation of one rank. Fields that do not apply, or have no value yet, are None.
+
+    Example::
+
+        for one in pycomm.flight_record().operations:
+            print(one.label, one.described, one.state)  # all_reduce #12 SUM, float32 x 3, ring done
+    """
 
     ticket: int
     """Counts what this rank has issued, in order; numbers may be missing."""
@@ -108,7 +114,13 @@ class OperationRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupRecord:
-    """One group, as one rank recorded it."""
+    """One group, as one rank recorded it.
+
+    Example::
+
+        record = pycomm.flight_record()
+        print(record.name, record.hosts, [one.label for one in record.operations[-3:]])
+    """
 
     name: str
     desc: str | None = None

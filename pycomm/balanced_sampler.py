@@ -40,7 +40,13 @@ _LARGEST = 2**63 - 1
 @dataclasses.dataclass(frozen=True)
 class SamplerStats:
     """What a ``BalancedSampler`` deals, and why. Tuples are by rank; but for ``epoch`` and
-    ``cursor``, all of it concerns the time since the sampler was made or its state was saved."""
+    ``cursor``, all of it concerns the time since the sampler was made or its state was saved.
+
+    Example::
+
+        stats = sampler.stats()
+        print(stats.shares, stats.even_step_seconds, stats.step_seconds, stats.advice)
+    """
 
     epoch: int
     cursor: int
@@ -71,6 +77,16 @@ class BalancedSampler(Sampler[list[int]]):
     together. An epoch has each index once, but for the remainder that does not fill a step. Shares
     begin equal. They follow from the compute time of each rank's earlier steps, which the model's
     ranks exchange anyway, and change only for a predicted gain above 2 %.
+
+    Example::
+
+        sampler = pycomm.BalancedSampler(dataset, global_batch=256, model=model)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for inputs, targets in DataLoader(dataset, batch_sampler=sampler):
+                optimizer.zero_grad()
+                loss_of(model(inputs), targets).backward()
+                optimizer.step()
 
     Args:
         dataset: Has ``len()``, and is the same on all ranks.

@@ -18,7 +18,13 @@ CODECS = tuple(name for name in WIRE_DTYPES if name != "fp32")
 
 @dataclasses.dataclass(frozen=True)
 class CodecStats:
-    """Counters of a group's codec on this rank since the group was made."""
+    """Counters of a group's codec on this rank since the group was made.
+
+    Example::
+
+        stats = pycomm.codecs.codec_stats()
+        print(f"{stats.bytes_sent} bytes in place of {stats.bytes_sent + stats.bytes_saved}")
+    """
 
     elements_sent: int
     """Values that this rank has sent encoded: contributions and results."""

@@ -58,7 +58,9 @@ def ordered(
     timeout of its collectives.
 
     Args:
-        hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
+        hook: ``hook(state, bucket)`` returning a future of the averages, a tensor as
+            ``bucket.buffer()``: (numel,) in the gradients' dtype, contiguous, on their device;
+            ``bucket.gradients()`` are views of it in the shapes of the parameters.
         group: The group of the hook's collectives. None: the state, or its ``process_group``,
             if that is a group; else the default group. Then hooks are in the order of their first
             buckets, not in that of these calls. pycomm matches collectives of hooks by this order,
@@ -95,8 +97,9 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
         module: The wrapped model: needed only to save and load the hook's state.
 
     Returns:
-        A hook for ``register_comm_hook`` of torch's DDP or pycomm's, for float32 gradients on the
-        CPU, on any backend. Its ``state`` is the process group, None for the default one.
+        A hook for ``register_comm_hook`` of torch's DDP or pycomm's, on any backend. Its buckets
+        are (numel,) float32, contiguous, on the CPU. Its ``state`` is the process group, None for
+        the default one.
 
     Raises:
         ValueError: ``fraction`` is out of range.
@@ -152,6 +155,7 @@ class CompressedHook:
         self.__signature__ = inspect.signature(reduce)
 
     def __call__(self, state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Averages ``bucket.buffer()``, (numel,) float32 on the CPU, and returns a future of it."""
         return self._ordered(state, bucket)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

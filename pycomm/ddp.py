@@ -64,6 +64,14 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     be on the CPU or on CUDA devices. An option that is not supported raises an error at
     construction; none is ignored.
 
+    Example::
+
+        model = pycomm.DistributedDataParallel(model, wire_dtype="fp16")
+        for inputs, targets in loader:  # each rank has its own batches
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()  # averages the gradients while it runs
+            optimizer.step()
+
     Args:
         module: The model. Names, shapes, dtypes and strides of parameters must be the same on all
             ranks, and are compared. Freeze and unfreeze parameters between passes, on all ranks.
@@ -298,7 +306,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
         The hook runs through ``pycomm.comm_hooks.ordered``, on a thread of its own, so buckets come
         one at a time. Over NCCL and over other libraries' groups it runs on the thread of backward,
-        so all ranks issue collectives in one order. It gets gradients in the parameters' dtype.
+        so all ranks issue collectives in one order. ``bucket.buffer()`` is (numel,), contiguous, in
+        the parameters' dtype and on their device; the future that the hook returns has a tensor of
+        that shape and dtype, the averages.
         With ``wire_dtype`` over a group of pycomm, sums of float32 that it issues are encoded,
         without error feedback.
 

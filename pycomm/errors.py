@@ -69,6 +69,15 @@ class TorchVersionError(ImportError):
 class PycommError(DistError):
     """An error of pycomm's native part.
 
+    Example::
+
+        try:
+            dist.all_reduce(tensor)
+        except pycomm.errors.PeerError as error:  # a family: the peer, or the way to it, is gone
+            print(error.code, error.peer, error.peer_host, error.hint)
+        except pycomm.errors.PycommError as error:
+            print(error.code, error.record)
+
     Args:
         text: The whole message.
         record: The known facts, by ``ErrorRecord``'s fields. ``code`` defaults to the class's own.

@@ -49,7 +49,13 @@ __all__ = ["DiLoCo", "LocalSGD", "SyncStats"]
 
 @dataclasses.dataclass(frozen=True)
 class SyncStats:
-    """Counters of one ``LocalSGD``, or of a derived class, on this rank since it was made."""
+    """Counters of one ``LocalSGD``, or of a derived class, on this rank since it was made.
+
+    Example::
+
+        stats = local.stats()
+        print(f"{stats.syncs} syncs in {stats.steps} steps, {stats.exposed_seconds:.1f} s waited")
+    """
 
     steps: int
     syncs: int
@@ -64,6 +70,16 @@ class SyncStats:
 
 class LocalSGD:
     """Averages the parameters of all workers every ``sync_every`` steps.
+
+    Example::
+
+        local = pycomm.LocalSGD(model, sync_every=16)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            local.step()  # on every rank, as often on each
+        local.sync()  # before the model is saved or evaluated
 
     Args:
         model: Its trainable parameters are averaged, also those that are unfrozen later, on all
@@ -221,6 +237,16 @@ class FixedParameters(LocalSGD):
 
 class DiLoCo(FixedParameters):
     """Every ``sync_every`` steps an outer optimizer applies the mean of the workers' movements.
+
+    Example::
+
+        local = pycomm.DiLoCo(model, sync_every=100)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            local.step()
+        local.sync()
 
     Args:
         model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``.

@@ -53,6 +53,11 @@ class Options:
     ``cuda_mode``, ``heartbeat_timeout``, ``check_call_sites`` and ``security``; the others may
     differ. Immutable, so any thread may use one for any number of groups.
 
+    Example::
+
+        options = pycomm.Options(interface="eth0", timeout=60, wire_dtype="fp16")
+        dist.init_process_group("pycomm", pg_options=options)
+
     Args:
         interface: The network interface, in NCCL's notation: ``eth0,ib``: the first in this order
             that is up and whose name begins so; ``=eth0``: exactly that one; ``^lo,docker``: any

@@ -31,7 +31,13 @@ _PATIENCE_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The times of one bucket, in seconds since the step's first gradient."""
+    """The times of one bucket, in seconds since the step's first gradient.
+
+    Example::
+
+        for bucket in recorder.record(step).buckets:
+            print(bucket.gradient_nbytes, bucket.reduced_s - bucket.launched_s)
+    """
 
     gradient_nbytes: int
     wire_nbytes: int
@@ -45,7 +51,13 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One reduced backward pass on this rank."""
+    """One reduced backward pass on this rank.
+
+    Example::
+
+        took = recorder.record(step)
+        print(f"sync {took.sync_s:.3f} s, {took.exposed_s:.3f} s of it not hidden by backward")
+    """
 
     backward_s: float
     """When gradients had all been computed, in seconds since the first one."""
@@ -77,6 +89,16 @@ class Step:
 
 class Recorder:
     """Follows the buckets of one wrapper.
+
+    Example::
+
+        recorder = pycomm.report.Recorder(model)
+
+        def step():
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+
+        print(recorder.record(step).exposed_s)
 
     Args:
         model: ``pycomm.DistributedDataParallel`` or torch's. With torch's, this

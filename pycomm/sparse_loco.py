@@ -40,6 +40,16 @@ class SparseLoCo(FixedParameters):
     entries, and subtracts them from the error. There is no outer momentum: the error, which decays,
     has the same effect.
 
+    Example::
+
+        local = pycomm.SparseLoCo(model, sync_every=50, top_k=64)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            local.step()
+        local.sync()
+
     Args:
         model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``. Parameters
             are real.

@@ -52,6 +52,18 @@ class StreamingDiLoCo(FixedParameters):
     launched at steps (p + 1) · H / P of each round of H. Its parameters take the new anchor τ steps
     later. With P = 1 and τ = 0 it is ``DiLoCo``, bit by bit.
 
+    Example::
+
+        local = pycomm.StreamingDiLoCo(
+            model, sync_every=100, fragments=2, fragment_sync_delay=5, wire_dtype="int8"
+        )
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            local.step()
+        local.sync()
+
     Args:
         model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``.
         fragments: Their number; the blocks of the model's longest ``ModuleList`` or ``Sequential``

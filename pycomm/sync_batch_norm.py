@@ -29,7 +29,10 @@ class SyncBatchNorm(_BatchNorm):
     are combined in rank order, so all ranks get the same bits. As torch's layer, it has no second
     derivative: a gradient penalty or a Hessian through it raises a RuntimeError.
 
+    Example::
+
         model = pycomm.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = pycomm.DistributedDataParallel(model)
     """
 
     def __init__(

@@ -30,6 +30,11 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
     shared by ids without a row of their own: those not admitted yet, those that ``eval()`` meets
     for the first time, and those of a step that needs more rows than the bucket has.
 
+    Example::
+
+        id_map = LRUManagedCollisionModule(zch_size=100_000, admit_after=2)
+        collection = ManagedCollisionCollection({"user": id_map}, tables)
+
     Args:
         zch_size: Rows of the table, ``num_embeddings`` of its config; a multiple of ``buckets``.
             Some buckets are full a little before others: reserve 3 % more rows than ids, and 10 %

@@ -20,7 +20,14 @@ _MIXED_IDS = "_ids"
 
 
 class Table(NamedTuple):
-    """One table, whole."""
+    """One table, whole.
+
+    Example::
+
+        table = read_table(model, "user")  # on all ranks; None but on rank 0
+        if table is not None:
+            vectors = table.lookup(torch.tensor([3, 10**12]))  # (2, columns)
+    """
 
     ids: torch.Tensor
     """(n,) int64, sorted: the ids that have a row of their own."""

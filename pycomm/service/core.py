@@ -27,7 +27,13 @@ Buffers = Mapping[torch.dtype, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class ServerStats:
-    """Counted since the first start, over restarts from the checkpoint."""
+    """Counted since the first start, over restarts from the checkpoint.
+
+    Example::
+
+        stats = server.stats()
+        print(f"{stats.steps} steps, {stats.live_workers} workers, {stats.lost_pushes} pushes lost")
+    """
 
     version: int
     """How new the parameters are: with ``staleness=0`` the clock that was applied last, otherwise

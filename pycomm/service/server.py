@@ -42,6 +42,12 @@ class ParameterServer:
     Servers are not ranks: they need no launcher, and ``torch.distributed`` does not count them.
     Each worker has a connection of its own, a group of two. One thread for each connection.
 
+    Example::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        server = pycomm.ParameterServer(model, optimizer, listen="10.0.0.1:6170", workers=4)
+        server.serve()  # until all workers have said goodbye
+
     Args:
         model: Its parameters are the first ones; they are changed in place. On the CPU.
         optimizer: Of the model's parameters. If parameters are cut into slices, one of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor_facts import LOOPBACK, healthy, interface, only
@@ -20,9 +21,9 @@ def host(number: int, *more: Interface, speed: int = 1000, **changes: bool) -> H
     return healthy(number, interfaces=(LOOPBACK, eth0, *more))
 
 
-def fast(number: int, name: str = "eth1", **changes: object) -> Interface:
+def fast(number: int, name: str = "eth1", **changes: Any) -> Interface:
     usual = interface(name, f"192.168.7.{number}", speed_mbps=10_000, network=FAST_NET)
-    return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(usual, **changes)
 
 
 def notes(hosts: list[HostFacts]) -> list[str]:
@@ -42,8 +43,9 @@ def test_a_faster_network_between_the_same_hosts_is_named() -> None:
 
 def test_each_host_has_its_own_name_of_it_and_a_setting_is_blamed() -> None:
     hosts = [host(1, fast(1)), host(2, fast(2, "enp3s0"))]
-    chosen = {"interface_setting": "eth0", "interface_origin": "PYCOMM_SOCKET_IFNAME"}
-    hosts[1] = dataclasses.replace(hosts[1], **chosen)
+    hosts[1] = dataclasses.replace(
+        hosts[1], interface_setting="eth0", interface_origin="PYCOMM_SOCKET_IFNAME"
+    )
     assert notes(hosts) == ["node1", "node2"]
     second = [one for one in local.judge(hosts) if one.code == "SLOWER_INTERFACE"][1]
     assert "eth0 (1000 Mbit/s) was chosen by PYCOMM_SOCKET_IFNAME;" in second.text

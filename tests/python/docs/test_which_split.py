@@ -1,4 +1,4 @@
-"""docs/which-split.md: its formulas by hand, its tables, and the bytes that two hosts really send."""
+"""docs/which-split.md: its formulas by hand, its tables, and the bytes that two hosts send."""
 
 from __future__ import annotations
 
