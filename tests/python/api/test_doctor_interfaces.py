@@ -85,7 +85,9 @@ SILENT: dict[str, Callable[[], list[HostFacts]]] = {
     "the network of the faster one is unknown": lambda: [
         host(n, fast(n, network="")) for n in (1, 2)
     ],
-    "a bridge within the host": lambda: [host(n, fast(n, "docker0")) for n in (1, 2)],
+    "a bridge within each host": lambda: [host(n, fast(n, "docker0")) for n in (1, 2)],
+    "a bridge within one host": lambda: [host(1, fast(1, "docker0")), host(2, fast(2))],
+    "it is wireless": lambda: [host(1, fast(1, wireless=True)), host(2, fast(2))],
     "a duplicate address": lambda: [host(n, fast(9)) for n in (1, 2)],
     "another family": lambda: [
         host(n, fast(n, family="ipv6", address=f"fd00::{n}", network="fd00::/64")) for n in (1, 2)
