@@ -33,8 +33,8 @@ def shape(line: str) -> tuple[object, ...]:
     code = pairs.split()[0]
     words = re.sub(r"\d+", "N", found[4])
     words = re.sub(r"\[rank\d+\]:?$", "", words).strip()
-    # `phase` says how far it had come, which is chance where a process dies.
-    return found[1], code, [key for key in keys if key != "cause"], words
+    # How far it had come is chance where a process dies, and so whether there is `bytes`.
+    return found[1], code, [key for key in keys if key not in ("cause", "bytes")], words
 
 
 def errors_in(block: str) -> list[str]:
