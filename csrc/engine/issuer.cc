@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "engine/data/point_to_point.h"
-#include "engine/host/host_rounds.h"
+#include "engine/host/host_transfer.h"
 #include "engine/operation/issue_context.h"
 #include "schedule/make_schedule.h"
 #include "schedule/select.h"
@@ -102,7 +102,7 @@ Operation::Request Issuer::requestOnHost(const Call& call) {
   checkRequest(schedules_.ours(call.schedule));
   request.descriptor.algorithm = Algorithm::SharedMemory;
   if (call.held && call.in_pieces) {
-    request.extras().pieces = HostRounds::piecesOf(request.descriptor, roster_.identity.size);
+    request.extras().pieces = HostTransfer::piecesOf(request.descriptor, static_cast<int>(roster_.hostMates().size()));
   }
   return request;
 }

@@ -70,13 +70,14 @@ void MemorySharing::logWithout(const std::string& why) const {
 void MemorySharing::open(Deadline deadline, Opened& opened) {
   const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
-  const size_t plane_nbytes = one_host ? HostView::totalNbytes(identity_.size) : 0;
-  const int maker = roster_.hostMates().front();
+  const std::vector<int32_t>& mates = roster_.hostMates();
+  const auto on_host = static_cast<int>(mates.size());
+  const size_t plane_nbytes = one_host ? HostView::totalNbytes(on_host) : 0;
+  const int maker = mates.front();
   const bool first = identity_.rank == maker;
-  const size_t on_host = roster_.hostMates().size();
-  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(on_host);
+  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(mates.size());
   SharedHeap::sharedBy(
-      on_host); // also in a group of several hosts: its ranks are there when a smaller group commits memory
+      mates.size()); // also in a group of several hosts: its ranks are there when a smaller group commits memory
   const size_t at_once = SharedHeap::atOnce();
   if (one_host) {
     attempt(failed_, opened.no_heaps, [&] {
@@ -91,7 +92,7 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
       PYCOMM_FAULT_POINT("arena.open");
       auto arena = std::make_shared<const SharedArena>(SharedArena::create(nbytes));
       if (one_host) {
-        arena->commit(0, HostView::commonNbytes(identity_.size), at_once);
+        arena->commit(0, HostView::commonNbytes(on_host), at_once);
       }
       opened.arena = std::move(arena);
     });
@@ -116,17 +117,17 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
     // Stages get their pages with the first large operation, since most groups never have one. If there is no room for them now, sockets
     // serve the group; if there is none then, that operation is an error.
     attempt(failed_, opened.no_arena, [&] {
-      SharedArena::expectRoom(plane_nbytes - HostView::commonNbytes(identity_.size), at_once);
+      SharedArena::expectRoom(plane_nbytes - HostView::commonNbytes(on_host), at_once);
     });
   }
-  for (int rank = 0; rank < identity_.size && opened.no_heaps.empty() && opened.no_arena.empty(); ++rank) {
-    attempt(failed_, opened.no_heaps, [&] { mapHeap(opened.heaps, rank, patience); });
+  for (size_t i = 0; i < mates.size() && opened.no_heaps.empty() && opened.no_arena.empty(); ++i) {
+    attempt(failed_, opened.no_heaps, [&] { mapHeap(opened.heaps, mates[i], patience); });
   }
   if (opened.arena != nullptr) { // before this rank says that it has it: from then on others may send through it
     HostRings rings;
     rings.arena = opened.arena;
     rings.begin = plane_nbytes;
-    rings.ranks = roster_.hostMates();
+    rings.ranks = mates;
     rings.at_once = at_once;
     engine_.lane().run([&] { planes_.data()->shareRings(std::move(rings)); });
   }
@@ -225,13 +226,14 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
 
 void MemorySharing::openHostPlane(Opened opened) {
   HostPlane::Config config;
+  config.ranks = roster_.hostMates();
   config.crowded = engine_.lane().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
   config.spin_us = static_cast<int>(
-      config.crowded ? std::max(2 * kSpinUs * static_cast<unsigned>(identity_.size) / usableCores(), kSpinUs)
+      config.crowded ? std::max(2 * kSpinUs * static_cast<unsigned>(config.ranks.size()) / usableCores(), kSpinUs)
                      : kSpinUs);
   PYCOMM_FAULT_POINT("host.make");
   engine_.lane().run([&] { // where a failure looks for the plane
-    planes_.openHost(std::move(opened.arena), std::move(opened.heaps), config);
+    planes_.openHost(std::move(opened.arena), std::move(opened.heaps), std::move(config));
     // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
     if (failed_.aborted()) {
       planes_.host()->fail(failed_.reason(), nullptr, nullptr);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/host/host_layout.h"
 #include "engine/host/host_plane.h"
 #include "engine/report/failure_text.h"
 

@@ -1,11 +1,15 @@
 #include "engine/host/host_plane.h"
 
-#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <functional>
 #include <new>
+#include <string>
 #include <thread>
 #include <utility>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -13,7 +17,8 @@ namespace {
 
 // A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
 constexpr int kLongestParkMs = 1000;
-constexpr int kLooksBeforeYield = 32;
+constexpr int kPollsBeforeYield = 32;
+constexpr size_t kCompactAt = 256;
 
 inline void pauseCore() noexcept {
 #if defined(__x86_64__)
@@ -23,28 +28,37 @@ inline void pauseCore() noexcept {
 #endif
 }
 
-/// The rank (a bit) whose process has ended, and so writes nothing any more. A connection that was reset proves no end.
-uint64_t diedFirst(const ErrorRecord& cause, const GroupIdentity& identity) noexcept {
-  const int peer = identity.job.inGroup(cause.peer); // records have numbers of the job
-  const bool died = cause.code == ErrorCode::PeerDead && cause.phase != ErrorPhase::Reset && identity.isRank(peer);
-  return died ? hostBit(peer) : 0;
+int64_t bytesOf(const Descriptor& descriptor) {
+  return descriptor.kind == Collective::Barrier
+      ? 0
+      : descriptor.numel * static_cast<int64_t>(elementSize(descriptor.dtype));
+}
+
+/// False if there is no memory to report it: then the next sleep, a second later at the most, is for reporting it again.
+template <typename Report>
+bool reported(const Report& report) noexcept {
+  try {
+    report();
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 } // namespace
 
 HostPlane::HostPlane(
-    GroupIdentity identity,
+    const GroupIdentity& identity,
     std::shared_ptr<const SharedArena> arena,
     HostHeaps heaps,
     Config config,
     Events events)
-    : identity_(std::move(identity)),
-      config_(config),
+    : identity_(identity),
+      config_(std::move(config)),
       events_(std::move(events)),
-      memory_(std::move(arena), std::move(heaps), identity_),
+      memory_(identity, config_.ranks, std::move(arena), std::move(heaps)),
       bell_(memory_.view()),
-      worker_([this] { return work(); }),
-      queue_(HostQueue::Parts{identity_, memory_, bell_, inbox_, events_, ending_}, config_.tell_after_ms) {}
+      worker_([this] { return work(); }) {}
 
 HostPlane::~HostPlane() = default;
 
@@ -71,19 +85,27 @@ bool HostPlane::serves(const ScheduleRequest& request, int size) noexcept {
   return false;
 }
 
+// ---- any thread
+
 bool HostPlane::post(
     const std::function<std::shared_ptr<Operation>()>& make,
     bool waits,
     std::shared_ptr<Operation>& made) {
-  const auto accept = [this](Operation& operation) {
-    if (operation.request().id.sequence <= tell_up_to_.load(std::memory_order_relaxed)) {
-      tellEnd(operation);
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    try {
+      made = make();
+      if (closed_) {
+        return false;
+      }
+      put(made);
+    } catch (...) {
+      if (!closed_) {
+        // The id may be taken: the others would wait for this rank, and its next operation would not be theirs.
+        noticeException();
+      }
+      throw;
     }
-  };
-  // The id may be taken: the others would wait for this rank, and its next operation would not be theirs.
-  const auto failed = [this] { events_.noticeException(identity_); };
-  if (!inbox_.post(make, made, std::cref(accept), std::cref(failed))) {
-    return false;
   }
   static_cast<void>(PYCOMM_FAULT("host.posted"));
   bell_.ringSelf(); // another thread of this process may run operations, and sleep
@@ -93,10 +115,40 @@ bool HostPlane::post(
   return true;
 }
 
+void HostPlane::put(const std::shared_ptr<Operation>& made) {
+  Operation::Shared& shared = made->makeShared();
+  if (made->request().id.sequence <= tell_up_to_.load(std::memory_order_relaxed)) {
+    tellEnd(*made);
+  }
+  posted_.push_back(made); // the last that takes memory: a ticket that nobody enters would hold up all that come after
+  shared.ticket = ++last_ticket_;
+  shared.bytes_total = bytesOf(made->request().descriptor);
+  recent_[last_ticket_ % recent_.size()] = made;
+  pending_.fetch_add(1, std::memory_order_seq_cst);
+  any_posted_.store(true, std::memory_order_seq_cst);
+}
+
+void HostPlane::noticeException() const noexcept {
+  try {
+    events_.notice(ownTrouble(std::current_exception(), identity_));
+  } catch (...) { // no memory even to say so: the deadline ends what waits
+  }
+}
+
 void HostPlane::tellEnd(Operation& operation) const {
   const Operation::Request& request = operation.request();
   // This outlives its operations: close() ends them.
   operation.onDone([this, id = request.id, descriptor = request.descriptor] { events_.ended(id, descriptor); });
+}
+
+std::vector<std::shared_ptr<Operation>> HostPlane::recent() const {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  std::vector<std::shared_ptr<Operation>> operations;
+  const uint64_t kept = std::min<uint64_t>(last_ticket_, recent_.size());
+  for (uint64_t ticket = last_ticket_ - kept + 1; ticket <= last_ticket_; ++ticket) {
+    operations.push_back(recent_[ticket % recent_.size()]);
+  }
+  return operations;
 }
 
 void HostPlane::release(Operation& operation) noexcept {
@@ -115,96 +167,14 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
   if (ending_.load(std::memory_order_seq_cst)) {
     return false; // the thread that ends the plane ends the operation
   }
-  if (!inbox_.allEnded()) { // also what was posted while this thread was leaving
+  if (pending() != 0) { // also what was posted while this thread was leaving
     wakeWorker();
   }
   return true;
 }
 
 void HostPlane::wakeWorker() {
-  worker_.wake([this] { events_.noticeException(identity_); }); // not the caller's: the operation is posted
-}
-
-bool HostPlane::work() noexcept {
-  {
-    // Never spins: the program computes beside it. Waits for a driver to leave; what that left behind is done here.
-    const std::lock_guard<std::mutex> lock(run_mutex_);
-    run([&] { return inbox_.allEnded(); }, Deadline::never(), 0);
-    static_cast<void>(PYCOMM_FAULT("host.rest"));
-  }
-  // A caller that posted while this thread was leaving, and could not drive, waits for this thread.
-  return !inbox_.allEnded() && !ending_.load(std::memory_order_seq_cst);
-}
-
-template <typename Done>
-void HostPlane::run(const Done& done, Deadline deadline, int spin_us) {
-  const int looks_before_yield = config_.crowded ? 1 : kLooksBeforeYield;
-  int looks = 0;
-  TimePoint spin_until{};
-  while (!done() && !ending_.load(std::memory_order_seq_cst)) {
-    uint64_t blocked = 0;
-    if (queue_.step(blocked)) {
-      looks = 0;
-      if (deadline.expired()) { // a long operation must not keep its caller from looking for Ctrl-C
-        return;
-      }
-      continue;
-    }
-    if (spin_us > 0) {
-      if (++looks % looks_before_yield != 0) {
-        pauseCore();
-        continue;
-      }
-      const TimePoint now = Clock::now();
-      if (looks == looks_before_yield) {
-        spin_until = now + std::chrono::microseconds(spin_us);
-      }
-      if (now < spin_until) {
-        std::this_thread::yield(); // the scheduler may have put the peer on this core
-        continue;
-      }
-    }
-    if (deadline.expired()) {
-      return;
-    }
-    sleep(deadline);
-    looks = 0;
-  }
-}
-
-void HostPlane::sleep(Deadline deadline) noexcept {
-  uint64_t blocked = 0;
-  if (queue_.step(blocked)) {
-    return;
-  }
-  const uint32_t rung = bell_.expect(blocked);
-  const uint64_t left = haveLeft();
-  uint64_t still = 0;
-  const bool moved = queue_.step(still);
-  if (!moved && (still & left) != 0) {
-    queue_.reportLeft(still & left); // it left before, and has not gone on since
-  }
-  if (!moved && still == blocked && !ending_.load(std::memory_order_seq_cst)) {
-    const TimePoint now = Clock::now();
-    TimePoint until = std::min(now + std::chrono::milliseconds(kLongestParkMs), deadline.instant());
-    until = std::min(until, queue_.reportStuck(now));
-    const auto pause = std::chrono::duration_cast<std::chrono::microseconds>(until - now);
-    if (pause.count() > 0) {
-      bell_.sleep(rung, pause);
-    }
-  }
-  bell_.ignore();
-}
-
-uint64_t HostPlane::haveLeft() const noexcept {
-  const HostView& view = memory_.view();
-  uint64_t left = 0;
-  for (int peer = 0; peer < view.size; ++peer) {
-    if (peer != view.rank && view.progress(peer).left.load(std::memory_order_seq_cst) == kLeftInOrder) {
-      left |= hostBit(peer);
-    }
-  }
-  return left;
+  worker_.wake([this] { noticeException(); }); // not the caller's: the operation is posted
 }
 
 HostPlane::WaitsFor HostPlane::waitsFor(const Operation& operation) const noexcept {
@@ -219,10 +189,254 @@ HostPlane::WaitsFor HostPlane::waitsFor(const Operation& operation) const noexce
     const HostSlot& slot = view.slot(rank, ticket);
     const bool entered = (slot.ticket.load(std::memory_order_seq_cst) & ~kHostWithdrawn) == ticket;
     int& first = entered ? found.behind : found.not_entered;
-    first = first < 0 ? rank : first;
+    first = first < 0 ? memory_.inGroup(rank) : first;
   }
   return found;
 }
+
+std::vector<int> HostPlane::inGroup(uint64_t ranks) const {
+  std::vector<int> in_group;
+  for (int rank = 0; rank < memory_.view().size; ++rank) {
+    if ((ranks & hostBit(rank)) != 0) {
+      in_group.push_back(memory_.inGroup(rank));
+    }
+  }
+  return in_group;
+}
+
+// ---- the thread that holds run_mutex_
+
+bool HostPlane::work() noexcept {
+  {
+    // Never spins: the program computes beside it. Waits for a driver to leave; what that left behind is done here.
+    const std::lock_guard<std::mutex> lock(run_mutex_);
+    run([&] { return pending() == 0; }, Deadline::never(), 0);
+    static_cast<void>(PYCOMM_FAULT("host.rest"));
+  }
+  // A caller that posted while this thread was leaving, and could not drive, waits for this thread.
+  return pending() != 0 && !ending_.load(std::memory_order_seq_cst);
+}
+
+template <typename Done>
+void HostPlane::run(const Done& done, Deadline deadline, int spin_us) {
+  const int polls_before_yield = config_.crowded ? 1 : kPollsBeforeYield;
+  int polls = 0;
+  TimePoint spin_until{};
+  while (!done() && !ending_.load(std::memory_order_seq_cst)) {
+    uint64_t blocked = 0;
+    if (step(blocked)) {
+      polls = 0;
+      if (deadline.expired()) { // a long operation must not keep its caller from looking for Ctrl-C
+        return;
+      }
+      continue;
+    }
+    if (spin_us > 0) {
+      if (++polls % polls_before_yield != 0) {
+        pauseCore();
+        continue;
+      }
+      const TimePoint now = Clock::now();
+      if (polls == polls_before_yield) {
+        spin_until = now + std::chrono::microseconds(spin_us);
+      }
+      if (now < spin_until) {
+        std::this_thread::yield(); // the scheduler may have put the peer on this core
+        continue;
+      }
+    }
+    if (deadline.expired()) {
+      return;
+    }
+    sleep(deadline);
+    polls = 0;
+  }
+}
+
+void HostPlane::sleep(Deadline deadline) noexcept {
+  uint64_t blocked = 0;
+  if (step(blocked)) {
+    return;
+  }
+  const uint32_t rung = bell_.expect(blocked);
+  const uint64_t left = haveLeft();
+  uint64_t still = 0;
+  const bool moved = step(still);
+  if (!moved && (still & left) != 0) {
+    reportLeft(still & left); // it left before, and has not gone on since
+  }
+  if (!moved && still == blocked && !ending_.load(std::memory_order_seq_cst)) {
+    const TimePoint now = Clock::now();
+    TimePoint until = std::min(now + std::chrono::milliseconds(kLongestParkMs), deadline.instant());
+    until = std::min(until, reportStuck(now));
+    const auto pause = std::chrono::duration_cast<std::chrono::microseconds>(until - now);
+    if (pause.count() > 0) {
+      bell_.sleep(rung, pause);
+    }
+  }
+  bell_.ignore();
+}
+
+bool HostPlane::step(uint64_t& blocked) noexcept {
+  if (stopped_) {
+    return false;
+  }
+  bool moved = false;
+  try {
+    if (any_posted_.load(std::memory_order_seq_cst)) {
+      takePosted();
+    }
+    enter(blocked, moved);
+    advance(blocked, moved);
+  } catch (...) {
+    stopped_ = true;
+    noticeException();
+    return false;
+  }
+  return moved;
+}
+
+void HostPlane::takePosted() {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  any_posted_.store(false, std::memory_order_seq_cst);
+  for (std::shared_ptr<Operation>& operation : posted_) {
+    PYCOMM_FAULT_POINT("operation.post");
+    const TimePoint issued = operation->issuedAt();
+    const Deadline deadline = operation->request().deadline;
+    const uint64_t ticket = operation->shared().ticket;
+    operation->mark().running(issued, operation->shared().bytes_total);
+    const TimePoint report_at = // early enough for the others' answers
+        deadline.isNever() ? TimePoint::max() : issued + (deadline.instant() - issued) / 4 * 3;
+    queue_.emplace_back(memory_, std::move(operation), ticket, report_at);
+  }
+  posted_.clear(); // keeps its memory
+}
+
+void HostPlane::enter(uint64_t& blocked, bool& moved) {
+  while (entered_ < queue_.size() && !ending_.load(std::memory_order_seq_cst) &&
+         queue_[entered_].transfer.mayEnter(blocked)) {
+    HostTransfer& transfer = queue_[entered_].transfer;
+    if (transfer.large()) {
+      memory_.commitStages();
+    }
+    transfer.enter();
+    bell_.ringOthers();
+    moves_ += entered_ == head_ ? 1 : 0;
+    ++entered_;
+    moved = true;
+  }
+}
+
+void HostPlane::advance(uint64_t& blocked, bool& moved) {
+  while (head_ < entered_) {
+    HostTransfer& transfer = queue_[head_].transfer;
+    const bool was_astray = transfer.astray();
+    const HostTransfer::AdvanceResult result =
+        transfer.advance(rounds_, ending_.load(std::memory_order_seq_cst), blocked);
+    if (result == HostTransfer::AdvanceResult::Blocked) {
+      moves_ += transfer.astray() != was_astray ? 1 : 0;
+      break;
+    }
+    moved = true;
+    ++moves_;
+    if (result == HostTransfer::AdvanceResult::Moved) {
+      if (transfer.large()) {
+        bell_.ringOthers();
+      }
+      return; // who drives looks whether it is to stop
+    }
+    finish(queue_[head_]);
+    ++head_;
+  }
+  dropEnded();
+}
+
+void HostPlane::dropEnded() {
+  if (head_ == queue_.size()) {
+    queue_.clear();
+    head_ = entered_ = 0;
+  } else if (head_ >= kCompactAt) {
+    queue_.erase(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(head_));
+    entered_ -= head_;
+    head_ = 0;
+  }
+}
+
+void HostPlane::finish(const Entry& entry) {
+  PYCOMM_FAULT_POINT("operation.finish");
+  Operation& operation = *entry.transfer.operation();
+  // After the last read of the others' slots: they are written again once all have stored this.
+  memory_.own().done.store(entry.transfer.ticket(), std::memory_order_seq_cst);
+  bell_.ringOthers();
+  operation.mark().received(operation.shared().bytes_total);
+  pending_.fetch_sub(1, std::memory_order_seq_cst);
+  operation.finish(std::nullopt);
+}
+
+// When the oldest operation, which has moved since the last call, is to be reported.
+TimePoint HostPlane::stuckAt(TimePoint now) const noexcept {
+  if (head_ == entered_) {
+    return TimePoint::
+        max(); // none runs: this rank waits for its own input, or for slots of operations that have ended here
+  }
+  const HostTransfer& oldest = queue_[head_].transfer;
+  if (oldest.astray()) {
+    return now;
+  }
+  Clock::duration patience = std::chrono::milliseconds(config_.stuck_after_ms);
+  const Deadline deadline = oldest.operation()->request().deadline;
+  if (!deadline.isNever()) { // early enough for the others' answers
+    patience = std::min(patience, (deadline.instant() - oldest.operation()->issuedAt()) / 4);
+  }
+  return now + patience;
+}
+
+TimePoint HostPlane::reportStuck(TimePoint now) noexcept {
+  if (std::exchange(looked_, moves_) != moves_) {
+    stuck_at_ = stuckAt(now);
+  }
+  TimePoint next = TimePoint::max();
+  for (size_t i = head_; i < queue_.size(); ++i) {
+    Entry& entry = queue_[i];
+    if (entry.report_at <= now || (i == head_ && stuck_at_ <= now)) {
+      static_cast<void>(reported([&] { events_.stuck(entry.transfer.operation(), entry.transfer.lacking()); }));
+      entry.report_at = now + kReportAgain; // the ranks that lack may be others then; or there was no memory for it
+      stuck_at_ = i == head_ ? TimePoint::max() : stuck_at_;
+    }
+    next = std::min(next, entry.report_at);
+  }
+  return std::min(next, stuck_at_);
+}
+
+uint64_t HostPlane::haveLeft() const noexcept {
+  const HostView& view = memory_.view();
+  uint64_t left = 0;
+  for (int peer = 0; peer < view.size; ++peer) {
+    if (peer != view.rank && view.progress(peer).left.load(std::memory_order_seq_cst) == kLeftInOrder) {
+      left |= hostBit(peer);
+    }
+  }
+  return left;
+}
+
+void HostPlane::reportLeft(uint64_t ranks) noexcept {
+  const Operation* const waiting = running();
+  if (waiting == nullptr) {
+    return;
+  }
+  for (int peer = 0; peer < memory_.view().size; ++peer) {
+    if ((ranks & hostBit(peer)) != 0) {
+      stopped_ = reported([&] { events_.notice(peerLeftUs(memory_.inGroup(peer), *waiting, identity_)); });
+      return;
+    }
+  }
+}
+
+const Operation* HostPlane::running() const noexcept {
+  return stopped_ || head_ == queue_.size() ? nullptr : queue_[head_].transfer.operation().get();
+}
+
+// ---- the end
 
 void HostPlane::fail(
     const ErrorRecord& cause,
@@ -232,14 +446,11 @@ void HostPlane::fail(
   bell_.ringSelf(); // the thread that runs operations leaves, after one step at the most
   const auto end = [this](const ErrorRecord& why, const auto& oldest, const auto& then) {
     {
-      const HostView& view = memory_.view();
       const std::lock_guard<std::mutex> lock(run_mutex_);
-      queue_.finishAll();
-      queue_.stop();
-      view.progress(view.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
-      queue_.withdrawAll();
-      queue_.takeAwayAll(diedFirst(why, identity_));
-      queue_.endAll([&](const Operation& operation) { return errorOf(operation, why, identity_); }, oldest);
+      finishAll();
+      memory_.own().left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
+      withdrawAll();
+      endAll(diedFirst(why), why, oldest);
     }
     try {
       if (then) {
@@ -262,23 +473,123 @@ void HostPlane::close(const ErrorRecord& reason) {
   bell_.ringSelf();
   worker_.stop(); // first: a failure that came before ends all with its cause there
   const std::lock_guard<std::mutex> lock(run_mutex_);
-  HostWord<uint32_t>& left = memory_.view().progress(identity_.rank).left;
+  HostWord<uint32_t>& left = memory_.own().left;
   if (left.load(std::memory_order_seq_cst) != kGaveUp) {
-    queue_.finishAll();
-    const Operation* const under_way = queue_.running();
+    finishAll();
+    const Operation* const under_way = running();
     if (under_way != nullptr) {
       try {
         events_.notice(leftInTheMiddle(*under_way, identity_));
       } catch (const std::bad_alloc&) { // the others find that this rank has left
       }
     }
-    queue_.withdrawAll();
+    withdrawAll();
     left.store(kLeftInOrder, std::memory_order_seq_cst);
     bell_.ringOthers();
   }
-  queue_.stop();
-  queue_.takeAwayAll(0);
-  queue_.endAll([&](const Operation& operation) { return errorOf(operation, reason, identity_); }, nullptr);
+  endAll(0, reason, nullptr);
+}
+
+void HostPlane::finishAll() noexcept {
+  uint64_t blocked = 0;
+  while (step(blocked)) {
+  }
+}
+
+void HostPlane::withdrawAll() const noexcept {
+  for (size_t i = head_; i < entered_; ++i) {
+    queue_[i].transfer.withdraw();
+  }
+}
+
+void HostPlane::endAll(
+    uint64_t dead,
+    const ErrorRecord& cause,
+    const std::function<void(const ErrorRecord&)>& told) noexcept {
+  stopped_ = true;
+  takeAwayAll(dead);
+  std::vector<std::shared_ptr<Operation>> posted;
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    closed_ = true;
+    posted.swap(posted_);
+  }
+  std::vector<Entry> queued;
+  queued.swap(queue_);
+  const size_t first = std::exchange(head_, 0);
+  entered_ = 0;
+  bool oldest = true;
+  const auto end = [&](Operation& operation) {
+    ErrorRecord record = recordInAnyCase(identity_, [&] { return errorOf(operation, cause, identity_); });
+    record.bytes_done = operation.shared().bytes_done.load(std::memory_order_relaxed);
+    record.bytes_total = operation.shared().bytes_total;
+    record.phase = record.phase.known() ? record.phase : ErrorPhase::Transfer;
+    try {
+      if (std::exchange(oldest, false) && told) {
+        told(record);
+      }
+    } catch (...) { // no memory to keep it: the group's cause itself is known
+    }
+    pending_.fetch_sub(1, std::memory_order_seq_cst);
+    operation.finish(std::move(record));
+  };
+  for (size_t i = first; i < queued.size(); ++i) {
+    end(*queued[i].transfer.operation());
+  }
+  for (const std::shared_ptr<Operation>& operation : posted) {
+    if (operation != nullptr) {
+      end(*operation);
+    }
+  }
+}
+
+// A connection that was reset proves no end.
+uint64_t HostPlane::diedFirst(const ErrorRecord& cause) const noexcept {
+  const int peer = memory_.onHost(identity_.job.inGroup(cause.peer)); // records have numbers of the job
+  const bool died = cause.code == ErrorCode::PeerDead && cause.phase != ErrorPhase::Reset && peer >= 0;
+  return died ? hostBit(peer) : 0;
+}
+
+BufferView HostPlane::writtenBy(int peer) const noexcept {
+  for (size_t i = head_; i < entered_; ++i) {
+    const BufferView part = queue_[i].transfer.writtenBy(peer);
+    if (part.nbytes > 0) {
+      return part;
+    }
+  }
+  return {};
+}
+
+void HostPlane::takeAwayAll(uint64_t dead) const noexcept {
+  int pauses = 0; // of all peers together: one that is stopped never ends its step
+  for (int peer = 0; peer < memory_.view().size; ++peer) {
+    if (peer == memory_.view().rank || (dead & hostBit(peer)) != 0) {
+      continue;
+    }
+    BufferView part = writtenBy(peer);
+    for (; part.nbytes > 0 && pauses < kHostPauses; ++pauses) {
+      PYCOMM_FAULT_POINT("host.pause");
+      hostPause();
+      part = writtenBy(peer);
+    }
+    if (part.nbytes > 0) {
+      takeAway(peer, part);
+    }
+  }
+}
+
+void HostPlane::takeAway(int peer, BufferView part) const noexcept {
+  const bool taken = memory_.takeAway(part);
+  try {
+    const std::string what = identity_.rankText(memory_.inGroup(peer)) +
+        " stopped in the middle of a write into a tensor of " + identity_.rankText(identity_.rank) + " (" +
+        identity_.text() + ")";
+    log(LogLevel::Warn,
+        taken ? what + ": from now on, operations copy that tensor; allocate a new one to avoid this"
+              : what + ", and there is no memory to protect the tensor: if that rank continues, it may still write " +
+                std::to_string(part.nbytes >> 10) + " KiB there");
+  } catch (const std::bad_alloc&) { // nor for that line
+  }
 }
 
 } // namespace pycomm

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <thread>
 
+#include "base/buffer_view.h"
+#include "transport/memory/shared_arena.h"
+#include "transport/memory/shared_heap.h"
+
 namespace pycomm {
 
 // What tests/cpp/host_walk has in another form: it compiles this folder with words whose every load and store it can put in any order,
@@ -25,5 +29,14 @@ inline void hostPause() noexcept {
   std::this_thread::sleep_for(std::chrono::microseconds(50));
 }
 inline constexpr int kHostPauses = 400;
+
+/// Allocates the pages of a rank's stages. Throws what SharedArena::commit() throws.
+inline void hostCommit(const SharedArena& arena, size_t begin, size_t nbytes) {
+  arena.commit(begin, nbytes, SharedHeap::atOnce());
+}
+/// Moves a part of a tensor to pages that no peer reaches. Returns false if memory is short.
+[[nodiscard]] inline bool hostDetach(SharedHeap& heap, BufferView part) noexcept {
+  return heap.detach(part.ptr, part.nbytes);
+}
 
 } // namespace pycomm

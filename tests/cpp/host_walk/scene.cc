@@ -17,6 +17,11 @@ float valueOf(int rank, size_t act, size_t i) {
   return static_cast<float>(1 + i + 512 * static_cast<size_t>(rank) + 2048 * act);
 }
 
+/// The scene's ranks are not all of their group: its numbers in the group are others than on the host.
+int inGroup(int rank) {
+  return rank < 0 ? rank : 2 * rank + 1;
+}
+
 uint64_t bit(size_t act) {
   return uint64_t{1} << act;
 }
@@ -197,7 +202,7 @@ Operation::Request HostScene::requestOf(size_t act, int rank) {
   request.descriptor.dtype = DType::Float32;
   request.descriptor.reduce_op = what.op;
   request.descriptor.numel = numelOf(what) - (rank == plot_.differs ? 1 : 0);
-  request.descriptor.root = what.root;
+  request.descriptor.root = inGroup(what.root);
   request.descriptor.algorithm = Algorithm::SharedMemory;
   request.extras().premul_factor = kFactor;
   request.input = {reinterpret_cast<std::byte*>(tensors.input), inputNumel(what) * sizeof(float)};
@@ -207,30 +212,26 @@ Operation::Request HostScene::requestOf(size_t act, int rank) {
 
 uint64_t HostScene::stateOf(int rank) const {
   const HostPlane& plane = *selves_[static_cast<size_t>(rank)].plane;
-  const HostQueue& queue = plane.queue_;
   // Not from zero, which is what a rank that has posted only has, and mixing zeros would leave it so.
-  uint64_t state = mixed(kStateSeed, queue.rounds_);
-  state = mixed(state, queue.head_ << 32 | queue.entered_ << 16 | queue.queue_.size());
-  state = mixed(state, static_cast<uint64_t>(queue.stopped_) | static_cast<uint64_t>(plane.ending_.load()) << 1);
+  uint64_t state = mixed(kStateSeed, plane.rounds_);
+  state = mixed(state, plane.head_ << 32 | plane.entered_ << 16 | plane.queue_.size());
+  state = mixed(state, static_cast<uint64_t>(plane.stopped_) | static_cast<uint64_t>(plane.ending_.load()) << 1);
   const auto& operations = selves_[static_cast<size_t>(rank)].operations;
   const auto done = std::count_if(operations.begin(), operations.end(), [](const auto& each) { return each->done(); });
-  state = mixed(state, static_cast<uint64_t>(done) << 1 | static_cast<uint64_t>(plane.inbox_.arrived()));
-  for (size_t i = queue.head_; i < queue.queue_.size(); ++i) {
-    const HostTransfer& transfer = queue.queue_[i].transfer;
+  state = mixed(state, static_cast<uint64_t>(done) << 1 | static_cast<uint64_t>(plane.any_posted_.load()));
+  for (size_t i = plane.head_; i < plane.queue_.size(); ++i) {
+    const HostTransfer& transfer = plane.queue_[i].transfer;
     state = mixed(state, static_cast<uint64_t>(transfer.phase_) << 8 | static_cast<uint64_t>(transfer.matched_));
     state = mixed(state, transfer.ticket() << 1 | static_cast<uint64_t>(transfer.astray_));
-    const HostRounds& rounds = transfer.rounds_;
-    state = mixed(state, rounds.base_ << 48 | rounds.staged_ << 32 | rounds.reduced_ << 16 | rounds.collected_);
-    const HostInPlace& in_place = transfer.in_place_;
-    state = mixed(state, in_place.base_ << 1 | static_cast<uint64_t>(in_place.finished_));
-    state = mixed(state, static_cast<uint64_t>(in_place.position_));
+    state = mixed(state, transfer.base_ << 48 | transfer.staged_ << 32 | transfer.reduced_ << 16 | transfer.collected_);
+    state = mixed(state, static_cast<uint64_t>(transfer.position_));
   }
   return state;
 }
 
 // Of a bell only that matters: whether it was rung since the rank that may sleep read it.
 uint64_t HostScene::progressOf(int rank) const {
-  const HostProgress& progress = HostView{arena_->at(0), nullptr, rank, plot_.size}.progress(rank);
+  const HostProgress& progress = HostView{arena_->at(0), rank, plot_.size}.progress(rank);
   const std::optional<uint32_t>& rung = selves_[static_cast<size_t>(rank)].rung;
   uint64_t hash = mixed(
       1,
@@ -357,10 +358,10 @@ void HostScene::leave(int rank, bool fails) {
     if (other == rank || its.plane == nullptr || !Walk::current().between(other)) {
       continue;
     }
-    const HostQueue& queue = its.plane->queue_;
+    const HostPlane& plane = *its.plane;
     for (size_t act = its.ended; act < plot_.acts.size(); ++act) {
-      const bool running = act == its.ended && queue.head_ < queue.queue_.size();
-      if (!running || queue.queue_[queue.head_].transfer.phase_ == HostTransfer::Phase::Matching) {
+      const bool running = act == its.ended && plane.head_ < plane.queue_.size();
+      if (!running || plane.queue_[plane.head_].transfer.phase_ == HostTransfer::Phase::Matching) {
         its.must_fail |= ~self.ended_well & bit(act);
       }
     }
@@ -379,12 +380,12 @@ void HostScene::checkNobodySleepsFor(int rank) const {
         Walk::current().wrong("has done what rank " + std::to_string(other) + " sleeps for, and did not wake it");
       }
     }
-    if (plane->queue_.head_ == plane->queue_.entered_) {
+    if (plane->head_ == plane->entered_) {
       continue;
     }
-    const HostTransfer& oldest = plane->queue_.queue_[plane->queue_.head_].transfer;
+    const HostTransfer& oldest = plane->queue_[plane->head_].transfer;
     if (oldest.phase_ == HostTransfer::Phase::Matching && oldest.matched_ == rank &&
-        oldest.op_.view.slot(rank, oldest.ticket()).ticket.peek() == oldest.ticket()) {
+        oldest.view().slot(rank, oldest.ticket()).ticket.peek() == oldest.ticket()) {
       Walk::current().wrong("has entered what rank " + std::to_string(other) + " sleeps for, and did not wake it");
     }
   }
@@ -392,8 +393,8 @@ void HostScene::checkNobodySleepsFor(int rank) const {
 
 // A slot that is not entered, or not whole, must not be read: what it says may look like another operation's.
 void HostScene::checkNotAstray(int rank) const {
-  const HostQueue& queue = selves_[static_cast<size_t>(rank)].plane->queue_;
-  if (queue.head_ < queue.queue_.size() && queue.queue_[queue.head_].transfer.astray()) {
+  const HostPlane& plane = *selves_[static_cast<size_t>(rank)].plane;
+  if (plane.head_ < plane.queue_.size() && plane.queue_[plane.head_].transfer.astray()) {
     Walk::current().wrong("finds another operation in a slot, and there is none");
   }
 }
@@ -402,9 +403,9 @@ void HostScene::body(int rank) {
   Walk& walk = Walk::current();
   Self& self = selves_[static_cast<size_t>(rank)];
   GroupIdentity identity;
-  identity.rank = rank;
-  identity.size = plot_.size;
-  identity.hosts.resize(static_cast<size_t>(plot_.size));
+  identity.rank = inGroup(rank);
+  identity.size = inGroup(plot_.size);
+  identity.hosts.resize(static_cast<size_t>(identity.size));
   HostHeaps heaps{heaps_[static_cast<size_t>(rank)], {}, ranges_};
   HostPlane::Events events;
   events.notice = [&](const ErrorRecord& record) {
@@ -416,7 +417,10 @@ void HostScene::body(int rank) {
   events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
   events.ended = [](const OperationId&, const Descriptor&) {};
   HostPlane::Config config;
-  config.tell_after_ms = 1000 * 1000; // never: to report that an operation is stuck takes loads that change nothing
+  for (int each = 0; each < plot_.size; ++each) {
+    config.ranks.push_back(inGroup(each));
+  }
+  config.stuck_after_ms = 1000 * 1000; // never: to report that an operation is stuck takes loads that change nothing
   HostPlane plane(identity, arena_, std::move(heaps), config, std::move(events));
   self.plane = &plane;
   for (size_t act = 0; act < plot_.acts.size(); ++act) {

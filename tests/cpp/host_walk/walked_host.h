@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "base/fault_point.h"
-#include "engine/host/host_inbox.h"
 #include "engine/host/host_word.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
@@ -117,6 +116,9 @@ void futexWake(const WalkedWord<uint32_t>& word) noexcept;
 inline constexpr uint64_t kWalkedSlots = 2;
 void walkedPause() noexcept;
 inline constexpr int kWalkedPauses = 1000; // more than others write: a rank that goes on ends its step sooner or later
+inline void walkedCommit(const SharedArena& /*arena*/, size_t /*begin*/, size_t /*nbytes*/) {
+} // the scene has committed all
+[[nodiscard]] bool walkedDetach(SharedHeap& heap, BufferView part) noexcept;
 inline constexpr size_t kWalkedInlineNbytes = 64;
 inline constexpr size_t kWalkedStageNbytes = 96;
 inline constexpr uint64_t kWalkedStages = 2;
@@ -125,6 +127,8 @@ inline constexpr uint64_t kWalkedStages = 2;
 
 #define HostWord WalkedWord
 #define hostPause walkedPause
+#define hostCommit walkedCommit
+#define hostDetach walkedDetach
 #define kHostPauses kWalkedPauses
 #define kHostSlots kWalkedSlots
 #define kHostInlineNbytes kWalkedInlineNbytes
@@ -133,13 +137,9 @@ inline constexpr uint64_t kWalkedStages = 2;
 
 #define HostBell WalkedBell
 #define HostHeaps WalkedHeaps
-#define HostInPlace WalkedInPlace
 #define HostMemory WalkedMemory
-#define HostOperation WalkedOperation
 #define HostPlane WalkedPlane
 #define HostProgress WalkedProgress
-#define HostQueue WalkedQueue
-#define HostRounds WalkedRounds
 #define HostSlot WalkedSlot
 #define HostTransfer WalkedTransfer
 #define HostView WalkedView

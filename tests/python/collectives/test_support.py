@@ -1,7 +1,7 @@
 """Every collective with every dtype and operation, on 2 and 3 ranks: the source of docs/support.md.
 
 `make tcp` runs it over TCP as well. The largest count is above the sizes up to which select.cc has
-another algorithm, and host_layout.h another way through shared memory.
+another algorithm, and host_word.h another way through shared memory.
 `--support-json FILE` writes what was seen; `tools/support_table.py FILE` makes the tables of it.
 """
 

@@ -20,6 +20,8 @@ core = importlib.import_module("core_mutations")
 
 PASSED = "[ RUN      ] A.B\n[       OK ] A.B (1 ms)\n"
 FAILED = "[ RUN      ] A.C\nx.cc:1: Failure\n[  FAILED  ] A.C (2 ms)\n"
+SAID = '    Which is: "rank 1: a | b\\n  rank 0 goes"\n'
+FOUND = f"[ RUN      ] A.C\n{SAID}[  FAILED  ] A.C (2 ms)\n"
 SKIPPED = "[ RUN      ] A.D\n[  SKIPPED ] A.D (0 ms)\n"
 
 
@@ -50,7 +52,7 @@ def test_what_is_not_as_expected_is_a_complaint() -> None:
     mutation = security.MUTATIONS[0]._replace(tests="A.C")
     green, red = machinery.judged(0, PASSED), machinery.judged(1, PASSED + FAILED)
     assert red.failed == ("A.C",)
-    assert machinery.verdict(mutation, green, red) == (f"| {mutation.name} | A.C |", "")
+    assert machinery.verdict(mutation, green, red) == (f"| {mutation.name} | A.C |  | 0.0 |", "")
     assert machinery.verdict(mutation, green, green)[1] == "A.C does not notice it"
     both = mutation._replace(tests="A.B:A.C")
     assert machinery.verdict(both, green, red)[1] == "A.B does not notice it"
@@ -61,6 +63,9 @@ def test_what_is_not_as_expected_is_a_complaint() -> None:
     assert machinery.verdict(mutation, skipped, red)[1] == "without it: skipped: A.D"
     assert machinery.verdict(mutation, green, skipped)[1] == "skipped: A.D"
     assert machinery.judged(-11, "[ RUN      ] A.B\n").failed == ("A.B (died with -11)",)
+    assert machinery.verdict(mutation, green, machinery.judged(1, FOUND))[0] == (
+        f"| {mutation.name} | A.C | rank 1: a / b | 0.0 |"
+    )
 
 
 def test_one_that_does_not_end_is_noticed_by_time_and_the_report_says_so() -> None:
@@ -68,7 +73,7 @@ def test_one_that_does_not_end_is_noticed_by_time_and_the_report_says_so() -> No
     green = machinery.judged(0, PASSED)._replace(seconds=2.0)
     ran = machinery.hung(PASSED + "[ RUN      ] A.C\n", mutation.tests)._replace(seconds=60.0)
     row, complaint = machinery.verdict(mutation, green, ran)
-    assert row.endswith("| A.C (does not end): 60 s; without the mutation 2.0 s |")
+    assert row.endswith("| A.C (does not end): 60 s; without the mutation 2.0 s |  | 60.0 |")
     assert complaint == "A.B does not notice it"  # A.D, which did not run, may
     assert machinery.verdict(mutation, green, machinery.hung(PASSED, "A.B"))[1] == (
         "did not end, and no test was running"

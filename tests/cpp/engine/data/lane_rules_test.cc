@@ -15,7 +15,6 @@
 
 #include "allocations.h"
 #include "engine/data/data_plane.h"
-#include "engine/host/host_layout.h"
 #include "engine/host/host_plane.h"
 #include "fuzz/bytes_link.h"
 #include "schedule/make_schedule.h"

@@ -1,11 +1,10 @@
-#include "engine/host/host_bell.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
 #include <thread>
 
+#include "engine/host/host_memory.h"
 #include "transport/memory/shared_arena.h"
 
 namespace pycomm::testing {
@@ -19,7 +18,7 @@ class HostBellTest : public ::testing::Test {
     arena_.commit(0, HostView::commonNbytes(kSize));
   }
   HostView view(int rank) {
-    return HostView{arena_.at(0), nullptr, rank, kSize};
+    return HostView{arena_.at(0), rank, kSize};
   }
   [[nodiscard]] uint32_t rung() {
     return view(0).progress(0).bell.load();

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -46,7 +47,7 @@ class Host {
     }
     ranges_ = shared.ranges;
     for (int rank = 0; rank < size; ++rank) {
-      GroupIdentity identity;
+      GroupIdentity& identity = identities_.emplace_back();
       identity.rank = rank;
       identity.size = size;
       identity.name = "test";
@@ -115,7 +116,16 @@ class Host {
     return *heaps_[static_cast<size_t>(rank)];
   }
   HostView view(int rank) {
-    return {arena_->at(0), ranges_.data(), rank, size_};
+    return {arena_->at(0), rank, size_};
+  }
+  /// What a rank that a test runs by hand has, with the heaps of all ranks at these places.
+  std::unique_ptr<HostMemory> memory(int rank, std::vector<BufferView> ranges) {
+    const auto at = static_cast<size_t>(rank);
+    return std::make_unique<HostMemory>(
+        identities_[at], std::vector<int>(), arena_, HostHeaps{heaps_[at], {}, std::move(ranges)});
+  }
+  std::unique_ptr<HostMemory> memory(int rank) {
+    return memory(rank, ranges_);
   }
   HostPlane& plane(int rank) {
     return *planes_[static_cast<size_t>(rank)];
@@ -134,6 +144,7 @@ class Host {
   std::shared_ptr<SharedArena> arena_;
   std::vector<std::shared_ptr<SharedHeap>> heaps_;
   std::vector<BufferView> ranges_;
+  std::deque<GroupIdentity> identities_;
   std::vector<std::unique_ptr<HostPlane>> planes_;
   std::mutex mutex_; ///< guards the rest
   std::condition_variable changed_;
@@ -682,15 +693,10 @@ class InPlacePair {
   static std::vector<BufferView> withTheirs(Host& host, const SharedArena& theirs) {
     return {BufferView{theirs.at(0), theirs.nbytes()}, host.heap(1).range()};
   }
-  HostView seenByRank1() {
-    HostView view = host_.view(1);
-    view.heaps = ranges_.data();
-    return view;
-  }
 
   Host host_{2, {}, true};
   const SharedArena theirs_ = SharedArena::attach(UniqueFd(::dup(host_.heap(0).arena().fd())), std::nullopt);
-  const std::vector<BufferView> ranges_ = withTheirs(host_, theirs_);
+  const std::unique_ptr<HostMemory> memory1_ = host_.memory(1, withTheirs(host_, theirs_));
   HeapTensor other_{host_.heap(1), valuesOf(1, kNumel)};
 
  public:
@@ -700,8 +706,7 @@ class InPlacePair {
   const Wish wish_{Collective::AllReduce, kNumel, ReduceOp::Sum};
   std::atomic<int64_t> counters_[2] = {0, 0};
   HostTransfer rank1_{
-      seenByRank1(),
-      &host_.heap(1),
+      *memory1_,
       std::make_shared<Operation>(requestOf(counters_[1], wish_, other_.view(), other_.view())),
       1};
   uint64_t rounds_ = 0;
@@ -824,7 +829,8 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
   const Wish wish{Collective::AllGather, kNumel};
   std::atomic<int64_t> counter1{0};
   const auto second = std::make_shared<Operation>(requestOf(counter1, wish, theirs.view(), viewOf(all1)));
-  HostTransfer rank1(host.view(1), &host.heap(1), second, 1); // by hand, so that it can be stopped anywhere
+  const auto memory1 = host.memory(1);
+  HostTransfer rank1(*memory1, second, 1); // by hand, so that it can be stopped anywhere
   rank1.enter();
 
   std::atomic<int64_t> counter0{0};
@@ -862,7 +868,8 @@ TEST(HostPlane, APlaceOutsideOfAHeapIsTheFaultOfWhoWroteIt) {
       const Wish wish{Collective::AllReduce, kNumel, ReduceOp::Sum};
       std::atomic<int64_t> counter1{0};
       const auto second = std::make_shared<Operation>(requestOf(counter1, wish, theirs.view(), theirs.view()));
-      HostTransfer rank1(host.view(1), &host.heap(1), second, 1);
+      const auto memory1 = host.memory(1);
+      HostTransfer rank1(*memory1, second, 1);
       rank1.enter();
       HostSlot& slot = host.view(1).slot(1, 1);
       ASSERT_NE(slot.input_place, 0U) << "it goes in place";
@@ -1051,7 +1058,6 @@ TEST(HostPlane, APostThatFindsNoMemoryForTheThreadFailsTheGroup) {
 struct ClosingPlane {
   ClosingPlane() {
     arena->commit(0, HostView::commonNbytes(2));
-    GroupIdentity identity;
     identity.rank = 0;
     identity.size = 2;
     identity.hosts = {"here", "here"};
@@ -1088,6 +1094,7 @@ struct ClosingPlane {
         requestOf(counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values)));
   }
 
+  GroupIdentity identity;
   std::shared_ptr<SharedArena> arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
   std::vector<float> values = {1.0F};
   std::atomic<int64_t> counter{0};

@@ -142,10 +142,10 @@ MUTATIONS = [
     ),
     _rule(
         "8: fewer operations in shared memory are found",
-        "host_inbox.h",
+        "host_plane.h",
         "std::array<std::shared_ptr<Operation>, 64> recent_;",
         "std::array<std::shared_ptr<Operation>, 16> recent_;",
-        "HostInbox.TheLast64AreRemembered",
+        "HostPosting.TheLast64AreRemembered",
         "LaneRules.AQuestionFindsTheLast64OperationsInSharedMemoryWhichThenAskNobody",
     ),
     _rule(
@@ -306,11 +306,11 @@ MUTATIONS = [
     ),
     _rule(
         "15: a ticket is taken before there is memory for its operation",
-        "host_inbox.cc",
+        "host_plane.cc",
         "  posted_.push_back(made); // the last that takes memory: a ticket that nobody enters "
         "would hold up all that come after\n  shared.ticket = ++last_ticket_;\n",
         "  shared.ticket = ++last_ticket_;\n  posted_.push_back(made);\n",
-        "HostInbox.WithoutMemoryNoTicketIsTaken",
+        "HostPosting.WithoutMemoryNoTicketIsTaken",
     ),
     _rule(
         "15: half of an operation without memory is kept",

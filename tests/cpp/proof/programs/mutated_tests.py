@@ -3,8 +3,9 @@
 The tests that should notice a mutation run without it, where they must pass, and with it, where
 each must fail, die, or not end in ten times as long as without it. A program fails if that is
 otherwise, if a test is skipped, and, before it builds anything, if the text of a mutation no longer
-stands exactly once in its file. It prints a table: the tests that failed. Its last line names the
-mutations that a test noticed only because it did not end.
+stands exactly once in its file. It prints a table: the tests that failed, what the first of them
+says if it says it in words, and the seconds. Its last line names the mutations that a test noticed
+only because it did not end.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Ran(NamedTuple):
     """The test that did not end."""
     unrun: frozenset[str] = frozenset()
     """Tests that would have come after that one."""
+    found: str = ""
+    """The first line of the first text that was not as expected: what a walk found."""
 
 
 def limit_of(without: Ran) -> float:
@@ -109,6 +112,11 @@ def begun(output: str) -> list[str]:
     return re.findall(r"^\[ RUN +\] (\S+)$", output, re.MULTILINE)
 
 
+def found_in(output: str) -> str:
+    found = re.search(r'^ +Which is: "([^"\\]*)', output, re.MULTILINE)
+    return found[1].replace("|", "/") if found else ""
+
+
 def judged(code: int, output: str) -> Ran:
     of_each = ends_of(output)
     failed = tuple(name for how, name in of_each if how == "FAILED")
@@ -118,7 +126,8 @@ def judged(code: int, output: str) -> Ran:
         return Ran(0, (f"{running[-1]} (died with {code})",)) if running else Ran(0, (), "died")
     if skipped:
         return Ran(0, failed, f"skipped: {', '.join(skipped)}")
-    return Ran(len(of_each) - len(failed), failed, "" if of_each else "no test ran")
+    trouble = "" if of_each else "no test ran"
+    return Ran(len(of_each) - len(failed), failed, trouble, found=found_in(output))
 
 
 def hung(output: str, tests: str) -> Ran:
@@ -130,17 +139,18 @@ def hung(output: str, tests: str) -> Ran:
         return Ran(0, failed, "did not end, and no test was running")
     unrun = frozenset(tests.split(":")) - set(begun(output))
     passed = len(ended) - len(failed)
-    return Ran(passed, (*failed, f"{running} (does not end)"), hung=running, unrun=unrun)
+    failed = (*failed, f"{running} (does not end)")
+    return Ran(passed, failed, hung=running, unrun=unrun, found=found_in(output))
 
 
 def verdict(mutation: Mutation, without: Ran, broken: Ran | None) -> tuple[str, str]:
     """The row of the table, and the complaint about it: empty if it is as expected."""
     if broken is None:
-        return f"| {mutation.name} | does not compile |", "does not compile"
+        return f"| {mutation.name} | does not compile | | |", "does not compile"
     told = ", ".join(broken.failed)
     if broken.hung:
         told += f": {broken.seconds:.0f} s; without the mutation {without.seconds:.1f} s"
-    row = f"| {mutation.name} | {told} |"
+    row = f"| {mutation.name} | {told} | {broken.found} | {broken.seconds:.1f} |"
     if without.failed or without.trouble:
         return row, f"without it: {without.trouble or 'failed: ' + ', '.join(without.failed)}"
     if broken.trouble:
@@ -194,7 +204,8 @@ def main(about: str, mutations: Sequence[Mutation]) -> int:
         host = SOURCES / "engine" / "host"
         mutated.copy_folder(copy / host, copy / WALKED / "engine" / "host")
         keep_only_wanted_tests(copy, mutations)
-        print("| condition that is left out | tests that fail |\n|---|---|", flush=True)
+        print("| condition that is left out | tests that fail | what they found | seconds |")
+        print("|---|---|---|---|", flush=True)
         chosen = mutated.chosen(mutations, options.only, options.share)
         wrong, by_time = try_all(copy, chosen)
     last = f"{len(chosen)} mutations, {len(wrong)} not as expected"

@@ -1,6 +1,4 @@
-// The queues of two ranks over one mapping, on one thread and with a clock of the test's own: when is an operation stuck?
-#include "engine/host/host_queue.h"
-
+// The planes of two ranks over one mapping, on one thread and with a clock of the test's own: when is an operation stuck?
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -8,24 +6,47 @@
 #include <utility>
 #include <vector>
 
+#include "engine/host/host_plane.h"
 #include "views.h"
 
-namespace pycomm::testing {
+namespace pycomm {
+
+/// Runs a plane one step at a time. One thread does, so it holds no mutex.
+class HostPlaneStepper {
+ public:
+  static bool step(HostPlane& plane) {
+    uint64_t blocked = 0;
+    return plane.step(blocked);
+  }
+  static TimePoint reportStuck(HostPlane& plane, TimePoint now) {
+    return plane.reportStuck(now);
+  }
+};
+
+namespace testing {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kQueueSize = 2;
+constexpr int kStuckSize = 2;
 
-class QueueOfRank {
+class SteppedRank {
  public:
-  QueueOfRank(const std::shared_ptr<const SharedArena>& arena, int rank)
-      : identity_(identityOf(rank)), memory_(arena, HostHeaps(), identity_), bell_(memory_.view()) {
-    events_.notice = [](const ErrorRecord& record) { ADD_FAILURE() << record.text(); };
-    events_.stuck = [this](const std::shared_ptr<Operation>& operation, uint64_t lacking) {
+  SteppedRank(const std::shared_ptr<const SharedArena>& arena, int rank) : identity_(identityOf(rank)) {
+    HostPlane::Events events;
+    events.notice = [this](const ErrorRecord& record) {
+      EXPECT_TRUE(ends_) << record.text(); // it leaves in the middle
+    };
+    events.stuck = [this](const std::shared_ptr<Operation>& operation, uint64_t lacking) {
       stuck.emplace_back(operation->request().id.sequence, lacking);
     };
-    queue_ = std::make_unique<HostQueue>(HostQueue::Parts{identity_, memory_, bell_, inbox_, events_, ending_}, 50);
+    plane_ = std::make_unique<HostPlane>(identity_, arena, HostHeaps(), HostPlane::Config(), std::move(events));
+  }
+  ~SteppedRank() {
+    ends_ = true;
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    plane_->close(reason);
   }
 
   std::shared_ptr<Operation> post(std::vector<float>& values, Deadline deadline = Deadline::never()) {
@@ -43,15 +64,14 @@ class QueueOfRank {
       return std::make_shared<Operation>(std::move(request));
     };
     std::shared_ptr<Operation> made;
-    EXPECT_TRUE(inbox_.post(make, made));
+    EXPECT_TRUE(plane_->post(make, true, made));
     return made;
   }
   bool step() {
-    uint64_t blocked = 0;
-    return queue_->step(blocked);
+    return HostPlaneStepper::step(*plane_);
   }
   TimePoint look(TimePoint now) {
-    return queue_->reportStuck(now);
+    return HostPlaneStepper::reportStuck(*plane_, now);
   }
 
   std::vector<std::pair<int64_t, uint64_t>> stuck; ///< number of the operation, and who lacks
@@ -60,34 +80,25 @@ class QueueOfRank {
   static GroupIdentity identityOf(int rank) {
     GroupIdentity identity;
     identity.rank = rank;
-    identity.size = kQueueSize;
+    identity.size = kStuckSize;
     identity.name = "test";
     identity.hosts = {"here", "here"};
     return identity;
   }
 
   const GroupIdentity identity_;
-  HostMemory memory_;
-  const HostBell bell_;
-  HostInbox inbox_;
-  HostQueue::Events events_;
-  std::atomic<bool> ending_{false};
   std::atomic<int64_t> issued_{0};
-  std::unique_ptr<HostQueue> queue_;
+  bool ends_ = false;
+  std::unique_ptr<HostPlane> plane_;
 };
 
-class HostQueueTest : public ::testing::Test {
+class HostStuck : public ::testing::Test {
  protected:
-  HostQueueTest() {
-    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(kQueueSize)));
-    arena->commit(0, HostView::commonNbytes(kQueueSize));
-    for (int rank = 0; rank < kQueueSize; ++rank) {
-      ranks.push_back(std::make_unique<QueueOfRank>(arena, rank));
-    }
-  }
-  ~HostQueueTest() override {
-    for (const auto& operation : posted) {
-      operation->finish(std::nullopt);
+  HostStuck() {
+    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(kStuckSize)));
+    arena->commit(0, HostView::commonNbytes(kStuckSize));
+    for (int rank = 0; rank < kStuckSize; ++rank) {
+      ranks.push_back(std::make_unique<SteppedRank>(arena, rank));
     }
   }
   void post(int rank, std::vector<float>& values, Deadline deadline = Deadline::never()) {
@@ -95,13 +106,14 @@ class HostQueueTest : public ::testing::Test {
   }
 
   const TimePoint start = Clock::now();
-  std::vector<std::unique_ptr<QueueOfRank>> ranks;
+  std::vector<std::vector<float>> values; ///< until the planes have closed
+  std::vector<std::unique_ptr<SteppedRank>> ranks;
   std::vector<std::shared_ptr<Operation>> posted;
 };
 
 // Twenty operations of 100 ms and more each, and the last of them has waited for two seconds when its turn comes.
-TEST_F(HostQueueTest, OperationsThatMoveAreNotStuckHoweverLongTheyTake) {
-  std::vector<std::vector<float>> values(2 * 20, std::vector<float>(3 * kHostStageNbytes / sizeof(float)));
+TEST_F(HostStuck, OperationsThatMoveAreNotStuckHoweverLongTheyTake) {
+  values.assign(2 * 20, std::vector<float>(3 * kHostStageNbytes / sizeof(float)));
   for (size_t i = 0; i < values.size(); ++i) {
     post(static_cast<int>(i % 2), values[i]);
   }
@@ -120,8 +132,8 @@ TEST_F(HostQueueTest, OperationsThatMoveAreNotStuckHoweverLongTheyTake) {
   EXPECT_TRUE(ranks[0]->stuck.empty());
 }
 
-TEST_F(HostQueueTest, OnlyTheOldestThatRunsIsStuckAndItSaysWhoLacks) {
-  std::vector<std::vector<float>> values(4, std::vector<float>(4));
+TEST_F(HostStuck, OnlyTheOldestThatRunsIsStuckAndItSaysWhoLacks) {
+  values.assign(4, std::vector<float>(4));
   for (int i = 0; i < 3; ++i) {
     post(0, values[static_cast<size_t>(i)]);
   }
@@ -138,8 +150,8 @@ TEST_F(HostQueueTest, OnlyTheOldestThatRunsIsStuckAndItSaysWhoLacks) {
 }
 
 // The lane has the deadlines: also of one that waits for others, and of one that moves.
-TEST_F(HostQueueTest, OneWhoseDeadlineComesNearIsReportedInAnyCase) {
-  std::vector<std::vector<float>> values(2, std::vector<float>(4));
+TEST_F(HostStuck, OneWhoseDeadlineComesNearIsReportedInAnyCase) {
+  values.assign(2, std::vector<float>(4));
   post(0, values[0]);
   post(0, values[1], Deadline::at(start + milliseconds(10000)));
   while (ranks[0]->step()) {
@@ -151,4 +163,5 @@ TEST_F(HostQueueTest, OneWhoseDeadlineComesNearIsReportedInAnyCase) {
 }
 
 } // namespace
-} // namespace pycomm::testing
+} // namespace testing
+} // namespace pycomm
