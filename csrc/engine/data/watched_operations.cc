@@ -33,13 +33,7 @@ void WatchedOperations::stuck(const std::shared_ptr<Operation>& operation, uint6
   if (watched_.count(op_id) == 0) {
     watch(operation);
   }
-  std::vector<int> ranks;
-  for (int rank = 0; rank < identity_.size; ++rank) {
-    if ((lacking & hostBit(rank)) != 0) {
-      ranks.push_back(rank);
-    }
-  }
-  protocol_.asksOnly(op_id, ranks, Clock::now());
+  protocol_.asksOnly(op_id, host_->inGroup(lacking), Clock::now());
 }
 
 void WatchedOperations::hostEnded(const OperationId& id, const Descriptor& descriptor) {

@@ -41,7 +41,7 @@ class WatchedOperations {
   [[nodiscard]] bool release(const std::shared_ptr<Operation>& operation) noexcept {
     return held_.erase(operation) != 0;
   }
-  /// An operation of the HostPlane does not move, and these ranks (bits) have not entered it.
+  /// An operation of the HostPlane does not move, and these ranks (bits, see HostPlane::inGroup) have not entered it.
   void stuck(const std::shared_ptr<Operation>& operation, uint64_t lacking);
   /// One of the HostPlane's has ended of which something may be kept here or in the protocol.
   void hostEnded(const OperationId& id, const Descriptor& descriptor);

@@ -175,6 +175,8 @@ TEST_F(HostRanks, WhoIsWaitedForIsARankOfTheGroup) {
 
 TEST_F(HostRanks, ARankThatLeavesIsNamedByItsNumberInTheJob) {
   const auto mine = post(0, Collective::AllReduce, values[0].data(), 4);
+  const auto other = post(1, Collective::AllReduce, values[1].data(), 4);
+  (void)plane(1).drive(*other, Deadline::after(0)); // so that only the one that leaves is waited for
   plane(2).close(causeOf(ErrorCode::ShutDown));
   (void)plane(0).drive(*mine, Deadline::after(20));
   ASSERT_TRUE(noticed);

@@ -67,8 +67,8 @@ MUTATIONS = [
     _rule(
         "4: a stuck operation asks everyone",
         "watched_operations.cc",
-        "    if ((lacking & hostBit(rank)) != 0) {",
-        "    if (rank != identity_.rank && lacking != 0) {",
+        "host_->inGroup(lacking)",
+        "host_->inGroup(~hostBit(0))",
         "LaneRules.AStuckOperationInSharedMemoryAsksAtOnceThoseThatLackItAndNoOthers",
     ),
     _rule(

@@ -24,6 +24,7 @@ SOURCES = Path("csrc")
 LIMIT_S = 300  # of tests without a mutation
 LEAST_LIMIT_S = 60  # of tests with one: another process may have the cores for a while
 TIMES_AS_LONG = 10
+MOST_TEXT = 120  # of what a walk found
 CONFIGURE = ("-DPYCOMM_PRECOMPILE=OFF", "-DCMAKE_UNITY_BUILD=ON")
 WALK = "host_walk"
 """This program compiles engine/host once more. Its mutations are in a second copy of that folder:
@@ -114,7 +115,7 @@ def begun(output: str) -> list[str]:
 
 def found_in(output: str) -> str:
     found = re.search(r'^ +Which is: "([^"\\]*)', output, re.MULTILINE)
-    return found[1].replace("|", "/") if found else ""
+    return found[1].replace("|", "/")[:MOST_TEXT] if found else ""
 
 
 def judged(code: int, output: str) -> Ran:
