@@ -1,0 +1,984 @@
+#include "elastic/agreement.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm::elastic {
+namespace {
+
+using std::chrono::milliseconds;
+
+bool isHard(ErrorCode code) noexcept {
+  return code == ErrorCode::PeerDead || code == ErrorCode::PeerUnresponsive || code == ErrorCode::PeerLeft;
+}
+
+bool contains(const std::vector<Incarnation>& list, const Incarnation& one) noexcept {
+  return std::find(list.begin(), list.end(), one) != list.end();
+}
+
+void delay(TimePoint& instant, TimePoint::duration by) noexcept {
+  if (instant != TimePoint::max()) {
+    instant += by;
+  }
+}
+
+} // namespace
+
+bool Agreement::changesMembers(ErrorCode code) noexcept {
+  return isHard(code) || code == ErrorCode::ConnectionReset;
+}
+
+Agreement::Agreement(const Config& config, const View& first, TimePoint now)
+    : config_(config), view_(first), view_id_(first.id()), self_(first.position(config.self)), now_(now) {
+  step_.committed = first.step;
+  keep();
+}
+
+Agreement::Agreement(const Config& config, std::vector<Incarnation> contacts, TimePoint now)
+    : config_(config), phase_(Phase::Joining), contacts_(std::move(contacts)), began_(now), retry_at_(now), now_(now) {
+  retry_after_ = milliseconds(config_.retry_ms);
+}
+
+// ---- time
+
+void Agreement::awake(TimePoint now) {
+  const TimePoint due = nextTick();
+  if (due != TimePoint::max() && now - due > window()) {
+    const TimePoint::duration late = now - due;
+    began_ += late;
+    for (TimePoint* at : {&propose_at_, &retry_at_, &pause_until_, &too_few_until_}) {
+      delay(*at, late);
+    }
+    if (proposal_) {
+      proposal_->since += late;
+    }
+  }
+  now_ = std::max(now_, now);
+}
+
+TimePoint Agreement::nextTick() const noexcept {
+  const auto later = [&](TimePoint at) { return at > now_ ? at : TimePoint::max(); };
+  switch (phase_) {
+    case Phase::Joining:
+      return std::min({retry_at_, began_ + milliseconds(config_.join_wait_ms), later(promiseAt())});
+    case Phase::Working:
+      return too_few_until_;
+    case Phase::Pausing:
+      return pause_until_;
+    case Phase::Agreeing: {
+      TimePoint at = std::min({retry_at_, later(promiseAt()), later(chooseAt())});
+      if (!proposal_) {
+        at = std::min(at, propose_at_);
+      }
+      if (!raised_) {
+        at = std::min(at, began_ + milliseconds(config_.quorum_wait_ms));
+        if (leaving_) {
+          at = std::min(at, began_ + milliseconds(config_.dead_after_ms) + window());
+        }
+      }
+      return at;
+    }
+    case Phase::Over:
+      return TimePoint::max();
+  }
+  return TimePoint::max();
+}
+
+void Agreement::tick(TimePoint now) {
+  awake(now);
+  if (phase_ == Phase::Joining) {
+    if (now >= began_ + milliseconds(config_.join_wait_ms)) {
+      raise(Action::Error::NotAdmitted);
+      phase_ = Phase::Over;
+      return;
+    }
+    if (now >= retry_at_) {
+      retry_at_ = now + retry_after_;
+      Message join = make(Message::Kind::Join);
+      join.step.committed = std::max<int64_t>(loaded_, 0);
+      join.step.finished = loaded_ >= 0;
+      send(std::move(join), contacts_);
+    }
+  }
+  if (phase_ == Phase::Working && now >= too_few_until_) {
+    raise(Action::Error::TooFew);
+    farewell();
+    return;
+  }
+  if (phase_ == Phase::Agreeing) {
+    if (leaving_ && !raised_ && now >= began_ + milliseconds(config_.dead_after_ms) + window()) {
+      raise(Action::Error::Left); // nobody waits for whoever would decide
+      farewell();
+      return;
+    }
+    if (!raised_ && now >= began_ + milliseconds(config_.quorum_wait_ms)) {
+      raise(Action::Error::QuorumLost);
+      leaving_ = true; // its promises still help others
+    }
+    if (now >= retry_at_) {
+      ask(now);
+    }
+  }
+  settle(now);
+}
+
+TimePoint Agreement::patience(const Incarnation& of, TimePoint since) const {
+  if (gone_.count(of) != 0) {
+    return since;
+  }
+  // Whom the detector has not found silent is waited for: it may only have paused. The detector looks on meanwhile.
+  return since + (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30)
+                                    : milliseconds(config_.dead_after_ms) + window());
+}
+
+TimePoint Agreement::takeoverAt(TimePoint now) const {
+  return now + milliseconds(config_.dead_after_ms) + (2 + std::max(self_, 0)) * window();
+}
+
+// When the promise that is owed may leave.
+TimePoint Agreement::promiseAt() const {
+  if (!owed_ || !sealed_) {
+    return TimePoint::max();
+  }
+  TimePoint at = TimePoint::min();
+  for (const Incarnation& other : phase_ == Phase::Joining ? fellows_ : others(true)) {
+    const int position = view_.position(other);
+    const bool reached =
+        position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
+    if (!reached) {
+      at = std::max(at, position >= 0 ? patience(other, began_) : began_ + window());
+    }
+  }
+  return at;
+}
+
+// When the proposer has heard all that it waits for.
+TimePoint Agreement::chooseAt() const {
+  if (!proposal_) {
+    return TimePoint::max();
+  }
+  if (proposal_->value) {
+    return config_.accept_split_brain ? proposal_->since + window() : TimePoint::max();
+  }
+  TimePoint at = TimePoint::min();
+  for (const Incarnation& other : others(true)) {
+    const int position = view_.position(other);
+    const bool promised = position >= 0 ? proposal_->promised.test(static_cast<size_t>(position))
+                                        : proposal_->newcomers.count(other) != 0;
+    if (!promised) {
+      at = std::max(at, position >= 0 ? patience(other, proposal_->since) : proposal_->since + window());
+    }
+  }
+  return at;
+}
+
+// ---- who
+
+std::vector<Incarnation> Agreement::others(bool with_newcomers) const {
+  std::vector<Incarnation> found;
+  for (const Incarnation& member : view_.members) {
+    if (member != config_.self && gone_.count(member) == 0) {
+      found.push_back(member);
+    }
+  }
+  if (with_newcomers) {
+    for (const auto& [newcomer, how] : newcomers_) {
+      if (hasLoaded(how)) {
+        found.push_back(newcomer);
+      }
+    }
+  }
+  return found;
+}
+
+std::map<int, std::optional<Accepted>> Agreement::dead() const {
+  std::map<int, std::optional<Accepted>> found;
+  for (const auto& [peer, last] : gone_) {
+    const int position = view_.position(peer);
+    if (position < 0 || last.epoch > view_.epoch) {
+      continue;
+    }
+    if (last.epoch < view_.epoch) {
+      found.emplace(position, std::nullopt); // it never came to this epoch
+    } else if (!last.accepted || last.accepted->next.parent == view_id_) {
+      found.emplace(position, last.accepted);
+    }
+  }
+  return found;
+}
+
+std::vector<Testament> Agreement::testaments(const MemberSet& of) const {
+  std::vector<Testament> found;
+  for (auto& [position, accepted] : dead()) {
+    if (of.test(static_cast<size_t>(position))) {
+      found.push_back({position, accepted});
+    }
+  }
+  return found;
+}
+
+void Agreement::merge(const std::vector<Testament>& testaments) {
+  for (const Testament& testament : testaments) {
+    if (static_cast<size_t>(testament.position) < view_.members.size() && testament.position != self_) {
+      gone_.try_emplace(
+          view_.members[static_cast<size_t>(testament.position)], Gone{view_.epoch, testament.accepted});
+    }
+  }
+}
+
+bool Agreement::suspectedHard(const Incarnation& member) const {
+  const auto suspect = suspects_.find(member);
+  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0;
+}
+
+bool Agreement::isLowest() const {
+  return std::all_of(view_.members.begin(), view_.members.begin() + self_, [&](const Incarnation& lower) {
+    return suspects_.count(lower) != 0 || gone_.count(lower) != 0;
+  });
+}
+
+Agreement::Wish Agreement::wish() const noexcept {
+  const bool admits =
+      std::any_of(newcomers_.begin(), newcomers_.end(), [](const auto& newcomer) { return newcomer.second.linked; });
+  return {leaving_, admits};
+}
+
+std::vector<Incarnation> Agreement::loading() const {
+  std::vector<Incarnation> found;
+  const bool idle = phase_ == Phase::Pausing || (phase_ == Phase::Working && tooFew() && !step_.launched);
+  for (const auto& [newcomer, how] : newcomers_) {
+    if (idle && how.linked && !hasLoaded(how)) {
+      found.push_back(newcomer);
+    }
+  }
+  return found;
+}
+
+// ---- actions
+
+Message Agreement::make(Message::Kind kind) const {
+  Message message;
+  message.kind = kind;
+  message.from = config_.self;
+  message.epoch = view_.epoch;
+  message.view = view_id_;
+  return message;
+}
+
+void Agreement::send(Message message, std::vector<Incarnation> to) {
+  if (const auto self = std::find(to.begin(), to.end(), config_.self); self != to.end()) {
+    to.erase(self);
+    own_.push_back(message);
+  }
+  if (!to.empty()) {
+    Action& action = actions_.emplace_back();
+    action.kind = Action::Kind::Send;
+    action.to = std::move(to);
+    action.message = std::make_shared<const Message>(std::move(message));
+  }
+}
+
+void Agreement::keep() {
+  auto record = std::make_shared<Record>();
+  record->view = view_;
+  record->accepted = accepted_;
+  record->past.assign(past_.begin(), past_.end());
+  Action& action = actions_.emplace_back();
+  action.kind = Action::Kind::Keep;
+  action.record = std::move(record);
+}
+
+void Agreement::raise(Action::Error error, const View* where) {
+  if (std::exchange(raised_, true)) {
+    return;
+  }
+  Action& action = actions_.emplace_back();
+  action.kind = Action::Kind::Raise;
+  action.error = error;
+  action.view = where == nullptr ? view_ : *where;
+  if (error == Action::Error::QuorumLost) {
+    for (const Incarnation& other : others()) {
+      if (!reach_.test(static_cast<size_t>(view_.position(other)))) {
+        action.missing.push_back(other);
+      }
+    }
+  }
+}
+
+void Agreement::farewell() {
+  Message goodbye = make(Message::Kind::Goodbye);
+  goodbye.accepted = accepted_;
+  goodbye.next = view_;
+  send(std::move(goodbye), others());
+  phase_ = Phase::Over;
+}
+
+std::vector<Agreement::Action> Agreement::takeActions() {
+  return std::exchange(actions_, {});
+}
+
+// ---- events of this process
+
+void Agreement::step(const StepState& state) {
+  if (state.committed > step_.committed) {
+    resets_.clear();
+  }
+  step_ = state;
+}
+
+void Agreement::sealed(TimePoint now) {
+  awake(now);
+  sealed_ = phase_ == Phase::Agreeing;
+  settle(now);
+}
+
+void Agreement::boundary(TimePoint now) {
+  awake(now);
+  if (phase_ == Phase::Working) {
+    phase_ = Phase::Pausing;
+    pause_until_ = now + (wish().admits ? milliseconds(config_.join_pause_ms) : milliseconds(0));
+    if (!isLowest()) {
+      pause_until_ += window(); // which knows who loads
+    }
+  }
+  settle(now);
+}
+
+void Agreement::close(TimePoint now) {
+  awake(now);
+  if (phase_ == Phase::Joining) {
+    phase_ = Phase::Over;
+  } else if (phase_ != Phase::Over) {
+    farewell();
+  }
+}
+
+void Agreement::linked(const Incarnation& newcomer, TimePoint now) {
+  awake(now);
+  if (const auto found = newcomers_.find(newcomer); found != newcomers_.end()) {
+    found->second.linked = true;
+  }
+  settle(now);
+}
+
+void Agreement::loaded(int64_t committed, TimePoint now) {
+  awake(now);
+  loaded_ = committed;
+  retry_at_ = now;
+  settle(now);
+}
+
+void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
+  awake(now);
+  if (!changesMembers(code) || phase_ == Phase::Over || peer == config_.self) {
+    return;
+  }
+  const bool newcomer = newcomers_.erase(peer) != 0;
+  if (!newcomer && !view_.has(peer)) {
+    return;
+  }
+  suspects_[peer] = {code, nonce_};
+  if (code == ErrorCode::ConnectionReset) {
+    ++resets_[peer];
+  }
+  if (view_.has(peer)) {
+    begin(code, peer, now);
+    if (phase_ == Phase::Agreeing && !proposal_ && isLowest()) {
+      propose_at_ = std::min(propose_at_, now);
+    }
+  }
+  settle(now);
+}
+
+void Agreement::certified(const Incarnation& peer, const Record& record, TimePoint now) {
+  awake(now);
+  newcomers_.erase(peer);
+  if (phase_ == Phase::Over || phase_ == Phase::Joining || !view_.has(peer) || peer == config_.self) {
+    return;
+  }
+  // It may have been in a later epoch, which this process has not heard of: then this epoch has been decided.
+  for (const View& view : record.past) {
+    learn(view, now);
+  }
+  learn(record.view, now);
+  if (phase_ != Phase::Over && record.view.epoch > view_.epoch) {
+    raise(Action::Error::LeftBehind, &record.view);
+    phase_ = Phase::Over;
+  }
+  if (phase_ == Phase::Over) {
+    return;
+  }
+  const bool known = !gone_.try_emplace(peer, Gone{record.view.epoch, record.accepted}).second;
+  if (phase_ == Phase::Agreeing && !known) {
+    Message news = make(Message::Kind::Suspect);
+    news.cause = ErrorCode::PeerDead;
+    news.culprit = peer;
+    news.testaments = testaments();
+    send(std::move(news), others());
+  }
+  if (view_.has(peer)) {
+    begin(ErrorCode::PeerDead, peer, now);
+    if (!proposal_ && isLowest()) {
+      propose_at_ = std::min(propose_at_, now);
+    }
+  }
+  settle(now);
+}
+
+// ---- an agreement begins
+
+void Agreement::begin(ErrorCode cause, const std::optional<Incarnation>& culprit, TimePoint now) {
+  if (phase_ != Phase::Working && phase_ != Phase::Pausing) {
+    return;
+  }
+  phase_ = Phase::Agreeing;
+  cause_ = cause;
+  culprit_ = culprit;
+  sealed_ = false;
+  began_ = now;
+  pause_until_ = TimePoint::max();
+  too_few_until_ = TimePoint::max();
+  ++nonce_;
+  reach_.reset();
+  reach_.set(static_cast<size_t>(self_));
+  newcomers_reached_.clear();
+  Action& seal = actions_.emplace_back();
+  seal.kind = Action::Kind::Seal;
+  retry_after_ = milliseconds(config_.retry_ms);
+  ask(now);
+  propose_at_ = isLowest() ? now : takeoverAt(now);
+}
+
+// To everyone, also whom it has heard: they may be in a later epoch by now, and answer.
+void Agreement::ask(TimePoint now) {
+  Message suspect = make(Message::Kind::Suspect);
+  suspect.cause = cause_;
+  suspect.culprit = culprit_;
+  suspect.testaments = testaments();
+  send(std::move(suspect), others());
+  std::vector<Incarnation> silent = others(true);
+  std::erase_if(silent, [&](const Incarnation& other) {
+    const int position = view_.position(other);
+    return position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
+  });
+  Message ping = make(Message::Kind::Ping);
+  ping.nonce = nonce_;
+  send(std::move(ping), std::move(silent));
+  if (proposal_) {
+    Message again = make(proposal_->value ? Message::Kind::Accept : Message::Kind::Prepare);
+    again.ballot = proposal_->ballot;
+    again.cause = cause_;
+    again.testaments = testaments(proposal_->dead);
+    again.next = proposal_->value;
+    std::vector<Incarnation> to = others(!proposal_->value);
+    std::erase_if(to, [&](const Incarnation& other) {
+      const int position = view_.position(other);
+      const MemberSet& have = proposal_->value ? proposal_->accepted : proposal_->promised;
+      return position >= 0 && have.test(static_cast<size_t>(position));
+    });
+    for (const Incarnation& other : to) {
+      if (!view_.has(other)) {
+        again.newcomers.push_back(other);
+      }
+    }
+    send(std::move(again), std::move(to));
+  }
+  retry_at_ = now + retry_after_;
+  retry_after_ = std::min<TimePoint::duration>(2 * retry_after_, milliseconds(config_.dead_after_ms / 2));
+}
+
+void Agreement::beginIfChangeIsReady(TimePoint now) {
+  const bool waits = std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
+    return newcomer.second.linked && !hasLoaded(newcomer.second);
+  });
+  if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
+    begin(ErrorCode::Ok, std::nullopt, now);
+  }
+  // Too few for a step: they wait for nothing but newcomers.
+  if (phase_ == Phase::Working && tooFew() && !step_.launched && !waits && wish().admits && isLowest()) {
+    begin(ErrorCode::Ok, std::nullopt, now);
+  }
+}
+
+void Agreement::settle(TimePoint now) {
+  do {
+    while (!own_.empty()) {
+      const Message message = std::move(own_.front());
+      own_.pop_front();
+      if (phase_ != Phase::Over && message.view == view_id_) {
+        receivedByMember(message, now);
+      }
+    }
+    beginIfChangeIsReady(now);
+    promiseWhenReady(now);
+    advance(now);
+  } while (!own_.empty());
+}
+
+// ---- proposer
+
+void Agreement::propose(TimePoint now) {
+  MemberSet dead_set;
+  for (const auto& [position, accepted] : dead()) {
+    dead_set.set(static_cast<size_t>(position));
+  }
+  const Ballot ballot(votesOf(dead_set), ++round_, self_);
+  if (ballot <= promised_) {
+    propose_at_ = takeoverAt(now);
+    return;
+  }
+  proposal_.emplace();
+  proposal_->dead = dead_set;
+  proposal_->ballot = ballot;
+  proposal_->since = now;
+  Message prepare = make(Message::Kind::Prepare);
+  prepare.ballot = proposal_->ballot;
+  prepare.cause = cause_;
+  prepare.testaments = testaments(proposal_->dead);
+  std::vector<Incarnation> to = others(true);
+  for (const Incarnation& other : to) {
+    if (!view_.has(other)) {
+      prepare.newcomers.push_back(other);
+    }
+  }
+  to.push_back(config_.self);
+  send(std::move(prepare), std::move(to));
+}
+
+void Agreement::advance(TimePoint now) {
+  if (phase_ != Phase::Agreeing) {
+    return;
+  }
+  if (!proposal_) {
+    if (now >= propose_at_) {
+      propose(now);
+    }
+    return;
+  }
+  const MemberSet& voters = proposal_->value ? proposal_->accepted : proposal_->promised;
+  const bool heard_all = now >= chooseAt();
+  bool enough = isQuorum(voters, view_.members.size(), proposal_->dead);
+  if (config_.accept_split_brain && now >= proposal_->since + window()) {
+    enough = enough || (heard_all && voters.any());
+  }
+  if (!enough) {
+    if (dead().size() > proposal_->dead.count() && (heard_all || proposal_->value)) {
+      propose(now); // of fewer votes, fewer are a quorum
+    }
+    return;
+  }
+  if (!proposal_->value) {
+    if (heard_all) {
+      choose(now);
+    }
+    return;
+  }
+  const View next = *proposal_->value;
+  learn(next, now);
+}
+
+void Agreement::choose(TimePoint now) {
+  proposal_->value = chooseNext(view_, *proposal_, dead(), cause_);
+  if (!proposal_->value) {
+    return; // all who answered leave: whoever has not may go on
+  }
+  proposal_->since = now;
+  Message accept = make(Message::Kind::Accept);
+  accept.ballot = proposal_->ballot;
+  accept.testaments = testaments(proposal_->dead);
+  accept.next = proposal_->value;
+  std::vector<Incarnation> to = others();
+  to.push_back(config_.self);
+  send(std::move(accept), std::move(to));
+}
+
+void Agreement::onPromise(const Message& message, TimePoint) {
+  merge(message.testaments);
+  if (!proposal_ || proposal_->value || message.ballot != proposal_->ballot) {
+    return;
+  }
+  if (const int position = view_.position(message.from); position >= 0) {
+    proposal_->promised.set(static_cast<size_t>(position));
+    proposal_->promises.insert_or_assign(position, message);
+  } else if (newcomers_.count(message.from) != 0) {
+    proposal_->newcomers.insert_or_assign(message.from, message);
+  }
+}
+
+void Agreement::onRefuse(const Message& message, TimePoint now) {
+  merge(message.testaments);
+  round_ = std::max(round_, message.ballot.round());
+  if (!proposal_ || message.ballot <= proposal_->ballot) {
+    return;
+  }
+  proposal_.reset();
+  const auto rival = static_cast<size_t>(message.ballot.proposer());
+  const bool works = rival < view_.members.size() && gone_.count(view_.members[rival]) == 0 &&
+      suspects_.count(view_.members[rival]) == 0 && static_cast<int>(rival) != self_;
+  propose_at_ = works ? takeoverAt(now) : now;
+}
+
+void Agreement::onAccepted(const Message& message, TimePoint) {
+  const int position = view_.position(message.from);
+  if (proposal_ && proposal_->value && message.ballot == proposal_->ballot && position >= 0) {
+    proposal_->accepted.set(static_cast<size_t>(position));
+  }
+}
+
+// ---- acceptor
+
+void Agreement::onPrepare(const Message& message, TimePoint now) {
+  round_ = std::max(round_, message.ballot.round());
+  if (message.ballot < promised_) {
+    Message refuse = make(Message::Kind::Refuse);
+    refuse.ballot = promised_;
+    refuse.testaments = testaments();
+    send(std::move(refuse), {message.from});
+    return;
+  }
+  promised_ = message.ballot;
+  owed_ = Owed{message.ballot, message.from};
+  if (proposal_ && proposal_->ballot < message.ballot) {
+    proposal_.reset();
+    propose_at_ = takeoverAt(now);
+  }
+}
+
+void Agreement::promiseWhenReady(TimePoint now) {
+  if ((phase_ != Phase::Agreeing && phase_ != Phase::Joining) || !owed_ || !sealed_ || now < promiseAt()) {
+    return;
+  }
+  Message promise = make(Message::Kind::Promise);
+  promise.ballot = owed_->ballot;
+  promise.newcomers = newcomers_reached_;
+  if (phase_ == Phase::Joining) {
+    promise.view = asked_view_;
+    promise.step.committed = loaded_;
+  } else {
+    promise.step = step_;
+    promise.leaving = leaving_;
+    promise.reach = reach_;
+    for (const auto& [peer, times] : resets_) {
+      if (const int position = view_.position(peer); position >= 0 && times >= 2) {
+        promise.reach.reset(static_cast<size_t>(position)); // a connection that breaks again and again
+      }
+    }
+    promise.accepted = accepted_;
+    promise.testaments = testaments();
+  }
+  const Incarnation to = owed_->to;
+  owed_.reset();
+  send(std::move(promise), {to});
+}
+
+void Agreement::onAccept(const Message& message, TimePoint) {
+  round_ = std::max(round_, message.ballot.round());
+  if (message.ballot < promised_) {
+    Message refuse = make(Message::Kind::Refuse);
+    refuse.ballot = promised_;
+    refuse.testaments = testaments();
+    send(std::move(refuse), {message.from});
+    return;
+  }
+  promised_ = message.ballot;
+  accepted_ = Accepted{message.ballot, *message.next};
+  keep();
+  Message accepted = make(Message::Kind::Accepted);
+  accepted.ballot = message.ballot;
+  send(std::move(accepted), {message.from});
+}
+
+// ---- learner
+
+void Agreement::learn(const View& next, TimePoint now) {
+  if (phase_ == Phase::Over || next.parent != view_id_ || next.epoch != view_.epoch + 1) {
+    return;
+  }
+  Message decide = make(Message::Kind::Decide);
+  decide.next = next;
+  std::vector<Incarnation> to = others();
+  for (const Incarnation& member : next.members) {
+    if (!view_.has(member)) {
+      to.push_back(member);
+    }
+  }
+  send(std::move(decide), std::move(to));
+  if (next.has(config_.self)) {
+    install(next, now);
+    return;
+  }
+  raise(leaving_ ? Action::Error::Left : Action::Error::LeftBehind, &next);
+  phase_ = Phase::Over;
+}
+
+void Agreement::install(const View& next, TimePoint now) {
+  if (phase_ != Phase::Joining) {
+    past_.push_back(view_);
+    if (past_.size() > kMaxPast) {
+      past_.pop_front();
+    }
+  }
+  if (next.step > step_.committed) {
+    resets_.clear();
+  }
+  step_ = StepState{next.step, step_.launched && step_.committed == next.step, false};
+  view_ = next;
+  view_id_ = next.id();
+  self_ = next.position(config_.self);
+  phase_ = Phase::Working;
+  promised_ = Ballot();
+  accepted_.reset();
+  owed_.reset();
+  proposal_.reset();
+  sealed_ = false;
+  round_ = 0;
+  rumours_.clear();
+  retry_at_ = TimePoint::max();
+  propose_at_ = TimePoint::max();
+  for (const Incarnation& member : next.members) {
+    newcomers_.erase(member);
+  }
+  std::erase_if(suspects_, [&](const auto& suspect) { return !view_.has(suspect.first); });
+  std::erase_if(gone_, [&](const auto& peer) { return !view_.has(peer.first); });
+  std::erase_if(resets_, [&](const auto& peer) { return !view_.has(peer.first); });
+  keep();
+  if (raised_) { // the user has been told that it is over
+    farewell();
+    return;
+  }
+  Action& action = actions_.emplace_back();
+  action.kind = Action::Kind::Install;
+  action.view = next;
+  too_few_until_ = !tooFew() ? TimePoint::max()
+      : step_.launched       ? now
+                             : now + milliseconds(config_.quorum_wait_ms);
+  // Who died since it promised.
+  for (const Incarnation& member : next.members) {
+    if (gone_.count(member) != 0) {
+      begin(ErrorCode::PeerDead, member, now);
+    } else if (const auto suspect = suspects_.find(member); suspect != suspects_.end()) {
+      begin(suspect->second.code, member, now);
+    }
+  }
+}
+
+// ---- messages
+
+void Agreement::received(const Message& message, TimePoint now) {
+  awake(now);
+  if (phase_ == Phase::Over || message.from == config_.self) {
+    return;
+  }
+  if (phase_ == Phase::Joining) {
+    receivedByNewcomer(message, now);
+  } else {
+    receivedByMember(message, now);
+  }
+  settle(now);
+}
+
+void Agreement::receivedByMember(const Message& message, TimePoint now) {
+  using Kind = Message::Kind;
+  // Of any view.
+  if (message.kind == Kind::Join) {
+    onJoin(message);
+    return;
+  }
+  if (message.kind == Kind::Pong) {
+    const int position = view_.position(message.from);
+    if (phase_ == Phase::Agreeing && message.nonce == nonce_) {
+      if (position >= 0) {
+        reach_.set(static_cast<size_t>(position));
+      } else if (newcomers_.count(message.from) != 0 && !contains(newcomers_reached_, message.from)) {
+        newcomers_reached_.push_back(message.from);
+      }
+      if (const auto suspect = suspects_.find(message.from);
+          suspect != suspects_.end() && suspect->second.nonce < nonce_) {
+        suspects_.erase(suspect);
+      }
+    }
+    return;
+  }
+  if (message.kind == Kind::Decide || message.kind == Kind::Goodbye) {
+    learn(*message.next, now);
+    if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from)) {
+      gone_.try_emplace(message.from, Gone{message.epoch, message.accepted});
+      begin(ErrorCode::PeerLeft, message.from, now);
+      if (!proposal_ && isLowest()) {
+        propose_at_ = std::min(propose_at_, now);
+      }
+    }
+    return;
+  }
+  if (message.kind == Kind::Excluded) {
+    if (message.view == view_id_ && message.next->epoch > view_.epoch) {
+      raise(leaving_ ? Action::Error::Left : Action::Error::LeftBehind, &*message.next);
+      phase_ = Phase::Over;
+    }
+    return;
+  }
+  if (message.view != view_id_) {
+    if (message.epoch < view_.epoch) {
+      answerOld(message);
+    } else if (message.epoch > view_.epoch && view_.has(message.from)) {
+      // This epoch has been decided, and the decision did not arrive.
+      if (phase_ == Phase::Agreeing) {
+        Message ask = make(Kind::Suspect);
+        ask.cause = cause_;
+        send(std::move(ask), {message.from});
+      } else {
+        begin(ErrorCode::ConnectionReset, std::nullopt, now);
+      }
+    }
+    return;
+  }
+  // Of this one.
+  const auto by_proposer = [&] { // who knows of all the dead that the ballot does not count
+    MemberSet dead;
+    for (const Testament& testament : message.testaments) {
+      dead.set(static_cast<size_t>(testament.position));
+    }
+    return message.ballot.proposer() == view_.position(message.from) && message.ballot.deadVotes() == votesOf(dead);
+  };
+  switch (message.kind) {
+    case Kind::Ping: {
+      Message pong = make(Kind::Pong);
+      pong.nonce = message.nonce;
+      send(std::move(pong), {message.from});
+      return;
+    }
+    case Kind::Suspect:
+      if (message.cause != ErrorCode::Ok && !changesMembers(message.cause)) {
+        return;
+      }
+      merge(message.testaments);
+      begin(message.cause, message.culprit, now);
+      if (message.culprit && isHard(message.cause) && *message.culprit != config_.self) {
+        rumours_[*message.culprit] = message.cause;
+      }
+      return;
+    case Kind::Prepare:
+      if (by_proposer()) {
+        merge(message.testaments);
+        begin(message.cause, std::nullopt, now);
+        onPrepare(message, now);
+      }
+      return;
+    case Kind::Accept:
+      if (by_proposer() && message.next->parent == view_id_ && message.next->epoch == view_.epoch + 1) {
+        merge(message.testaments);
+        begin(message.next->cause, std::nullopt, now);
+        onAccept(message, now);
+      }
+      return;
+    case Kind::Promise:
+      onPromise(message, now);
+      return;
+    case Kind::Refuse:
+      onRefuse(message, now);
+      return;
+    case Kind::Accepted:
+      onAccepted(message, now);
+      return;
+    case Kind::Decide:
+    case Kind::Excluded:
+    case Kind::Pong:
+    case Kind::Join:
+    case Kind::Goodbye:
+      return;
+  }
+}
+
+void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
+  switch (message.kind) {
+    case Message::Kind::Ping: {
+      Message pong = make(Message::Kind::Pong);
+      pong.nonce = message.nonce;
+      send(std::move(pong), {message.from});
+      return;
+    }
+    case Message::Kind::Pong:
+      if (message.nonce == nonce_ && contains(fellows_, message.from) && !contains(newcomers_reached_, message.from)) {
+        newcomers_reached_.push_back(message.from);
+      }
+      return;
+    case Message::Kind::Prepare: {
+      if (loaded_ < 0) {
+        return;
+      }
+      if (asked_view_ != message.view) {
+        asked_view_ = message.view;
+        ++nonce_;
+        newcomers_reached_.clear();
+        fellows_ = message.newcomers;
+        std::erase(fellows_, config_.self);
+        Message ping = make(Message::Kind::Ping);
+        ping.nonce = nonce_;
+        send(std::move(ping), fellows_);
+      }
+      // It votes for nothing, so it may promise anything: the promise says what it holds.
+      owed_ = Owed{message.ballot, message.from};
+      sealed_ = true;
+      return;
+    }
+    case Message::Kind::Decide:
+      if (message.next->has(config_.self) && message.next->step == loaded_) {
+        step_.committed = loaded_;
+        install(*message.next, now);
+      }
+      return;
+    case Message::Kind::Suspect:
+    case Message::Kind::Promise:
+    case Message::Kind::Refuse:
+    case Message::Kind::Accept:
+    case Message::Kind::Accepted:
+    case Message::Kind::Excluded:
+    case Message::Kind::Join:
+    case Message::Kind::Goodbye:
+      return;
+  }
+}
+
+void Agreement::onJoin(const Message& message) {
+  if (view_.has(message.from)) {
+    Message decide = make(Message::Kind::Decide); // it has not heard that it was admitted
+    decide.next = view_;
+    send(std::move(decide), {message.from});
+    return;
+  }
+  const auto found = newcomers_.find(message.from);
+  if (found == newcomers_.end() && newcomers_.size() >= kMaxNewcomers) {
+    return;
+  }
+  Newcomer& newcomer = newcomers_[message.from];
+  newcomer.loaded = message.step.finished ? message.step.committed : -1;
+  if (found == newcomers_.end()) {
+    Action& action = actions_.emplace_back();
+    action.kind = Action::Kind::Link;
+    action.of = message.from;
+  }
+}
+
+// A question in an epoch that is over.
+void Agreement::answerOld(const Message& message) {
+  using Kind = Message::Kind;
+  if (message.kind != Kind::Suspect && message.kind != Kind::Prepare && message.kind != Kind::Accept &&
+      message.kind != Kind::Ping && message.kind != Kind::Promise) {
+    return;
+  }
+  const auto follows = [&](const View& view) { return view.parent == message.view; };
+  const auto found = std::find_if(past_.begin(), past_.end(), follows);
+  const View* next = found != past_.end() ? &*found : follows(view_) ? &view_ : nullptr;
+  if (next != nullptr && next->has(message.from)) {
+    Message decide = make(Kind::Decide);
+    decide.next = *next;
+    send(std::move(decide), {message.from});
+    return;
+  }
+  Message excluded = make(Kind::Excluded);
+  excluded.view = message.view;
+  excluded.next = view_;
+  send(std::move(excluded), {message.from});
+}
+
+} // namespace pycomm::elastic

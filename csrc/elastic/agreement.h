@@ -1,0 +1,245 @@
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/deadline.h"
+#include "elastic/message.h"
+#include "elastic/proposal.h"
+
+namespace pycomm::elastic {
+
+/// How the survivors of an epoch agree on the members of the next one, and on whether the step that was under way counts. One object per
+/// process and group, for all of its epochs. Without I/O, without a clock and without threads: events in, actions out.
+///
+/// Each epoch decides one view, the next: single-decree consensus (Lamport's synod) among the members, in memory. An epoch ends when a
+/// member is suspected, or when all stop after a commit because somebody leaves or joins:
+///
+///   SUSPECT    floods. Each member seals: no operation of the epoch ends well there any more. It pings all others.
+///   PREPARE    the lowest member that is not suspected asks for promises.
+///   PROMISE    once sealed: how far its step is, who answered its pings, and what it has accepted.
+///   ACCEPT     the proposer asks to accept a view that a quorum's promises allow (chooseNext()).
+///   DECIDE     a quorum has accepted it. Floods.
+///
+/// Quorum: more than half of the members' votes, where the lowest-ranked member breaks a tie. A member whose process has ended, as the
+/// kernel says, is not counted, if what it had accepted is known: it keeps that where the processes of its host can read it (Record).
+/// Without that, two ranks of one host could continue one after the other: A while B is stopped, then B when A has finished.
+///
+/// The order of actions matters: a Record is kept before the messages behind it are sent.
+class Agreement {
+ public:
+  struct Config {
+    Incarnation self;
+    size_t min_ranks = 1; ///< with fewer members no step begins; a step that all members have finished is committed all the same
+    bool accept_split_brain = false; ///< go on without a quorum: both sides of a partition may
+    int dead_after_ms = 3000; ///< the detector's: silence for so long is PEER_UNRESPONSIVE
+    int quorum_wait_ms = 10000; ///< how long to wait for a quorum, or for min_ranks, before the user gets an error
+    int join_pause_ms = 10000; ///< how long members wait after a commit for a newcomer that loads their state
+    int join_wait_ms = 60000; ///< how long a newcomer waits to be admitted
+    int retry_ms = 200; ///< after which messages are sent again, and twice as long from then on
+  };
+
+  struct Action {
+    enum class Kind {
+      Send, ///< `message` to each of `to`
+      Keep, ///< write `record` where processes of this host can read it after the end of this one
+      Seal, ///< fail all operations of the epoch, and call sealed() when that is done
+      Install, ///< the epoch of `view` begins
+      Link, ///< connect to the newcomer `of`, and call linked()
+      Raise, ///< nothing more happens here: `error`
+    };
+    enum class Error {
+      QuorumLost, ///< no quorum; `missing` did not answer
+      TooFew, ///< fewer members than min_ranks
+      LeftBehind, ///< the others continue without this process, in `view`
+      Left, ///< not an error: it has left in order
+      NotAdmitted, ///< the newcomer was not admitted in time
+    };
+    Kind kind = Kind::Send;
+    std::vector<Incarnation> to;
+    std::shared_ptr<const Message> message;
+    std::shared_ptr<const Record> record;
+    View view;
+    Incarnation of;
+    Error error = Error::QuorumLost;
+    std::vector<Incarnation> missing;
+  };
+
+  /// Of a founding member: the first view is the same on all of them.
+  Agreement(const Config& config, const View& first, TimePoint now);
+  /// Of a newcomer, which asks these members to admit it. It founds no group.
+  Agreement(const Config& config, std::vector<Incarnation> contacts, TimePoint now);
+
+  // ---- events
+
+  void received(const Message& message, TimePoint now);
+  /// The failure detector's word. Only PEER_DEAD, PEER_UNRESPONSIVE, PEER_LEFT and CONN_RESET change members; of all other causes the
+  /// user gets the error.
+  void failed(ErrorCode code, const Incarnation& peer, TimePoint now);
+  /// The kernel says that all threads of that process have ended, and this is what it has kept. An end of its connections proves nothing.
+  void certified(const Incarnation& peer, const Record& record, TimePoint now);
+  /// How far this process is. Called on every change, and before sealed().
+  void step(const StepState& state);
+  /// Nothing of the epoch ends well here any more.
+  void sealed(TimePoint now);
+  /// The commit round that has ended says that somebody leaves or joins: see wish().
+  void boundary(TimePoint now);
+  /// This process will leave at the next commit.
+  void leave() noexcept {
+    leaving_ = true;
+  }
+  /// This process leaves at once, and says so.
+  void close(TimePoint now);
+  /// The newcomer can be reached from here.
+  void linked(const Incarnation& newcomer, TimePoint now);
+  /// This newcomer holds all that members held after their step `committed`.
+  void loaded(int64_t committed, TimePoint now);
+  void tick(TimePoint now);
+
+  // ---- state
+
+  [[nodiscard]] TimePoint nextTick() const noexcept;
+  [[nodiscard]] std::vector<Action> takeActions();
+  [[nodiscard]] const View& view() const noexcept {
+    return view_;
+  }
+  /// Whether the step may begin, or be summed again.
+  [[nodiscard]] bool mayBegin() const noexcept {
+    return phase_ == Phase::Working && view_.members.size() >= config_.min_ranks;
+  }
+  /// What this process adds to the commit round. All stop at boundary() if any member leaves, or if all admit.
+  struct Wish {
+    bool leaves = false;
+    bool admits = false; ///< some newcomer can be reached from here
+  };
+  [[nodiscard]] Wish wish() const noexcept;
+  /// Newcomers that load the members' state while those wait in boundary().
+  [[nodiscard]] std::vector<Incarnation> loading() const;
+
+  [[nodiscard]] static bool changesMembers(ErrorCode code) noexcept;
+
+ private:
+  enum class Phase {
+    Joining, ///< no member yet
+    Working, ///< the epoch goes on
+    Pausing, ///< after a commit: waits for newcomers to load
+    Agreeing, ///< the epoch is over, the next is not decided
+    Over, ///< no member any more
+  };
+  /// A voter that accepts nothing any more.
+  struct Gone {
+    uint64_t epoch = 0; ///< its last
+    std::optional<Accepted> accepted; ///< in that epoch
+  };
+  struct Suspicion {
+    ErrorCode code = ErrorCode::Ok;
+    uint64_t nonce = 0; ///< a pong for a later one disproves it
+  };
+  struct Newcomer {
+    bool linked = false;
+    int64_t loaded = -1; ///< the step whose state it holds
+  };
+  /// A promise that waits for the seal and for pongs.
+  struct Owed {
+    Ballot ballot;
+    Incarnation to;
+  };
+
+  /// Each event begins with this: a process that was stopped does not count that time.
+  void awake(TimePoint now);
+  /// Each event ends with this: messages to itself, and all that was only waiting for the event.
+  void settle(TimePoint now);
+  void receivedByMember(const Message& message, TimePoint now);
+  void receivedByNewcomer(const Message& message, TimePoint now);
+  void answerOld(const Message& message);
+  void begin(ErrorCode cause, const std::optional<Incarnation>& culprit, TimePoint now);
+  void ask(TimePoint now);
+  void propose(TimePoint now);
+  void onPrepare(const Message& message, TimePoint now);
+  void onPromise(const Message& message, TimePoint now);
+  void onAccept(const Message& message, TimePoint now);
+  void onAccepted(const Message& message, TimePoint now);
+  void onRefuse(const Message& message, TimePoint now);
+  void onJoin(const Message& message);
+  void merge(const std::vector<Testament>& testaments);
+  void promiseWhenReady(TimePoint now);
+  void beginIfChangeIsReady(TimePoint now);
+  void advance(TimePoint now);
+  void choose(TimePoint now);
+  void learn(const View& next, TimePoint now);
+  void install(const View& next, TimePoint now);
+  void raise(Action::Error error, const View* where = nullptr);
+  void farewell();
+
+  [[nodiscard]] Message make(Message::Kind kind) const;
+  void send(Message message, std::vector<Incarnation> to);
+  void keep();
+  [[nodiscard]] Record record() const;
+  /// All members but this one and those that have ended; with newcomers, those that have loaded as well.
+  [[nodiscard]] std::vector<Incarnation> others(bool with_newcomers = false) const;
+  [[nodiscard]] std::map<int, std::optional<Accepted>> dead() const;
+  [[nodiscard]] std::vector<Testament> testaments(const MemberSet& of = MemberSet().set()) const;
+  [[nodiscard]] bool isLowest() const;
+  [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
+  /// Until when to wait for an answer that was asked for at `since`.
+  [[nodiscard]] TimePoint patience(const Incarnation& of, TimePoint since) const;
+  [[nodiscard]] TimePoint promiseAt() const;
+  [[nodiscard]] TimePoint chooseAt() const;
+  [[nodiscard]] TimePoint takeoverAt(TimePoint now) const;
+  [[nodiscard]] bool tooFew() const noexcept {
+    return view_.members.size() < config_.min_ranks;
+  }
+  [[nodiscard]] bool hasLoaded(const Newcomer& newcomer) const noexcept {
+    return newcomer.linked && newcomer.loaded == step_.committed;
+  }
+  [[nodiscard]] TimePoint::duration window() const noexcept {
+    return std::chrono::milliseconds(config_.dead_after_ms / 4);
+  }
+
+  const Config config_;
+  Phase phase_ = Phase::Working;
+  View view_;
+  uint64_t view_id_ = 0;
+  int self_ = -1; ///< position in view_
+  std::deque<View> past_; ///< before view_, oldest first
+  StepState step_;
+  bool leaving_ = false;
+  bool raised_ = false;
+  std::map<Incarnation, Suspicion> suspects_;
+  std::map<Incarnation, ErrorCode> rumours_; ///< what others suspect, in this epoch
+  std::map<Incarnation, int> resets_; ///< of connections, since the last commit
+  std::map<Incarnation, Gone> gone_;
+  std::map<Incarnation, Newcomer> newcomers_;
+  std::vector<Incarnation> contacts_; ///< of a newcomer
+  int64_t loaded_ = -1; ///< of a newcomer: the step whose state it holds
+  uint64_t asked_view_ = 0; ///< of a newcomer: the view that would admit it
+
+  // Of this epoch's agreement.
+  ErrorCode cause_ = ErrorCode::Ok;
+  std::optional<Incarnation> culprit_;
+  bool sealed_ = false;
+  TimePoint began_;
+  TimePoint propose_at_ = TimePoint::max();
+  TimePoint retry_at_ = TimePoint::max();
+  TimePoint::duration retry_after_{};
+  uint64_t nonce_ = 0;
+  MemberSet reach_;
+  std::vector<Incarnation> newcomers_reached_;
+  std::vector<Incarnation> fellows_; ///< of a newcomer: others that may be admitted with it
+  Ballot promised_;
+  std::optional<Accepted> accepted_;
+  std::optional<Owed> owed_;
+  uint32_t round_ = 0; ///< of the greatest ballot seen
+  std::optional<Proposal> proposal_;
+  TimePoint pause_until_ = TimePoint::max();
+  TimePoint too_few_until_ = TimePoint::max();
+
+  TimePoint now_; ///< of the last event
+  std::deque<Message> own_; ///< to itself
+  std::vector<Action> actions_;
+};
+
+} // namespace pycomm::elastic

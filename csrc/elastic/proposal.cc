@@ -1,0 +1,115 @@
+#include "elastic/proposal.h"
+
+#include <algorithm>
+#include <set>
+
+namespace pycomm::elastic {
+namespace {
+
+/// The accepted view with the greatest ballot, or nullptr.
+const Accepted* lastAccepted(const Proposal& proposal, const std::map<int, std::optional<Accepted>>& dead) {
+  const Accepted* last = nullptr;
+  const auto consider = [&](const std::optional<Accepted>& accepted) {
+    if (accepted && (last == nullptr || last->ballot < accepted->ballot)) {
+      last = &*accepted;
+    }
+  };
+  for (const auto& [position, promise] : proposal.promises) {
+    consider(promise.accepted);
+  }
+  for (const auto& [position, accepted] : dead) {
+    if (proposal.dead.test(static_cast<size_t>(position))) {
+      consider(accepted);
+    }
+  }
+  return last;
+}
+
+/// Members that all reach each other, of those who promised and stay.
+std::set<int> connected(const Proposal& proposal) {
+  std::set<int> members;
+  for (const auto& [position, promise] : proposal.promises) {
+    if (!promise.leaving) {
+      members.insert(position);
+    }
+  }
+  const auto reaches = [&](int a, int b) { return proposal.promises.at(a).reach.test(static_cast<size_t>(b)); };
+  const auto missing = [&](int of) {
+    return std::count_if(members.begin(), members.end(), [&](int other) {
+      return other != of && !(reaches(of, other) && reaches(other, of));
+    });
+  };
+  while (!members.empty()) {
+    const int worst = *std::max_element(members.begin(), members.end(), [&](int a, int b) {
+      const auto of_a = missing(a);
+      const auto of_b = missing(b);
+      return of_a != of_b ? of_a < of_b : a < b;
+    });
+    if (missing(worst) == 0) {
+      break;
+    }
+    members.erase(worst);
+  }
+  return members;
+}
+
+bool lists(const Message& promise, const Incarnation& newcomer) {
+  return std::find(promise.newcomers.begin(), promise.newcomers.end(), newcomer) != promise.newcomers.end();
+}
+
+} // namespace
+
+std::optional<View> chooseNext(
+    const View& view,
+    const Proposal& proposal,
+    const std::map<int, std::optional<Accepted>>& dead,
+    ErrorCode cause) {
+  if (const Accepted* last = lastAccepted(proposal, dead)) {
+    return last->next;
+  }
+  std::set<int> members = connected(proposal);
+  const size_t alive = view.members.size() - proposal.dead.count();
+  if (members.empty() && proposal.promised.count() < alive) {
+    return std::nullopt;
+  }
+  View next;
+  next.epoch = view.epoch + 1;
+  next.parent = view.id();
+  next.cause = cause;
+  next.step = view.step;
+  for (const auto& [position, promise] : proposal.promises) {
+    next.step = std::max(next.step, promise.step.committed);
+  }
+  const auto state = [&](int member) -> const StepState& { return proposal.promises.at(member).step; };
+  // A member that has neither committed nor finished the last committed step cannot exist, unless this file is wrong about the others.
+  std::erase_if(members, [&](int member) {
+    const StepState& step = state(member);
+    return step.committed < next.step && !(step.committed == next.step - 1 && step.finished);
+  });
+  const auto finished = [&](int member) { return state(member).committed == next.step && state(member).finished; };
+  if (!members.empty() && std::all_of(members.begin(), members.end(), finished)) {
+    ++next.step;
+  }
+  for (const int member : members) {
+    next.members.push_back(view.members[static_cast<size_t>(member)]);
+  }
+  const auto redoes = [&](int member) { return state(member).committed == next.step && state(member).launched; };
+  if (members.empty() || std::any_of(members.begin(), members.end(), redoes)) {
+    return next;
+  }
+  for (const auto& [newcomer, promise] : proposal.newcomers) {
+    const bool by_members = std::all_of(members.begin(), members.end(), [&, of = newcomer](int member) {
+      return lists(proposal.promises.at(member), of);
+    });
+    const bool by_newcomers =
+        std::all_of(next.members.begin() + static_cast<std::ptrdiff_t>(members.size()), next.members.end(), [&](const Incarnation& other) {
+          return lists(promise, other) && lists(proposal.newcomers.at(other), newcomer);
+        });
+    if (promise.step.committed == next.step && by_members && by_newcomers && next.members.size() < kMaxMembers) {
+      next.members.push_back(newcomer);
+    }
+  }
+  return next;
+}
+
+} // namespace pycomm::elastic

@@ -1,0 +1,220 @@
+#include "proof/elastic/oracle.h"
+
+#include <algorithm>
+
+namespace pycomm::elastic::sim {
+namespace {
+
+std::string name(int p) {
+  return "process " + std::to_string(p);
+}
+
+} // namespace
+
+void Oracle::started(int p, const View& first) {
+  views_.emplace(first.id(), first);
+  newest_ = first;
+  installed_[p] = first.id();
+  committed_[p] = first.step;
+}
+
+void Oracle::cut(int from, int to, int64_t now_us) {
+  cut_since_us_.try_emplace({from, to}, now_us);
+}
+
+void Oracle::healed(int from, int to) {
+  cut_since_us_.erase({from, to});
+}
+
+void Oracle::seals(int p, const View& view, int64_t now_us) {
+  sealed_first_us_.try_emplace(view.id(), now_us);
+  if (reasons_.count(view.id()) == 0 && next_of_.count(view.id()) == 0 && !unsafe()) {
+    violation("M7: " + name(p) + " ends epoch " + std::to_string(view.epoch) + " without a reason");
+  }
+}
+
+void Oracle::sends(int p, const Message& message) {
+  if (message.kind == Message::Kind::Goodbye) {
+    goodbye_.insert(p);
+    reasons_.insert(message.view);
+    late_reasons_.insert(message.view);
+  }
+  const auto view = views_.find(message.view);
+  if (message.kind == Message::Kind::Promise && view != views_.end() && view->second.has(message.from)) {
+    promised_.insert({p, message.view});
+  }
+  if (message.kind == Message::Kind::Prepare && view != views_.end()) {
+    for (const Testament& testament : message.testaments) {
+      const int member = processOf(view->second.members[static_cast<size_t>(testament.position)]);
+      if (ended_.count(member) == 0 && goodbye_.count(member) == 0) {
+        violation("M6: " + name(p) + " does not count " + name(member) + ", which lives");
+      }
+    }
+  }
+}
+
+void Oracle::keeps(int p, const Record& record) {
+  if (!record.accepted) {
+    return;
+  }
+  Vote& vote = votes_[record.view.id()][record.accepted->ballot.number()];
+  const uint64_t next = record.accepted->next.id();
+  if (!vote.voters.empty() && vote.next != next) {
+    violation("M1: one ballot has two values");
+  }
+  vote.next = next;
+  if (record.view.has(Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1})) {
+    vote.voters.insert(p);
+  }
+}
+
+bool Oracle::quorum(const View& view, const std::set<int>& voters) const {
+  size_t base = 0;
+  size_t count = 0;
+  for (const Incarnation& member : view.members) {
+    const int p = processOf(member);
+    const bool out = goodbye_.count(p) != 0 || (ended_.count(p) != 0 && certified_.count(p) != 0);
+    base += out && voters.count(p) == 0 ? 0 : 1;
+    count += voters.count(p);
+  }
+  const bool lowest = !view.members.empty() && voters.count(processOf(view.members[0])) != 0;
+  return 2 * count > base || (2 * count == base && lowest);
+}
+
+void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed, uint64_t chain) {
+  const uint64_t id = view.id();
+  installed_[p] = id;
+  if (late_reasons_.count(view.parent) != 0) {
+    reasons_.insert(id);
+  }
+  if (newcomer) {
+    committed_[p] = committed;
+    if (committed != view.step) {
+      violation("J1: " + name(p) + " is admitted after step " + std::to_string(view.step) + " with the state of step " + std::to_string(committed));
+    }
+    const auto of_all = chains_.find(view.step);
+    if (!unsafe() && view.step > 0 && (of_all == chains_.end() || of_all->second != chain)) {
+      violation("J1: " + name(p) + " is admitted with other parameters than the members'");
+    }
+  }
+  if (unsafe()) {
+    if (view.epoch > newest_.epoch) {
+      newest_ = view;
+    }
+    views_.emplace(id, view);
+    return;
+  }
+  const auto [next, first] = next_of_.try_emplace(view.parent, id);
+  if (next->second != id) {
+    violation("M1: " + name(p) + " installs a second view of epoch " + std::to_string(view.epoch));
+  }
+  if (!first) {
+    return;
+  }
+  const auto parent = views_.find(view.parent);
+  if (parent == views_.end()) {
+    violation("J4: " + name(p) + " installs a view that follows none");
+    return;
+  }
+  const View& before = parent->second;
+  views_.emplace(id, view);
+  if (view.epoch > newest_.epoch) {
+    newest_ = view;
+  }
+  const auto& votes = votes_[view.parent];
+  if (std::none_of(votes.begin(), votes.end(), [&](const auto& vote) {
+        return vote.second.next == id && quorum(before, vote.second.voters);
+      })) {
+    violation("M2: no quorum has accepted what " + name(p) + " installs as epoch " + std::to_string(view.epoch));
+  }
+  for (const Incarnation& a : view.members) {
+    for (const Incarnation& b : view.members) {
+      const auto since = cut_since_us_.find({processOf(a), processOf(b)});
+      if (a != b && since != cut_since_us_.end() && since->second < sealed_first_us_[view.parent]) {
+        violation("M5: members " + name(processOf(a)) + " and " + name(processOf(b)) + " cannot reach each other");
+      }
+    }
+  }
+  bool was_member = true;
+  int last = -1;
+  for (const Incarnation& member : view.members) {
+    const int position = before.position(member);
+    if ((position >= 0 && !was_member) || (position >= 0 && position < last)) {
+      violation("J2: a newcomer has a lower rank than a member, or members change their order");
+    }
+    was_member = position >= 0;
+    last = std::max(last, position);
+  }
+  if (!view.members.empty() && !before.has(view.members[0])) {
+    violation("J2: rank 0 is a newcomer");
+  }
+}
+
+void Oracle::endsWell(int p, uint64_t view) {
+  if (promised_.count({p, view}) != 0) {
+    violation("M3: an operation ends well on " + name(p) + " after its promise");
+  }
+  if (installed_[p] != view) {
+    violation("M4: an operation of a view that " + name(p) + " is not in ends well there");
+  }
+}
+
+void Oracle::finishes(int p, uint64_t view, int64_t step) {
+  finished_[{view, step}].insert(p);
+}
+
+void Oracle::commits(
+    int p,
+    uint64_t view,
+    int64_t step,
+    uint64_t chain,
+    bool by_round,
+    const std::vector<int>& members) {
+  if (step != committed_[p] + 1) {
+    violation("S3: " + name(p) + " commits step " + std::to_string(step) + " after step " + std::to_string(committed_[p]));
+  }
+  committed_[p] = step;
+  if (unsafe()) {
+    return;
+  }
+  const auto [of_all, first] = chains_.try_emplace(step, chain);
+  if (of_all->second != chain) {
+    violation("S1: " + name(p) + " commits step " + std::to_string(step) + " with other bits than another process");
+  }
+  // By the round: all members of the epoch. By a new view: those who go on.
+  const std::set<int>& finished = finished_[{view, step}];
+  for (const int member : members) {
+    if (finished.count(member) == 0) {
+      violation(
+          std::string("S2: ") + name(p) + " commits step " + std::to_string(step) + (by_round ? "" : " by a view") + ", which " +
+          name(member) + " has not finished");
+    }
+  }
+  for (const Incarnation& member : newest_.members) {
+    const int other = processOf(member);
+    const bool counts = ended_.count(other) == 0 && installed_[other] == newest_.id();
+    if (counts && newest_.has(Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1}) && step > committed_[other] + 1) {
+      violation("S3: " + name(p) + " is two steps ahead of " + name(other));
+    }
+  }
+}
+
+void Oracle::redoes(int p, int64_t step) {
+  if (!unsafe() && chains_.count(step) != 0) {
+    violation("S6: " + name(p) + " sums step " + std::to_string(step) + " again, which was committed");
+  }
+}
+
+void Oracle::begins(int p, const View& view) {
+  if (view.members.size() < static_cast<size_t>(plan_.min_ranks)) {
+    violation("M2: " + name(p) + " begins a step with fewer members than min_ranks");
+  }
+}
+
+void Oracle::programError(int p, bool changed) {
+  if (changed) {
+    violation("M7: a program's error changes the members on " + name(p));
+  }
+}
+
+} // namespace pycomm::elastic::sim

@@ -1,0 +1,105 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "elastic/agreement.h"
+#include "proof/elastic/plan.h"
+
+namespace pycomm::elastic::sim {
+
+/// What is true in a simulated world, whatever its processes believe; and the promises of docs/agreement.md, checked at every event. It
+/// counts votes and steps in its own way.
+class Oracle {
+ public:
+  explicit Oracle(const Plan& plan) : plan_(plan) {}
+
+  // ---- what happens; p is a process, by number
+  void ended(int p) {
+    ended_.insert(p);
+  }
+  void saidGoodbye(int p) {
+    goodbye_.insert(p);
+  }
+  void certificate(int of) {
+    certified_.insert(of);
+  }
+  /// A cause that may change members, or a commit at which somebody leaves or joins, came to a member of this view.
+  void reason(uint64_t view) {
+    reasons_.insert(view);
+  }
+  /// The same while the view's members agree already: the next view may end because of it, too.
+  void lateReason(uint64_t view) {
+    late_reasons_.insert(view);
+  }
+  void cut(int from, int to, int64_t now_us);
+  void healed(int from, int to);
+  void started(int p, const View& first);
+
+  // ---- what processes do
+  void seals(int p, const View& view, int64_t now_us);
+  void sends(int p, const Message& message);
+  void keeps(int p, const Record& record);
+  /// The verdict on the step that was under way is in view.step; `committed` is the process's own, before.
+  void installs(int p, const View& view, bool newcomer, int64_t committed, uint64_t chain);
+  /// An operation of this view has ended well: of a bucket, or the commit round.
+  void endsWell(int p, uint64_t view);
+  void finishes(int p, uint64_t view, int64_t step);
+  /// `by_round`: the commit round has ended here, of this view.
+  void commits(int p, uint64_t view, int64_t step, uint64_t chain, bool by_round, const std::vector<int>& members);
+  void redoes(int p, int64_t step);
+  void begins(int p, const View& view);
+  void programError(int p, bool changed);
+
+  void violation(const std::string& what) {
+    if (violations_.size() < 20) {
+      violations_.push_back(what);
+    }
+  }
+  [[nodiscard]] const std::vector<std::string>& violations() const noexcept {
+    return violations_;
+  }
+  /// The view of the greatest epoch that any process has installed.
+  [[nodiscard]] const View& newest() const noexcept {
+    return newest_;
+  }
+  /// Whether these are a quorum of the view, as the documentation says: of those not certified to have ended.
+  [[nodiscard]] bool quorum(const View& view, const std::set<int>& voters) const;
+
+  [[nodiscard]] static int processOf(const Incarnation& incarnation) noexcept {
+    return static_cast<int>(incarnation.low) - 1;
+  }
+
+ private:
+  struct Vote {
+    uint64_t next = 0;
+    std::set<int> voters;
+  };
+  [[nodiscard]] bool unsafe() const noexcept {
+    return plan_.accept_split_brain;
+  }
+
+  const Plan& plan_;
+  std::set<int> ended_;
+  std::set<int> goodbye_;
+  std::set<int> certified_;
+  std::set<uint64_t> reasons_; ///< views
+  std::set<uint64_t> late_reasons_;
+  std::map<std::pair<int, int>, int64_t> cut_since_us_;
+  std::map<uint64_t, View> views_; ///< by id
+  std::map<uint64_t, int64_t> sealed_first_us_; ///< by view
+  std::set<std::pair<int, uint64_t>> promised_; ///< process and view
+  std::map<uint64_t, std::map<uint64_t, Vote>> votes_; ///< by view and ballot
+  std::map<uint64_t, uint64_t> next_of_; ///< by view: the view that was installed after it
+  std::map<std::pair<uint64_t, int64_t>, std::set<int>> finished_; ///< by view and step
+  std::map<int64_t, uint64_t> chains_; ///< by step: the digest of all parameters after it
+  std::map<int, int64_t> committed_; ///< by process
+  std::map<int, uint64_t> installed_; ///< by process: its view
+  View newest_;
+  std::vector<std::string> violations_;
+};
+
+} // namespace pycomm::elastic::sim

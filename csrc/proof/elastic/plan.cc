@@ -1,0 +1,144 @@
+#include "proof/elastic/plan.h"
+
+#include <bit>
+
+namespace pycomm::elastic::sim {
+namespace {
+
+using pycomm::sim::Random;
+
+const char* nameOf(Fault::Kind kind) {
+  switch (kind) {
+    case Fault::Kind::Kill:
+      return "kill";
+    case Fault::Kind::Stop:
+      return "stop";
+    case Fault::Kind::Cut:
+      return "cut";
+    case Fault::Kind::Partition:
+      return "partition";
+    case Fault::Kind::Reset:
+      return "reset";
+    case Fault::Kind::FalseEnd:
+      return "false end";
+    case Fault::Kind::ProgramError:
+      return "program error";
+    case Fault::Kind::Leave:
+      return "leave";
+    case Fault::Kind::Newcomer:
+      return "newcomer";
+  }
+  return "?";
+}
+
+Fault drawFault(const Plan& plan, Random& dice) {
+  static constexpr Fault::Kind kKinds[] = {
+      Fault::Kind::Kill,      Fault::Kind::Kill,      Fault::Kind::Kill,         Fault::Kind::Kill,  Fault::Kind::Stop,
+      Fault::Kind::Stop,      Fault::Kind::Cut,       Fault::Kind::Partition,    Fault::Kind::Reset, Fault::Kind::FalseEnd,
+      Fault::Kind::ProgramError, Fault::Kind::Leave, Fault::Kind::Newcomer};
+  Fault fault;
+  fault.kind = dice.pick(kKinds);
+  const int64_t whole = plan.steps * (plan.compute_us + 10 * plan.delay_us);
+  fault.at_us = dice.within(0, whole);
+  if (dice.chance(50)) {
+    fault.after_events = dice.scaled(1, 60 * plan.processes);
+  }
+  fault.process = static_cast<int>(dice.below(plan.processes));
+  fault.other = static_cast<int>((fault.process + 1 + dice.below(plan.processes - 1)) % plan.processes);
+  fault.both = dice.chance(60);
+  switch (fault.kind) {
+    case Fault::Kind::Kill:
+      fault.after_actions = dice.chance(50) ? static_cast<int>(dice.below(6)) : -1;
+      fault.restart_us = dice.chance(40) ? dice.within(200'000, 4'000'000) : 0;
+      break;
+    case Fault::Kind::Stop:
+      fault.lasts_us = dice.chance(40) ? dice.within(10'000, plan.dead_after_ms * 700)
+                                       : dice.within(10'000, plan.dead_after_ms * 5'000);
+      break;
+    case Fault::Kind::Cut:
+    case Fault::Kind::Partition: {
+      fault.lasts_us = dice.chance(50) ? 0 : dice.within(10'000, plan.dead_after_ms * 4'000);
+      const uint32_t all = (1U << plan.processes) - 1;
+      fault.side = 1 + static_cast<uint32_t>(dice.below(all - 1));
+      if (dice.chance(50)) { // halves, or nearly
+        fault.side = 0;
+        while (std::popcount(fault.side) < plan.processes / 2) {
+          fault.side |= 1U << dice.below(plan.processes);
+        }
+      }
+      break;
+    }
+    case Fault::Kind::ProgramError:
+      fault.code = static_cast<int>(dice.below(5));
+      break;
+    case Fault::Kind::Reset:
+    case Fault::Kind::FalseEnd:
+    case Fault::Kind::Leave:
+    case Fault::Kind::Newcomer:
+      break;
+  }
+  return fault;
+}
+
+} // namespace
+
+Plan drawPlan(uint64_t seed) {
+  Random dice(Random(seed).next()); // the streams of neighbouring seeds are parts of one
+  Plan plan;
+  plan.seed = seed;
+  static constexpr int kSizes[] = {2, 2, 3, 3, 3, 4, 4, 5, 5, 6, 7, 8};
+  plan.processes = dice.pick(kSizes);
+  const int hosts = dice.chance(35) ? 1 : static_cast<int>(dice.within(1, plan.processes));
+  for (int i = 0; i < plan.processes; ++i) {
+    plan.hosts.push_back(static_cast<int>(dice.below(hosts)));
+  }
+  plan.steps = static_cast<int>(dice.within(1, 5));
+  plan.buckets = static_cast<int>(dice.within(1, 3));
+  plan.min_ranks = dice.chance(70) ? 1 : static_cast<int>(dice.within(1, plan.processes));
+  plan.accept_split_brain = dice.chance(4);
+  plan.certifies = dice.chance(75);
+  plan.fifo = dice.chance(70);
+  plan.lossy = dice.chance(50);
+  plan.through_wire = dice.chance(10);
+  plan.delay_us = dice.scaled(10, 3'000);
+  plan.compute_us = dice.scaled(500, 200'000);
+  // Most seeds have one or two faults: what breaks then is easiest to read. Some have many.
+  const int faults = dice.chance(8) ? 0 : dice.chance(60) ? static_cast<int>(dice.within(1, 2)) : static_cast<int>(dice.within(3, 6));
+  for (int i = 0; i < faults; ++i) {
+    plan.faults.push_back(drawFault(plan, dice));
+  }
+  return plan;
+}
+
+std::string Plan::text() const {
+  std::string out = "seed " + std::to_string(seed) + ": " + std::to_string(processes) + " processes on hosts";
+  for (const int host : hosts) {
+    out += " " + std::to_string(host);
+  }
+  out += ", " + std::to_string(steps) + " steps of " + std::to_string(buckets) + " buckets, min_ranks " +
+      std::to_string(min_ranks) + (accept_split_brain ? ", accepts split brain" : "") +
+      (certifies ? "" : ", no certificates") + (fifo ? "" : ", not in order") + (lossy ? ", cuts lose" : "") +
+      ", delay " + std::to_string(delay_us) + " us, compute " + std::to_string(compute_us) + " us\n";
+  for (const Fault& fault : faults) {
+    out += std::string("  ") + nameOf(fault.kind) + " process " + std::to_string(fault.process);
+    if (fault.kind == Fault::Kind::Cut || fault.kind == Fault::Kind::Reset || fault.kind == Fault::Kind::FalseEnd) {
+      out += " other " + std::to_string(fault.other);
+    }
+    if (fault.kind == Fault::Kind::Partition) {
+      out += " side";
+      for (int i = 0; i < processes; ++i) {
+        out += (fault.side >> i & 1U) != 0 ? " " + std::to_string(i) : "";
+      }
+    }
+    out += fault.both ? "" : " one way";
+    out += fault.after_events > 0 ? " after event " + std::to_string(fault.after_events)
+                                  : " at " + std::to_string(fault.at_us) + " us";
+    out += fault.after_actions >= 0 ? ", after " + std::to_string(fault.after_actions) + " actions" : "";
+    out += fault.lasts_us > 0 ? " for " + std::to_string(fault.lasts_us) + " us" : "";
+    out += fault.restart_us > 0 ? ", restarts after " + std::to_string(fault.restart_us) + " us" : "";
+    out += "\n";
+  }
+  return out;
+}
+
+} // namespace pycomm::elastic::sim

@@ -1,0 +1,1002 @@
+#include "proof/elastic/world.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <queue>
+#include <set>
+#include <tuple>
+
+#include "elastic/agreement.h"
+#include "elastic/step_ledger.h"
+#include "proof/elastic/oracle.h"
+
+namespace pycomm::elastic::sim {
+namespace {
+
+using pycomm::sim::Random;
+using Us = int64_t;
+
+constexpr int kMostProcesses = 16;
+constexpr Us kNever = INT64_MAX;
+
+TimePoint instantOf(Us us) {
+  return TimePoint(std::chrono::hours(1)) + std::chrono::microseconds(us);
+}
+
+uint64_t mix(uint64_t digest, uint64_t value) {
+  uint64_t z = digest * 0x9e3779b97f4a7c15ULL + value + 0x632be59bd9b4e019ULL;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  return z ^ (z >> 29);
+}
+
+struct Event {
+  enum class Kind : uint8_t {
+    Message, ///< arrives at p
+    Tick,
+    Sealed, ///< the planes of epoch `n` have failed all operations
+    Begin, ///< p has computed its gradients
+    Launch, ///< p launches bucket `other`
+    BucketEnds,
+    EnterCommit,
+    CommitEnds,
+    Linked, ///< p can reach the newcomer `other`
+    Loaded, ///< newcomer p has all that `other` holds
+    Silence, ///< p looks whether it has heard `other`
+    LinkEnds, ///< p sees that the connections from `other` have ended
+    Certificate, ///< the kernel tells p that `other` has ended
+    Closes, ///< the user of p reacts to an error, or p's program ends
+    Fault, ///< `n` of the plan
+    FaultEnds,
+    Restart, ///< a newcomer on the host of p
+  };
+  Us at = 0;
+  int64_t serial = 0;
+  Kind kind = Kind::Tick;
+  int p = 0;
+  int other = 0;
+  uint64_t n = 0; ///< view, or fault
+  int64_t m = 0; ///< step, or code
+  std::shared_ptr<const Message> message;
+};
+
+struct Later {
+  bool operator()(const Event& a, const Event& b) const noexcept {
+    return a.at != b.at ? a.at > b.at : a.serial > b.serial;
+  }
+};
+
+struct Process {
+  int host = 0;
+  Incarnation self;
+  bool running = false; ///< not ended
+  bool stopped = false;
+  bool joining = false;
+  bool raised = false;
+  bool trained = false; ///< all steps are committed
+  bool leave_asked = false;
+  std::optional<Agreement> agreement;
+  StepLedger ledger;
+  std::shared_ptr<const Record> record;
+  std::vector<Event> deferred; ///< while it is stopped
+  uint64_t view = 0; ///< of its operations
+  std::vector<int> members; ///< processes
+  bool agreeing = false;
+  bool sealed = false;
+  Us agreeing_since = 0;
+  Us stopped_since = 0;
+  uint64_t chain = 0; ///< a digest of its parameters
+  std::vector<uint64_t> results; ///< of the step's buckets
+  Us tick_at = kNever;
+  int actions_left = -1; ///< then it is killed
+};
+
+/// The operations of one step of one epoch.
+struct StepOps {
+  std::vector<std::set<int>> launched; ///< by bucket
+  std::set<int> entered;
+  bool leaves = false;
+  bool admits = true;
+};
+
+class World {
+ public:
+  World(const Plan& plan, bool trace) : plan_(plan), dice_(Random(~plan.seed).next()), oracle_(plan), trace_(trace) {
+    for (auto& row : cut_) {
+      std::fill(std::begin(row), std::end(row), 0);
+    }
+    for (auto& row : silent_since_) {
+      std::fill(std::begin(row), std::end(row), kNever);
+    }
+    for (auto& row : last_arrival_) {
+      std::fill(std::begin(row), std::end(row), 0);
+    }
+    for (auto& row : pair_delay_) {
+      for (Us& delay : row) {
+        delay = 1 + dice_.scaled(plan.delay_us / 2, plan.delay_us * 2);
+      }
+    }
+  }
+
+  Report run();
+
+ private:
+  [[nodiscard]] Agreement::Config configOf(int p) const {
+    Agreement::Config config;
+    config.self = processes_[static_cast<size_t>(p)].self;
+    config.min_ranks = static_cast<size_t>(plan_.min_ranks);
+    config.accept_split_brain = plan_.accept_split_brain;
+    config.dead_after_ms = plan_.dead_after_ms;
+    config.quorum_wait_ms = plan_.quorum_wait_ms;
+    config.join_pause_ms = plan_.join_pause_ms;
+    config.join_wait_ms = 20'000;
+    return config;
+  }
+  Process& of(int p) {
+    return processes_[static_cast<size_t>(p)];
+  }
+  [[nodiscard]] TimePoint now() const {
+    return instantOf(now_us_);
+  }
+  int64_t jitter(Us about) {
+    return 1 + dice_.scaled(about / 4, about * 2);
+  }
+  Event& at(Us when, Event::Kind kind, int p, int other = -1, uint64_t n = 0, int64_t m = 0) {
+    Event event;
+    event.at = std::max(when, now_us_);
+    event.serial = ++serial_;
+    event.kind = kind;
+    event.p = p;
+    event.other = other;
+    event.n = n;
+    event.m = m;
+    pending_.push_back(event);
+    return pending_.back();
+  }
+  Event& after(Us delay, Event::Kind kind, int p, int other = -1, uint64_t n = 0, int64_t m = 0) {
+    return at(now_us_ + delay, kind, p, other, n, m);
+  }
+  void giveReason(const Process& process) {
+    oracle_.reason(process.view);
+    if (process.agreeing) {
+      oracle_.lateReason(process.view);
+    }
+  }
+  void say(const std::string& what) {
+    if (trace_) {
+      report_.trace.push_back("  " + std::to_string(now_us_) + " us: " + what);
+    }
+  }
+
+  void start();
+  int addProcess(int host);
+  void startNewcomer(int host);
+  void handle(const Event& event);
+  void handleOf(Process& process, const Event& event);
+  void act(int p);
+  void transmit(int from, int to, const std::shared_ptr<const Message>& message);
+  void installs(int p, const View& view);
+  void commits(int p, uint64_t view, const std::vector<int>& members, bool by_round);
+  void nextStep(int p);
+  void launchAll(int p);
+  void takeTransfers(int p);
+  void kill(int p, bool closed);
+  void strike(size_t index);
+  void ends(size_t index);
+  void setCut(int from, int to, bool cut);
+  void heardChanged();
+  void contactChanged(int from, int to);
+  void scheduleTick(int p);
+  [[nodiscard]] bool mayEnd(const Event& event);
+  [[nodiscard]] bool audible(int from, int to) {
+    return of(from).running && !of(from).stopped && of(to).running && !of(to).stopped && cut_[from][to] == 0;
+  }
+  [[nodiscard]] bool watches(int p, int other) {
+    const Process& process = of(p);
+    return process.agreement && !process.raised &&
+        (process.agreement->view().has(of(other).self) || of(other).joining);
+  }
+  void judge();
+  void judgeProgress();
+
+  const Plan& plan_;
+  Random dice_;
+  Oracle oracle_;
+  bool trace_;
+  Report report_;
+  Us now_us_ = 0;
+  int64_t serial_ = 0;
+  std::vector<Event> pending_;
+  std::priority_queue<Event, std::vector<Event>, Later> queue_;
+  std::vector<Process> processes_;
+  std::map<std::pair<uint64_t, int64_t>, StepOps> ops_;
+  int cut_[kMostProcesses][kMostProcesses];
+  Us silent_since_[kMostProcesses][kMostProcesses]; ///< by listener and speaker
+  Us last_arrival_[kMostProcesses][kMostProcesses];
+  Us pair_delay_[kMostProcesses][kMostProcesses];
+  std::map<std::pair<int, int>, std::vector<std::shared_ptr<const Message>>> held_;
+  std::set<std::tuple<int, int, uint64_t>> transfers_; ///< to a newcomer, from a member, in a view
+  std::vector<bool> struck_;
+  std::vector<size_t> by_count_; ///< faults that strike after a number of events
+  Us last_fault_us_ = 0;
+  int open_faults_ = 0; ///< that have not begun, or will end
+};
+
+int World::addProcess(int host) {
+  const int p = static_cast<int>(processes_.size());
+  Process& process = processes_.emplace_back();
+  process.host = host;
+  process.self = Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1};
+  process.running = true;
+  return p;
+}
+
+void World::start() {
+  processes_.reserve(kMostProcesses);
+  View first;
+  for (int p = 0; p < plan_.processes; ++p) {
+    addProcess(plan_.hosts[static_cast<size_t>(p)]);
+    first.members.push_back(of(p).self);
+  }
+  for (int p = 0; p < plan_.processes; ++p) {
+    Process& process = of(p);
+    process.agreement.emplace(configOf(p), first, now());
+    process.view = first.id();
+    for (int member = 0; member < plan_.processes; ++member) {
+      process.members.push_back(member);
+    }
+    oracle_.started(p, first);
+    act(p);
+    nextStep(p);
+  }
+  struck_.assign(plan_.faults.size(), false);
+  for (size_t i = 0; i < plan_.faults.size(); ++i) {
+    const Fault& fault = plan_.faults[i];
+    at(fault.at_us + (fault.after_events > 0 ? 2'000'000 : 0), Event::Kind::Fault, 0, 0, i);
+    if (fault.after_events > 0) {
+      by_count_.push_back(i);
+    }
+    ++open_faults_;
+  }
+}
+
+void World::startNewcomer(int host) {
+  if (processes_.size() >= kMostProcesses) {
+    return;
+  }
+  const int p = addProcess(host);
+  Process& process = of(p);
+  process.joining = true;
+  std::vector<Incarnation> contacts;
+  for (int other = 0; other < p; ++other) {
+    if (of(other).running) {
+      contacts.push_back(of(other).self);
+    }
+  }
+  say("process " + std::to_string(p) + " starts and asks to join");
+  process.agreement.emplace(configOf(p), std::move(contacts), now());
+  contactChanged(p, p);
+  act(p);
+}
+
+// ---- events
+
+Report World::run() {
+  start();
+  const auto drain = [&] {
+    for (Event& event : pending_) {
+      queue_.push(std::move(event));
+    }
+    pending_.clear();
+  };
+  drain();
+  const Us quiet = Us{plan_.dead_after_ms} * 1000 + 2'500'000; // within which a quorum that is connected goes on
+  bool judged = false;
+  while (!queue_.empty() && oracle_.violations().empty()) {
+    Event event = queue_.top();
+    queue_.pop();
+    if (open_faults_ == 0 && !judged && event.at > last_fault_us_ + quiet) {
+      judged = true;
+      now_us_ = last_fault_us_ + quiet;
+      judgeProgress();
+    }
+    now_us_ = event.at;
+    if (++report_.events > 200'000) {
+      oracle_.violation("M8: the run does not end");
+      break;
+    }
+    handle(event);
+    for (size_t i = 0; i < by_count_.size(); ++i) {
+      if (!struck_[by_count_[i]] && report_.events >= plan_.faults[by_count_[i]].after_events) {
+        strike(by_count_[i]);
+      }
+    }
+    drain();
+  }
+  judge();
+  report_.violations = oracle_.violations();
+  return std::move(report_);
+}
+
+void World::handle(const Event& event) {
+  switch (event.kind) {
+    case Event::Kind::Fault:
+      strike(event.n);
+      return;
+    case Event::Kind::FaultEnds:
+      ends(event.n);
+      return;
+    case Event::Kind::Restart:
+      last_fault_us_ = now_us_;
+      --open_faults_;
+      startNewcomer(event.other);
+      return;
+    default:
+      break;
+  }
+  Process& process = of(event.p);
+  if (!process.running) {
+    return;
+  }
+  if (process.stopped) {
+    if (event.kind == Event::Kind::Tick) {
+      process.tick_at = kNever;
+    }
+    process.deferred.push_back(event);
+    return;
+  }
+  report_.digest = mix(
+      report_.digest,
+      static_cast<uint64_t>(event.at) ^ (static_cast<uint64_t>(event.kind) << 56) ^ static_cast<uint64_t>(event.p) << 48);
+  handleOf(process, event);
+  act(event.p);
+}
+
+void World::handleOf(Process& process, const Event& event) {
+  Agreement& agreement = *process.agreement;
+  const bool current = event.n == process.view && !process.sealed;
+  switch (event.kind) {
+    case Event::Kind::Message:
+      ++report_.messages;
+      agreement.received(*event.message, now());
+      return;
+    case Event::Kind::Tick:
+      if (event.at == process.tick_at || process.tick_at == kNever) {
+        process.tick_at = kNever;
+        agreement.tick(now());
+      }
+      return;
+    case Event::Kind::Sealed:
+      if (event.n == process.view && process.agreeing) {
+        process.sealed = true;
+        agreement.step(process.ledger.seal());
+        agreement.sealed(now());
+      }
+      return;
+    case Event::Kind::Begin:
+      if (event.n == process.view && !process.agreeing && !process.raised && event.m == process.ledger.state().committed + 1) {
+        if (agreement.mayBegin()) {
+          launchAll(event.p);
+        }
+      }
+      return;
+    case Event::Kind::Launch: {
+      if (!current) {
+        return;
+      }
+      StepOps& ops = ops_[{process.view, event.m}];
+      ops.launched.resize(static_cast<size_t>(plan_.buckets));
+      std::set<int>& launched = ops.launched[static_cast<size_t>(event.other)];
+      launched.insert(event.p);
+      if (launched.size() == process.members.size()) {
+        for (const int member : process.members) {
+          after(jitter(plan_.delay_us), Event::Kind::BucketEnds, member, event.other, event.n, event.m);
+        }
+      }
+      return;
+    }
+    case Event::Kind::BucketEnds:
+      if (current && event.m == process.ledger.state().committed + 1 && mayEnd(event)) {
+        oracle_.endsWell(event.p, event.n);
+        uint64_t sum = mix(static_cast<uint64_t>(event.m), static_cast<uint64_t>(event.other));
+        for (const int member : process.members) {
+          sum = mix(sum, static_cast<uint64_t>(member));
+        }
+        process.results[static_cast<size_t>(event.other)] = sum;
+        process.ledger.finish(agreement.view().epoch, event.other);
+        if (std::count(process.results.begin(), process.results.end(), 0U) == 0) {
+          oracle_.finishes(event.p, event.n, event.m);
+        }
+        agreement.step(process.ledger.state());
+        if (process.ledger.mayCommit()) {
+          after(jitter(plan_.delay_us / 4), Event::Kind::EnterCommit, event.p, -1, event.n, event.m);
+        }
+      }
+      return;
+    case Event::Kind::EnterCommit: {
+      if (!current || !process.ledger.mayCommit() || event.m != process.ledger.state().committed + 1) {
+        return;
+      }
+      StepOps& ops = ops_[{process.view, event.m}];
+      const Agreement::Wish wish = agreement.wish();
+      ops.entered.insert(event.p);
+      ops.leaves = ops.leaves || wish.leaves;
+      ops.admits = ops.admits && wish.admits;
+      if (ops.entered.size() == process.members.size()) {
+        for (const int member : process.members) {
+          after(jitter(plan_.delay_us), Event::Kind::CommitEnds, member, -1, event.n, event.m);
+        }
+      }
+      return;
+    }
+    case Event::Kind::CommitEnds:
+      if (current && event.m == process.ledger.state().committed + 1 && mayEnd(event)) {
+        oracle_.endsWell(event.p, event.n);
+        const StepOps& ops = ops_[{process.view, event.m}];
+        if (process.ledger.commit(agreement.view().epoch)) {
+          commits(event.p, process.view, process.members, true);
+          if (!process.trained && (ops.leaves || ops.admits)) {
+            oracle_.reason(process.view);
+            agreement.boundary(now());
+          }
+          nextStep(event.p);
+        }
+      }
+      return;
+    case Event::Kind::Linked:
+      if (of(event.other).running && audible(event.other, event.p) && cut_[event.p][event.other] == 0) {
+        if (process.members.size() < static_cast<size_t>(plan_.min_ranks)) {
+          oracle_.reason(process.view); // they wait for newcomers
+        }
+        agreement.linked(of(event.other).self, now());
+      }
+      return;
+    case Event::Kind::Loaded: {
+      Process& donor = of(event.other);
+      if (process.joining && donor.running && !donor.stopped && donor.ledger.state().committed == event.m &&
+          audible(event.other, event.p)) {
+        process.chain = donor.chain;
+        process.ledger = StepLedger(event.m);
+        say("process " + std::to_string(event.p) + " has loaded step " + std::to_string(event.m));
+        agreement.loaded(event.m, now());
+      }
+      return;
+    }
+    case Event::Kind::Silence:
+      if (silent_since_[event.p][event.other] != kNever && watches(event.p, event.other) &&
+          now_us_ - silent_since_[event.p][event.other] >= plan_.dead_after_ms * 1000) {
+        say("process " + std::to_string(event.p) + " has not heard process " + std::to_string(event.other));
+        giveReason(process);
+        agreement.failed(ErrorCode::PeerUnresponsive, of(event.other).self, now());
+      }
+      return;
+    case Event::Kind::LinkEnds:
+      if (watches(event.p, event.other)) {
+        const auto code = static_cast<ErrorCode>(event.m);
+        say("process " + std::to_string(event.p) + " sees " + errorCodeName(code) + " of process " + std::to_string(event.other));
+        giveReason(process);
+        agreement.failed(code, of(event.other).self, now());
+      }
+      return;
+    case Event::Kind::Certificate:
+      if (watches(event.p, event.other)) {
+        say("process " + std::to_string(event.p) + " is told that process " + std::to_string(event.other) + " has ended");
+        oracle_.certificate(event.other);
+        giveReason(process);
+        agreement.certified(of(event.other).self, *of(event.other).record, now());
+      }
+      return;
+    case Event::Kind::Closes:
+      agreement.close(now());
+      act(event.p);
+      if (process.running) {
+        kill(event.p, true);
+      }
+      return;
+    case Event::Kind::Fault:
+    case Event::Kind::FaultEnds:
+    case Event::Kind::Restart:
+      return;
+  }
+}
+
+// ---- the step
+
+/// Where a member has died, an operation that all have entered may end on some and not on others. Where one cannot be reached, it may end
+/// late.
+bool World::mayEnd(const Event& event) {
+  const Process& process = of(event.p);
+  const bool alive = std::all_of(process.members.begin(), process.members.end(), [&](int member) { return of(member).running; });
+  if (!alive) {
+    return dice_.chance(50);
+  }
+  const bool cut = std::any_of(process.members.begin(), process.members.end(), [&](int member) {
+    return cut_[member][event.p] != 0 || cut_[event.p][member] != 0;
+  });
+  if (cut && dice_.chance(70)) {
+    after(50'000, event.kind, event.p, event.other, event.n, event.m);
+    return false;
+  }
+  return true;
+}
+
+void World::nextStep(int p) {
+  Process& process = of(p);
+  if (process.ledger.state().committed >= plan_.steps) {
+    process.trained = true;
+    after(jitter(plan_.delay_us * 4), Event::Kind::Closes, p);
+    return;
+  }
+  after(jitter(plan_.compute_us), Event::Kind::Begin, p, -1, process.view, process.ledger.state().committed + 1);
+}
+
+void World::launchAll(int p) {
+  Process& process = of(p);
+  process.results.assign(static_cast<size_t>(plan_.buckets), 0);
+  oracle_.begins(p, process.agreement->view());
+  process.ledger.launch(plan_.buckets);
+  process.agreement->step(process.ledger.state());
+  Us delay = 0;
+  for (int bucket = 0; bucket < plan_.buckets; ++bucket) {
+    delay += dice_.below(plan_.compute_us / 4 + 2);
+    after(delay, Event::Kind::Launch, p, bucket, process.view, process.ledger.state().committed + 1);
+  }
+}
+
+void World::commits(int p, uint64_t view, const std::vector<int>& members, bool by_round) {
+  Process& process = of(p);
+  const int64_t step = process.ledger.state().committed;
+  for (const uint64_t result : process.results) {
+    process.chain = mix(process.chain, result);
+  }
+  say("process " + std::to_string(p) + " commits step " + std::to_string(step) + (by_round ? "" : " by the new view"));
+  ++report_.committed;
+  oracle_.commits(p, view, step, process.chain, by_round, members);
+  process.agreement->step(process.ledger.state());
+}
+
+void World::installs(int p, const View& view) {
+  Process& process = of(p);
+  const uint64_t before = process.view;
+  const bool newcomer = std::exchange(process.joining, false);
+  say("process " + std::to_string(p) + " installs epoch " + std::to_string(view.epoch) + " of " +
+      std::to_string(view.members.size()) + " members after step " + std::to_string(view.step) + ", " + errorCodeName(view.cause));
+  ++report_.agreements;
+  oracle_.installs(p, view, newcomer, process.ledger.state().committed, process.chain);
+  if (process.agreeing) {
+    const Us took = now_us_ - process.agreeing_since;
+    if (took > (plan_.quorum_wait_ms + 500) * 1000) {
+      oracle_.violation("M8: process " + std::to_string(p) + " has agreed for " + std::to_string(took) + " us");
+    }
+  }
+  std::vector<int> old_members = std::exchange(process.members, {});
+  process.view = view.id();
+  for (const Incarnation& member : view.members) {
+    process.members.push_back(Oracle::processOf(member));
+  }
+  process.agreeing = false;
+  process.sealed = false;
+  // Connections to those who are not in it end.
+  for (const int old : old_members) {
+    if (!view.has(of(old).self) && of(old).running) {
+      after(jitter(plan_.delay_us), Event::Kind::LinkEnds, old, p, 0, static_cast<int64_t>(ErrorCode::ConnectionReset));
+    }
+  }
+  switch (process.ledger.install(view)) {
+    case StepLedger::Outcome::Commit: {
+      std::vector<int> stay;
+      for (const int member : process.members) {
+        if (std::find(old_members.begin(), old_members.end(), member) != old_members.end()) {
+          stay.push_back(member);
+        }
+      }
+      commits(p, before, stay, false);
+      nextStep(p);
+      break;
+    }
+    case StepLedger::Outcome::Redo:
+      ++report_.redone;
+      oracle_.redoes(p, process.ledger.state().committed + 1);
+      if (process.agreement->mayBegin()) {
+        launchAll(p);
+      }
+      break;
+    case StepLedger::Outcome::Nothing:
+      nextStep(p);
+      break;
+  }
+  process.agreement->step(process.ledger.state());
+  // The detector begins anew: whoever has been dead or silent is found again.
+  for (const int member : process.members) {
+    if (member != p) {
+      contactChanged(p, member);
+    }
+  }
+}
+
+void World::takeTransfers(int p) {
+  Process& process = of(p);
+  if (process.raised || process.members.empty() || process.joining) {
+    return;
+  }
+  const std::vector<Incarnation> loading = process.agreement->loading();
+  if (loading.empty()) {
+    return;
+  }
+  for (const int member : process.members) {
+    if (member < p && of(member).running && !of(member).stopped) {
+      return; // the lowest gives
+    }
+  }
+  for (const Incarnation& newcomer : loading) {
+    const int to = Oracle::processOf(newcomer);
+    if (!transfers_.emplace(to, p, process.view).second) {
+      continue;
+    }
+    at(now_us_ + jitter(plan_.delay_us * 20), Event::Kind::Loaded, to, p, 0, process.ledger.state().committed);
+  }
+}
+
+// ---- actions
+
+void World::act(int p) {
+  Process& process = of(p);
+  if (!process.agreement) {
+    return;
+  }
+  for (;;) {
+    std::vector<Agreement::Action> actions = process.agreement->takeActions();
+    if (actions.empty()) {
+      break;
+    }
+    for (Agreement::Action& action : actions) {
+      if (!process.running) {
+        return;
+      }
+      if (process.actions_left == 0) {
+        kill(p, false);
+        return;
+      }
+      process.actions_left -= process.actions_left > 0 ? 1 : 0;
+      switch (action.kind) {
+        case Agreement::Action::Kind::Send:
+          oracle_.sends(p, *action.message);
+          for (const Incarnation& to : action.to) {
+            transmit(p, Oracle::processOf(to), action.message);
+          }
+          break;
+        case Agreement::Action::Kind::Keep:
+          process.record = action.record;
+          oracle_.keeps(p, *action.record);
+          break;
+        case Agreement::Action::Kind::Seal:
+          say("process " + std::to_string(p) + " ends its epoch");
+          process.agreeing = true;
+          process.agreeing_since = now_us_;
+          oracle_.seals(p, process.agreement->view(), now_us_);
+          after(dice_.chance(5) ? dice_.within(1, 300'000) : jitter(plan_.delay_us), Event::Kind::Sealed, p, -1, process.view);
+          break;
+        case Agreement::Action::Kind::Install:
+          installs(p, action.view);
+          break;
+        case Agreement::Action::Kind::Link:
+          after(jitter(plan_.delay_us * 10), Event::Kind::Linked, p, Oracle::processOf(action.of));
+          break;
+        case Agreement::Action::Kind::Raise:
+          process.raised = true;
+          ++report_.raised;
+          say("process " + std::to_string(p) + " raises " + std::to_string(static_cast<int>(action.error)));
+          after(jitter(plan_.delay_us * 10), Event::Kind::Closes, p);
+          break;
+      }
+    }
+  }
+  takeTransfers(p);
+  scheduleTick(p);
+}
+
+void World::scheduleTick(int p) {
+  Process& process = of(p);
+  const TimePoint next = process.agreement->nextTick();
+  if (next == TimePoint::max()) {
+    process.tick_at = kNever;
+    return;
+  }
+  const Us due = std::max<Us>(
+      now_us_, std::chrono::duration_cast<std::chrono::microseconds>(next - instantOf(0)).count() + 1);
+  if (due < process.tick_at) {
+    process.tick_at = due;
+    at(due, Event::Kind::Tick, p);
+  }
+}
+
+void World::transmit(int from, int to, const std::shared_ptr<const Message>& message) {
+  if (to < 0 || to >= static_cast<int>(processes_.size()) || !of(to).running) {
+    return;
+  }
+  if (cut_[from][to] != 0) {
+    if (!plan_.lossy) {
+      held_[{from, to}].push_back(message);
+    }
+    return;
+  }
+  const int copies = !plan_.fifo && dice_.chance(5) ? 2 : 1;
+  for (int i = 0; i < copies; ++i) {
+    Us arrives = now_us_ + dice_.within(pair_delay_[from][to] / 2, pair_delay_[from][to] * 3 / 2);
+    if (dice_.chance(1)) {
+      arrives += dice_.within(0, 300'000);
+    }
+    if (plan_.fifo) {
+      arrives = std::max(arrives, last_arrival_[from][to]);
+      last_arrival_[from][to] = arrives;
+    }
+    std::shared_ptr<const Message> as_read = message;
+    if (plan_.through_wire) {
+      const std::optional<Message> read = decodeMessage(encode(*message));
+      if (!read) {
+        oracle_.violation("wire: a message cannot be read");
+        return;
+      }
+      as_read = std::make_shared<const Message>(*read);
+    }
+    at(arrives, Event::Kind::Message, to, from).message = std::move(as_read);
+  }
+}
+
+// ---- faults
+
+void World::kill(int p, bool closed) {
+  Process& process = of(p);
+  if (!process.running) {
+    return;
+  }
+  say("process " + std::to_string(p) + (closed ? " closes" : " is killed"));
+  process.running = false;
+  process.deferred.clear();
+  oracle_.ended(p);
+  for (int other = 0; other < static_cast<int>(processes_.size()); ++other) {
+    if (other != p && of(other).running) {
+      contactChanged(other, p);
+    }
+  }
+  heardChanged();
+}
+
+/// What `p` will learn of `other` by itself.
+void World::contactChanged(int p, int other) {
+  if (p == other) {
+    heardChanged();
+    return;
+  }
+  if (!of(other).running && of(p).running) {
+    if (cut_[other][p] == 0) {
+      Us delay = jitter(plan_.delay_us * 4);
+      if (dice_.chance(20)) {
+        after(delay, Event::Kind::LinkEnds, p, other, 0, static_cast<int64_t>(ErrorCode::ConnectionReset));
+        delay += 500'000;
+      }
+      after(delay, Event::Kind::LinkEnds, p, other, 0, static_cast<int64_t>(ErrorCode::PeerDead));
+    }
+    if (plan_.certifies && of(p).host == of(other).host) {
+      after(dice_.within(10, 20'000), Event::Kind::Certificate, p, other);
+    }
+  }
+  if (silent_since_[p][other] != kNever) {
+    const Us found = silent_since_[p][other] + plan_.dead_after_ms * 1000 + dice_.within(0, 500'000);
+    at(std::max(found, now_us_ + 1000), Event::Kind::Silence, p, other);
+  }
+}
+
+void World::heardChanged() {
+  const int count = static_cast<int>(processes_.size());
+  for (int p = 0; p < count; ++p) {
+    for (int other = 0; other < count; ++other) {
+      if (p == other || !of(p).running || of(p).stopped) {
+        continue;
+      }
+      Us& since = silent_since_[p][other];
+      const bool heard = audible(other, p);
+      if (heard) {
+        since = kNever;
+      } else if (since == kNever) {
+        since = now_us_;
+        after(plan_.dead_after_ms * 1000 + dice_.within(0, 500'000), Event::Kind::Silence, p, other);
+      }
+    }
+  }
+}
+
+void World::setCut(int from, int to, bool cut) {
+  if (cut && cut_[from][to]++ == 0) {
+    oracle_.cut(from, to, now_us_);
+  } else if (!cut && --cut_[from][to] == 0) {
+    oracle_.healed(from, to);
+    for (const auto& message : std::exchange(held_[{from, to}], {})) {
+      transmit(from, to, message);
+    }
+  }
+}
+
+void World::strike(size_t index) {
+  if (struck_[index]) {
+    return;
+  }
+  struck_[index] = true;
+  --open_faults_;
+  last_fault_us_ = now_us_;
+  const Fault& fault = plan_.faults[index];
+  Process& process = of(fault.process);
+  const int count = static_cast<int>(processes_.size());
+  say("fault " + std::to_string(index));
+  switch (fault.kind) {
+    case Fault::Kind::Kill:
+      if (!process.running) {
+        return;
+      }
+      if (fault.after_actions >= 0) {
+        process.actions_left = fault.after_actions;
+      } else {
+        kill(fault.process, false);
+      }
+      if (fault.restart_us > 0) {
+        ++open_faults_;
+        after(fault.restart_us, Event::Kind::Restart, fault.process, process.host);
+      }
+      return;
+    case Fault::Kind::Stop:
+      if (process.running && !process.stopped) {
+        process.stopped = true;
+        process.stopped_since = now_us_;
+        heardChanged();
+        ++open_faults_;
+        after(fault.lasts_us, Event::Kind::FaultEnds, 0, 0, index);
+      }
+      return;
+    case Fault::Kind::Cut:
+    case Fault::Kind::Partition:
+      for (int from = 0; from < count; ++from) {
+        for (int to = 0; to < count; ++to) {
+          const bool pair = from == fault.process && to == fault.other;
+          const bool back = fault.both && from == fault.other && to == fault.process;
+          const bool in_side = (fault.side >> from & 1U) != 0;
+          const bool to_side = (fault.side >> to & 1U) != 0;
+          const bool across = in_side != to_side && (fault.both || in_side);
+          if (fault.kind == Fault::Kind::Cut ? pair || back : across && from != to) {
+            setCut(from, to, true);
+          }
+        }
+      }
+      heardChanged();
+      if (fault.lasts_us > 0) {
+        ++open_faults_;
+        after(fault.lasts_us, Event::Kind::FaultEnds, 0, count, index);
+      }
+      return;
+    case Fault::Kind::Reset:
+      after(1, Event::Kind::LinkEnds, fault.process, fault.other, 0, static_cast<int64_t>(ErrorCode::ConnectionReset));
+      after(jitter(plan_.delay_us), Event::Kind::LinkEnds, fault.other, fault.process, 0, static_cast<int64_t>(ErrorCode::ConnectionReset));
+      return;
+    case Fault::Kind::FalseEnd:
+      after(1, Event::Kind::LinkEnds, fault.other, fault.process, 0, static_cast<int64_t>(ErrorCode::PeerDead));
+      return;
+    case Fault::Kind::ProgramError: {
+      static constexpr ErrorCode kCodes[] = {
+          ErrorCode::CollectiveMismatch, ErrorCode::Timeout, ErrorCode::DataCorrupt, ErrorCode::OutOfMemory, ErrorCode::Aborted};
+      if (process.running && !process.stopped && !process.agreeing) {
+        process.agreement->failed(kCodes[fault.code], of(fault.other).self, now());
+        act(fault.process);
+        oracle_.programError(fault.process, process.agreeing);
+      }
+      return;
+    }
+    case Fault::Kind::Leave:
+      if (process.running && process.agreement) {
+        process.leave_asked = true;
+        process.agreement->leave();
+      }
+      return;
+    case Fault::Kind::Newcomer:
+      startNewcomer(process.host);
+      return;
+  }
+}
+
+void World::ends(size_t index) {
+  --open_faults_;
+  last_fault_us_ = now_us_;
+  const Fault& fault = plan_.faults[index];
+  say("fault " + std::to_string(index) + " ends");
+  if (fault.kind == Fault::Kind::Stop) {
+    Process& process = of(fault.process);
+    process.stopped = false;
+    if (!process.running) {
+      return;
+    }
+    const Us slept = now_us_ - process.stopped_since;
+    process.agreeing_since += process.agreeing ? slept : 0;
+    for (int other = 0; other < static_cast<int>(processes_.size()); ++other) {
+      silent_since_[fault.process][other] = kNever; // it forgives what it slept through
+    }
+    heardChanged();
+    std::vector<Event> deferred = std::exchange(process.deferred, {});
+    for (Event& event : deferred) {
+      at(now_us_ + (event.kind == Event::Kind::Tick ? dice_.below(50) : 10), event.kind, event.p, event.other, event.n, event.m)
+          .message = event.message;
+    }
+    scheduleTick(fault.process);
+    return;
+  }
+  const int count = static_cast<int>(processes_.size());
+  for (int from = 0; from < count; ++from) {
+    for (int to = 0; to < count; ++to) {
+      const bool pair = from == fault.process && to == fault.other;
+      const bool back = fault.both && from == fault.other && to == fault.process;
+      const bool in_side = from < plan_.processes && (fault.side >> from & 1U) != 0;
+      const bool to_side = to < plan_.processes && (fault.side >> to & 1U) != 0;
+      const bool across = in_side != to_side && (fault.both || in_side);
+      if ((fault.kind == Fault::Kind::Cut ? pair || back : across && from != to) && cut_[from][to] > 0) {
+        setCut(from, to, false);
+      }
+    }
+  }
+  heardChanged();
+}
+
+// ---- the end
+
+/// Long enough after the last fault: where the newest view has a quorum that is alive and whose members reach each other, nobody of it is
+/// still agreeing.
+void World::judgeProgress() {
+  const View& view = oracle_.newest();
+  std::vector<int> alive;
+  for (const Incarnation& member : view.members) {
+    const int p = Oracle::processOf(member);
+    if (of(p).running && !of(p).stopped && !of(p).raised && of(p).view == view.id()) {
+      alive.push_back(p);
+    }
+  }
+  for (const int a : alive) {
+    for (const int b : alive) {
+      if (cut_[a][b] != 0) {
+        return; // which of them go on is for them to decide
+      }
+    }
+  }
+  if (!oracle_.quorum(view, {alive.begin(), alive.end()})) {
+    return;
+  }
+  for (const int p : alive) {
+    if (of(p).agreeing && now_us_ - of(p).agreeing_since > 2'000'000) {
+      oracle_.violation("M8: process " + std::to_string(p) + " still agrees although a quorum is alive and connected");
+    }
+  }
+}
+
+void World::judge() {
+  for (int p = 0; p < static_cast<int>(processes_.size()); ++p) {
+    const Process& process = of(p);
+    if (process.running && !process.raised && !process.trained && oracle_.violations().empty()) {
+      oracle_.violation(
+          "M8: process " + std::to_string(p) + " neither goes on nor raises, in epoch " +
+          std::to_string(process.agreement->view().epoch));
+    }
+  }
+  bool only_pauses = !plan_.faults.empty();
+  for (const Fault& fault : plan_.faults) {
+    only_pauses = only_pauses && fault.kind == Fault::Kind::Stop && fault.lasts_us < plan_.dead_after_ms * 1000;
+  }
+  // Pauses of one process may follow each other, and then they are one.
+  const bool ended_early = std::any_of(processes_.begin(), processes_.end(), [&](const Process& each) { return !each.trained; });
+  if (only_pauses && plan_.faults.size() == 1 && (oracle_.newest().epoch > static_cast<uint64_t>(plan_.processes) || ended_early)) {
+    oracle_.violation("M9: a pause shorter than dead_after costs a member");
+  }
+}
+
+} // namespace
+
+Report run(const Plan& plan, bool trace) {
+  return World(plan, trace).run();
+}
+
+} // namespace pycomm::elastic::sim
