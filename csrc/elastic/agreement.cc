@@ -61,8 +61,13 @@ TimePoint Agreement::nextTick() const noexcept {
   switch (phase_) {
     case Phase::Joining:
       return std::min({retry_at_, began_ + milliseconds(config_.join_wait_ms), later(promiseAt())});
-    case Phase::Working:
-      return too_few_until_;
+    case Phase::Working: {
+      TimePoint at = too_few_until_;
+      for (const auto& [newcomer, how] : newcomers_) {
+        at = std::min(at, tooFew() && how.linked ? later(how.not_before) : TimePoint::max());
+      }
+      return at;
+    }
     case Phase::Pausing:
       return pause_until_;
     case Phase::Agreeing: {
@@ -239,7 +244,7 @@ bool Agreement::isLowest() const {
 
 Agreement::Wish Agreement::wish() const noexcept {
   const bool admits =
-      std::any_of(newcomers_.begin(), newcomers_.end(), [](const auto& newcomer) { return newcomer.second.linked; });
+      std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return mayAdmit(newcomer.second); });
   return {leaving_, admits};
 }
 
@@ -247,7 +252,7 @@ std::vector<Incarnation> Agreement::loading() const {
   std::vector<Incarnation> found;
   const bool idle = phase_ == Phase::Pausing || (phase_ == Phase::Working && tooFew() && !step_.launched);
   for (const auto& [newcomer, how] : newcomers_) {
-    if (idle && how.linked && !hasLoaded(how)) {
+    if (idle && mayAdmit(how) && !hasLoaded(how)) {
       found.push_back(newcomer);
     }
   }
@@ -489,7 +494,7 @@ void Agreement::ask(TimePoint now) {
 
 void Agreement::beginIfChangeIsReady(TimePoint now) {
   const bool waits = std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
-    return newcomer.second.linked && !hasLoaded(newcomer.second);
+    return mayAdmit(newcomer.second) && !hasLoaded(newcomer.second);
   });
   if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
     begin(ErrorCode::Ok, std::nullopt, now);
@@ -737,6 +742,12 @@ void Agreement::install(const View& next, TimePoint now) {
   propose_at_ = TimePoint::max();
   for (const Incarnation& member : next.members) {
     newcomers_.erase(member);
+  }
+  for (auto& [newcomer, how] : newcomers_) {
+    if (next.cause == ErrorCode::Ok && how.linked) { // not for nothing again and again
+      how.back_off = std::clamp<TimePoint::duration>(2 * how.back_off, window(), std::chrono::minutes(1));
+      how.not_before = now + how.back_off;
+    }
   }
   std::erase_if(suspects_, [&](const auto& suspect) { return !view_.has(suspect.first); });
   std::erase_if(gone_, [&](const auto& peer) { return !view_.has(peer.first); });

@@ -141,6 +141,8 @@ class Agreement {
   struct Newcomer {
     bool linked = false;
     int64_t loaded = -1; ///< the step whose state it holds
+    TimePoint not_before; ///< it was passed over: no members stop for it before
+    TimePoint::duration back_off{};
   };
   /// A promise that waits for the seal and for pongs.
   struct Owed {
@@ -191,6 +193,9 @@ class Agreement {
   [[nodiscard]] TimePoint takeoverAt(TimePoint now) const;
   [[nodiscard]] bool tooFew() const noexcept {
     return view_.members.size() < config_.min_ranks;
+  }
+  [[nodiscard]] bool mayAdmit(const Newcomer& newcomer) const noexcept {
+    return newcomer.linked && now_ >= newcomer.not_before;
   }
   [[nodiscard]] bool hasLoaded(const Newcomer& newcomer) const noexcept {
     return newcomer.linked && newcomer.loaded == step_.committed;

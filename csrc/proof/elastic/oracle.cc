@@ -28,7 +28,8 @@ void Oracle::healed(int from, int to) {
 
 void Oracle::seals(int p, const View& view, int64_t now_us) {
   sealed_first_us_.try_emplace(view.id(), now_us);
-  if (reasons_.count(view.id()) == 0 && next_of_.count(view.id()) == 0 && !unsafe()) {
+  const bool waits = view.members.size() < static_cast<size_t>(plan_.min_ranks) && newcomers_ > 0;
+  if (reasons_.count(view.id()) == 0 && !waits && next_of_.count(view.id()) == 0 && !unsafe()) {
     violation("M7: " + name(p) + " ends epoch " + std::to_string(view.epoch) + " without a reason");
   }
 }
@@ -37,7 +38,7 @@ void Oracle::sends(int p, const Message& message) {
   if (message.kind == Message::Kind::Goodbye) {
     goodbye_.insert(p);
     reasons_.insert(message.view);
-    late_reasons_.insert(message.view);
+    lateReason(message.view);
   }
   const auto view = views_.find(message.view);
   if (message.kind == Message::Kind::Promise && view != views_.end() && view->second.has(message.from)) {
@@ -68,17 +69,38 @@ void Oracle::keeps(int p, const Record& record) {
   }
 }
 
-bool Oracle::quorum(const View& view, const std::set<int>& voters) const {
+template <typename Out>
+bool Oracle::quorumOf(const View& view, const std::set<int>& voters, const Out& out) const {
   size_t base = 0;
   size_t count = 0;
   for (const Incarnation& member : view.members) {
     const int p = processOf(member);
-    const bool out = goodbye_.count(p) != 0 || (ended_.count(p) != 0 && certified_.count(p) != 0);
-    base += out && voters.count(p) == 0 ? 0 : 1;
+    base += voters.count(p) == 0 && out(p) ? 0 : 1;
     count += voters.count(p);
   }
   const bool lowest = !view.members.empty() && voters.count(processOf(view.members[0])) != 0;
   return 2 * count > base || (2 * count == base && lowest);
+}
+
+bool Oracle::quorum(const View& view, const std::set<int>& voters) const {
+  return quorumOf(view, voters, [&](int p) {
+    return goodbye_.count(p) != 0 || (ended_.count(p) != 0 && certified_.count(p) != 0);
+  });
+}
+
+bool Oracle::knownQuorum(const View& view, const std::set<int>& voters) const {
+  return quorumOf(view, voters, [&](int p) {
+    const auto known = certified_.find(p);
+    return known != certified_.end() &&
+        std::any_of(voters.begin(), voters.end(), [&](int voter) { return known->second.count(voter) != 0; });
+  });
+}
+
+void Oracle::lateReason(uint64_t view) {
+  late_reasons_.insert(view);
+  if (const auto next = next_of_.find(view); next != next_of_.end()) {
+    reasons_.insert(next->second);
+  }
 }
 
 void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed, uint64_t chain) {
@@ -178,6 +200,7 @@ void Oracle::commits(
     return;
   }
   const auto [of_all, first] = chains_.try_emplace(step, chain);
+  committed_in_.try_emplace(step, views_.at(view).epoch);
   if (of_all->second != chain) {
     violation("S1: " + name(p) + " commits step " + std::to_string(step) + " with other bits than another process");
   }
@@ -199,8 +222,9 @@ void Oracle::commits(
   }
 }
 
-void Oracle::redoes(int p, int64_t step) {
-  if (!unsafe() && chains_.count(step) != 0) {
+void Oracle::redoes(int p, const View& view, int64_t step) {
+  const auto committed = committed_in_.find(step);
+  if (!unsafe() && committed != committed_in_.end() && committed->second < view.epoch) {
     violation("S6: " + name(p) + " sums step " + std::to_string(step) + " again, which was committed");
   }
 }

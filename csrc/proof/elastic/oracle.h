@@ -24,17 +24,18 @@ class Oracle {
   void saidGoodbye(int p) {
     goodbye_.insert(p);
   }
-  void certificate(int of) {
-    certified_.insert(of);
+  void certificate(int to, int of) {
+    certified_[of].insert(to);
+  }
+  void newcomer() {
+    ++newcomers_;
   }
   /// A cause that may change members, or a commit at which somebody leaves or joins, came to a member of this view.
   void reason(uint64_t view) {
     reasons_.insert(view);
   }
   /// The same while the view's members agree already: the next view may end because of it, too.
-  void lateReason(uint64_t view) {
-    late_reasons_.insert(view);
-  }
+  void lateReason(uint64_t view);
   void cut(int from, int to, int64_t now_us);
   void healed(int from, int to);
   void started(int p, const View& first);
@@ -50,7 +51,7 @@ class Oracle {
   void finishes(int p, uint64_t view, int64_t step);
   /// `by_round`: the commit round has ended here, of this view.
   void commits(int p, uint64_t view, int64_t step, uint64_t chain, bool by_round, const std::vector<int>& members);
-  void redoes(int p, int64_t step);
+  void redoes(int p, const View& view, int64_t step);
   void begins(int p, const View& view);
   void programError(int p, bool changed);
 
@@ -66,8 +67,10 @@ class Oracle {
   [[nodiscard]] const View& newest() const noexcept {
     return newest_;
   }
-  /// Whether these are a quorum of the view, as the documentation says: of those not certified to have ended.
+  /// Whether these are a quorum of the view, as the documentation says: of those not certified to have ended, and not gone in order.
   [[nodiscard]] bool quorum(const View& view, const std::set<int>& voters) const;
+  /// The same as far as these voters know: a goodbye may have been lost.
+  [[nodiscard]] bool knownQuorum(const View& view, const std::set<int>& voters) const;
 
   [[nodiscard]] static int processOf(const Incarnation& incarnation) noexcept {
     return static_cast<int>(incarnation.low) - 1;
@@ -78,6 +81,8 @@ class Oracle {
     uint64_t next = 0;
     std::set<int> voters;
   };
+  template <typename Out>
+  [[nodiscard]] bool quorumOf(const View& view, const std::set<int>& voters, const Out& out) const;
   [[nodiscard]] bool unsafe() const noexcept {
     return plan_.accept_split_brain;
   }
@@ -85,7 +90,8 @@ class Oracle {
   const Plan& plan_;
   std::set<int> ended_;
   std::set<int> goodbye_;
-  std::set<int> certified_;
+  std::map<int, std::set<int>> certified_; ///< by process: who knows
+  int newcomers_ = 0; ///< that have started
   std::set<uint64_t> reasons_; ///< views
   std::set<uint64_t> late_reasons_;
   std::map<std::pair<int, int>, int64_t> cut_since_us_;
@@ -96,6 +102,7 @@ class Oracle {
   std::map<uint64_t, uint64_t> next_of_; ///< by view: the view that was installed after it
   std::map<std::pair<uint64_t, int64_t>, std::set<int>> finished_; ///< by view and step
   std::map<int64_t, uint64_t> chains_; ///< by step: the digest of all parameters after it
+  std::map<int64_t, uint64_t> committed_in_; ///< by step: the first epoch in which it was committed
   std::map<int, int64_t> committed_; ///< by process
   std::map<int, uint64_t> installed_; ///< by process: its view
   View newest_;

@@ -268,6 +268,7 @@ void World::startNewcomer(int host) {
   const int p = addProcess(host);
   Process& process = of(p);
   process.joining = true;
+  oracle_.newcomer();
   std::vector<Incarnation> contacts;
   for (int other = 0; other < p; ++other) {
     if (of(other).running) {
@@ -446,9 +447,6 @@ void World::handleOf(Process& process, const Event& event) {
       return;
     case Event::Kind::Linked:
       if (of(event.other).running && audible(event.other, event.p) && cut_[event.p][event.other] == 0) {
-        if (process.members.size() < static_cast<size_t>(plan_.min_ranks)) {
-          oracle_.reason(process.view); // they wait for newcomers
-        }
         agreement.linked(of(event.other).self, now());
       }
       return;
@@ -480,9 +478,9 @@ void World::handleOf(Process& process, const Event& event) {
       }
       return;
     case Event::Kind::Certificate:
-      if (watches(event.p, event.other)) {
+      if (watches(event.p, event.other) && of(event.other).record) { // a newcomer has kept nothing
         say("process " + std::to_string(event.p) + " is told that process " + std::to_string(event.other) + " has ended");
-        oracle_.certificate(event.other);
+        oracle_.certificate(event.p, event.other);
         giveReason(process);
         agreement.certified(of(event.other).self, *of(event.other).record, now());
       }
@@ -597,7 +595,7 @@ void World::installs(int p, const View& view) {
     }
     case StepLedger::Outcome::Redo:
       ++report_.redone;
-      oracle_.redoes(p, process.ledger.state().committed + 1);
+      oracle_.redoes(p, view, process.ledger.state().committed + 1);
       if (process.agreement->mayBegin()) {
         launchAll(p);
       }
@@ -963,7 +961,7 @@ void World::judgeProgress() {
       }
     }
   }
-  if (!oracle_.quorum(view, {alive.begin(), alive.end()})) {
+  if (!oracle_.knownQuorum(view, {alive.begin(), alive.end()})) {
     return;
   }
   for (const int p : alive) {
