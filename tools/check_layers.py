@@ -31,7 +31,7 @@ CPP_ROOMS = {
         {"data"},
         {""},
     ],
-    "proof": [{"schedule"}, {"sim"}],
+    "proof": [{"schedule"}, {"sim"}, {"elastic"}],
     "transport": [{""}, {"secure"}, {"net", "memory"}, {"rendezvous"}],
 }
 

@@ -112,7 +112,7 @@ void Agreement::tick(TimePoint now) {
   }
   if (phase_ == Phase::Agreeing) {
     if (leaving_ && !raised_ && now >= began_ + milliseconds(config_.dead_after_ms) + window()) {
-      raise(Action::Error::Left); // nobody waits for whoever would decide
+      raise(Action::Error::Left); // a process that leaves does not wait for a decision for ever
       farewell();
       return;
     }
@@ -132,8 +132,8 @@ TimePoint Agreement::patience(const Incarnation& of, TimePoint since) const {
     return since;
   }
   // Whom the detector has not found silent is waited for: it may only have paused. The detector looks on meanwhile.
-  return since + (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30)
-                                    : milliseconds(config_.dead_after_ms) + window());
+  return since +
+      (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30) : milliseconds(config_.dead_after_ms) + window());
 }
 
 TimePoint Agreement::takeoverAt(TimePoint now) const {
@@ -170,9 +170,13 @@ TimePoint Agreement::chooseAt() const {
     const int position = view_.position(other);
     const bool promised = position >= 0 ? proposal_->promised.test(static_cast<size_t>(position))
                                         : proposal_->newcomers.count(other) != 0;
-    if (!promised) {
-      at = std::max(at, position >= 0 ? patience(other, proposal_->since) : proposal_->since + window());
+    if (promised) {
+      continue;
     }
+    // Whom pings do not reach has had its time: silence in one direction only is found by nobody's detector here.
+    const bool reached = position >= 0 && reach_.test(static_cast<size_t>(position));
+    at =
+        std::max(at, position < 0 ? proposal_->since + window() : patience(other, reached ? proposal_->since : began_));
   }
   return at;
 }
@@ -225,8 +229,7 @@ std::vector<Testament> Agreement::testaments(const MemberSet& of) const {
 void Agreement::merge(const std::vector<Testament>& testaments) {
   for (const Testament& testament : testaments) {
     if (static_cast<size_t>(testament.position) < view_.members.size() && testament.position != self_) {
-      gone_.try_emplace(
-          view_.members[static_cast<size_t>(testament.position)], Gone{view_.epoch, testament.accepted});
+      gone_.try_emplace(view_.members[static_cast<size_t>(testament.position)], Gone{view_.epoch, testament.accepted});
     }
   }
 }
@@ -243,8 +246,8 @@ bool Agreement::isLowest() const {
 }
 
 Agreement::Wish Agreement::wish() const noexcept {
-  const bool admits =
-      std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return mayAdmit(newcomer.second); });
+  const bool admits = std::any_of(
+      newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return mayAdmit(newcomer.second); });
   return {leaving_, admits};
 }
 
@@ -460,7 +463,19 @@ void Agreement::ask(TimePoint now) {
   suspect.cause = cause_;
   suspect.culprit = culprit_;
   suspect.testaments = testaments();
-  send(std::move(suspect), others());
+  std::vector<Incarnation> heard = others();
+  const auto unheard = std::stable_partition(heard.begin(), heard.end(), [&](const Incarnation& other) {
+    const auto found = suspects_.find(other);
+    return found == suspects_.end() || !isHard(found->second.code);
+  });
+  for (auto other = unheard; other != heard.end(); ++other) {
+    Message deaf = suspect; // its messages do not arrive here, which it cannot know
+    deaf.cause = suspects_.at(*other).code;
+    deaf.culprit = *other;
+    send(std::move(deaf), {*other});
+  }
+  heard.erase(unheard, heard.end());
+  send(std::move(suspect), std::move(heard));
   std::vector<Incarnation> silent = others(true);
   std::erase_if(silent, [&](const Incarnation& other) {
     const int position = view_.position(other);
@@ -585,7 +600,7 @@ void Agreement::advance(TimePoint now) {
 void Agreement::choose(TimePoint now) {
   proposal_->value = chooseNext(view_, *proposal_, dead(), cause_);
   if (!proposal_->value) {
-    return; // all who answered leave: whoever has not may go on
+    return; // all members that answered leave; the others may go on
   }
   proposal_->since = now;
   Message accept = make(Message::Kind::Accept);
@@ -753,16 +768,14 @@ void Agreement::install(const View& next, TimePoint now) {
   std::erase_if(gone_, [&](const auto& peer) { return !view_.has(peer.first); });
   std::erase_if(resets_, [&](const auto& peer) { return !view_.has(peer.first); });
   keep();
-  if (raised_) { // the user has been told that it is over
+  if (raised_) { // the user has got the error already
     farewell();
     return;
   }
   Action& action = actions_.emplace_back();
   action.kind = Action::Kind::Install;
   action.view = next;
-  too_few_until_ = !tooFew() ? TimePoint::max()
-      : step_.launched       ? now
-                             : now + milliseconds(config_.quorum_wait_ms);
+  too_few_until_ = !tooFew() ? TimePoint::max() : step_.launched ? now : now + milliseconds(config_.quorum_wait_ms);
   // Who died since it promised.
   for (const Incarnation& member : next.members) {
     if (gone_.count(member) != 0) {
@@ -827,6 +840,10 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
       phase_ = Phase::Over;
     }
     return;
+  }
+  if (message.kind == Kind::Suspect && message.culprit == config_.self && isHard(message.cause) &&
+      view_.has(message.from)) {
+    rumours_[message.from] = message.cause; // nothing of this process arrives there
   }
   if (message.view != view_id_) {
     if (message.epoch < view_.epoch) {

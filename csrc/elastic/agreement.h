@@ -33,7 +33,8 @@ class Agreement {
  public:
   struct Config {
     Incarnation self;
-    size_t min_ranks = 1; ///< with fewer members no step begins; a step that all members have finished is committed all the same
+    size_t min_ranks =
+        1; ///< with fewer members no step begins; a step that all members have finished is committed all the same
     bool accept_split_brain = false; ///< go on without a quorum: both sides of a partition may
     int dead_after_ms = 3000; ///< the detector's: silence for so long is PEER_UNRESPONSIVE
     int quorum_wait_ms = 10000; ///< how long to wait for a quorum, or for min_ranks, before the user gets an error

@@ -19,14 +19,15 @@ struct Testament {
 struct Message {
   /// Part of the wire format: never reuse a number.
   enum class Kind : uint8_t {
-    Suspect = 1, ///< the epoch has ended, and why; also a question: whoever knows a later view answers
+    Suspect = 1, ///< the epoch has ended, and why; also a question: a process in a later view answers
     Prepare = 2, ///< the proposer asks for promises
     Promise = 3, ///< nothing of the epoch ends well here any more, and no smaller ballot is accepted
     Refuse = 4, ///< a greater ballot was promised
     Accept = 5, ///< the proposer asks to accept `next`
     Accepted = 6,
     Decide = 7, ///< `next` is the next view
-    Excluded = 8, ///< the process that asked is no member of `next`, which is the sender's; `view` is that of the question
+    Excluded =
+        8, ///< the process that asked is no member of `next`, which is the sender's; `view` is that of the question
     Ping = 9, ///< `nonce` comes back
     Pong = 10,
     Join = 11, ///< a newcomer asks to become a member; `step` says what it holds
@@ -54,7 +55,7 @@ struct Message {
 };
 
 /// What a process keeps where the processes of its host can read it after its end: the acceptor's memory, and the views that it has
-/// seen. Who finds it, and knows from the kernel that the process has ended, counts the dead voter out (Agreement::certified).
+/// seen. A process that reads it, and knows from the kernel that its writer has ended, need not count that voter (Agreement::certified).
 struct Record {
   View view;
   std::optional<Accepted> accepted;

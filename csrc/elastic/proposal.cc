@@ -93,16 +93,17 @@ std::optional<View> chooseNext(
   for (const int member : members) {
     next.members.push_back(view.members[static_cast<size_t>(member)]);
   }
-  const auto redoes = [&](int member) { return state(member).committed == next.step && state(member).launched; };
-  if (members.empty() || std::any_of(members.begin(), members.end(), redoes)) {
+  if (members.empty()) {
     return next;
   }
   for (const auto& [newcomer, promise] : proposal.newcomers) {
     const bool by_members = std::all_of(members.begin(), members.end(), [&, of = newcomer](int member) {
       return lists(proposal.promises.at(member), of);
     });
-    const bool by_newcomers =
-        std::all_of(next.members.begin() + static_cast<std::ptrdiff_t>(members.size()), next.members.end(), [&](const Incarnation& other) {
+    const bool by_newcomers = std::all_of(
+        next.members.begin() + static_cast<std::ptrdiff_t>(members.size()),
+        next.members.end(),
+        [&](const Incarnation& other) {
           return lists(promise, other) && lists(proposal.newcomers.at(other), newcomer);
         });
     if (promise.step.committed == next.step && by_members && by_newcomers && next.members.size() < kMaxMembers) {

@@ -41,7 +41,7 @@ StepLedger::Outcome StepLedger::install(const View& next) noexcept {
     settle();
     return Outcome::Commit;
   }
-  finished_.assign(finished_.size(), false); // what had ended in the old epoch is the sum of other members
+  finished_.clear(); // what had ended in the old epoch is the sum of other members
   state_.finished = false;
   return state_.launched ? Outcome::Redo : Outcome::Nothing;
 }

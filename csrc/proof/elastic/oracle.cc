@@ -112,7 +112,9 @@ void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed,
   if (newcomer) {
     committed_[p] = committed;
     if (committed != view.step) {
-      violation("J1: " + name(p) + " is admitted after step " + std::to_string(view.step) + " with the state of step " + std::to_string(committed));
+      violation(
+          "J1: " + name(p) + " is admitted after step " + std::to_string(view.step) + " with the state of step " +
+          std::to_string(committed));
     }
     const auto of_all = chains_.find(view.step);
     if (!unsafe() && view.step > 0 && (of_all == chains_.end() || of_all->second != chain)) {
@@ -157,6 +159,12 @@ void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed,
       }
     }
   }
+  for (const Incarnation& member : view.members) {
+    const auto leaves = leaves_us_.find(processOf(member));
+    if (leaves != leaves_us_.end() && leaves->second < sealed_first_us_[view.parent]) {
+      violation("L1: " + name(processOf(member)) + " leaves, and is a member of the next view");
+    }
+  }
   bool was_member = true;
   int last = -1;
   for (const Incarnation& member : view.members) {
@@ -193,7 +201,8 @@ void Oracle::commits(
     bool by_round,
     const std::vector<int>& members) {
   if (step != committed_[p] + 1) {
-    violation("S3: " + name(p) + " commits step " + std::to_string(step) + " after step " + std::to_string(committed_[p]));
+    violation(
+        "S3: " + name(p) + " commits step " + std::to_string(step) + " after step " + std::to_string(committed_[p]));
   }
   committed_[p] = step;
   if (unsafe()) {
@@ -209,8 +218,8 @@ void Oracle::commits(
   for (const int member : members) {
     if (finished.count(member) == 0) {
       violation(
-          std::string("S2: ") + name(p) + " commits step " + std::to_string(step) + (by_round ? "" : " by a view") + ", which " +
-          name(member) + " has not finished");
+          std::string("S2: ") + name(p) + " commits step " + std::to_string(step) + (by_round ? "" : " by a view") +
+          ", which " + name(member) + " has not finished");
     }
   }
   for (const Incarnation& member : newest_.members) {
@@ -232,6 +241,19 @@ void Oracle::redoes(int p, const View& view, int64_t step) {
 void Oracle::begins(int p, const View& view) {
   if (view.members.size() < static_cast<size_t>(plan_.min_ranks)) {
     violation("M2: " + name(p) + " begins a step with fewer members than min_ranks");
+  }
+}
+
+void Oracle::raises(int p, Agreement::Action::Error error, const View& view, bool connected) {
+  using Error = Agreement::Action::Error;
+  if (error == Error::TooFew && installed_[p] != view.id()) {
+    violation("S8: " + name(p) + " raises for want of members before it has committed what was decided");
+  }
+  if (error == Error::LeftBehind && view.has(Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1})) {
+    violation("M4: " + name(p) + " is left behind although it is a member");
+  }
+  if (error == Error::QuorumLost && connected && !newest_.has(Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1})) {
+    violation("M4: nobody has told " + name(p) + " that it is excluded");
   }
 }
 

@@ -11,8 +11,8 @@
 
 namespace pycomm::elastic::sim {
 
-/// What is true in a simulated world, whatever its processes believe; and the promises of docs/agreement.md, checked at every event. It
-/// counts votes and steps in its own way.
+/// Knows the truth about a simulated world, and checks the promises of docs/agreement.md at every event. It counts votes and steps in its
+/// own way.
 class Oracle {
  public:
   explicit Oracle(const Plan& plan) : plan_(plan) {}
@@ -36,6 +36,9 @@ class Oracle {
   }
   /// The same while the view's members agree already: the next view may end because of it, too.
   void lateReason(uint64_t view);
+  void leaves(int p, int64_t now_us) {
+    leaves_us_.try_emplace(p, now_us);
+  }
   void cut(int from, int to, int64_t now_us);
   void healed(int from, int to);
   void started(int p, const View& first);
@@ -53,6 +56,8 @@ class Oracle {
   void commits(int p, uint64_t view, int64_t step, uint64_t chain, bool by_round, const std::vector<int>& members);
   void redoes(int p, const View& view, int64_t step);
   void begins(int p, const View& view);
+  /// `connected`: some member of the newest view has been reachable for long enough to answer.
+  void raises(int p, Agreement::Action::Error error, const View& view, bool connected);
   void programError(int p, bool changed);
 
   void violation(const std::string& what) {
@@ -98,6 +103,7 @@ class Oracle {
   std::map<uint64_t, View> views_; ///< by id
   std::map<uint64_t, int64_t> sealed_first_us_; ///< by view
   std::set<std::pair<int, uint64_t>> promised_; ///< process and view
+  std::map<int, int64_t> leaves_us_; ///< by process: when it was asked to
   std::map<uint64_t, std::map<uint64_t, Vote>> votes_; ///< by view and ballot
   std::map<uint64_t, uint64_t> next_of_; ///< by view: the view that was installed after it
   std::map<std::pair<uint64_t, int64_t>, std::set<int>> finished_; ///< by view and step

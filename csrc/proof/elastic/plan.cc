@@ -33,9 +33,19 @@ const char* nameOf(Fault::Kind kind) {
 
 Fault drawFault(const Plan& plan, Random& dice) {
   static constexpr Fault::Kind kKinds[] = {
-      Fault::Kind::Kill,      Fault::Kind::Kill,      Fault::Kind::Kill,         Fault::Kind::Kill,  Fault::Kind::Stop,
-      Fault::Kind::Stop,      Fault::Kind::Cut,       Fault::Kind::Partition,    Fault::Kind::Reset, Fault::Kind::FalseEnd,
-      Fault::Kind::ProgramError, Fault::Kind::Leave, Fault::Kind::Newcomer};
+      Fault::Kind::Kill,
+      Fault::Kind::Kill,
+      Fault::Kind::Kill,
+      Fault::Kind::Kill,
+      Fault::Kind::Stop,
+      Fault::Kind::Stop,
+      Fault::Kind::Cut,
+      Fault::Kind::Partition,
+      Fault::Kind::Reset,
+      Fault::Kind::FalseEnd,
+      Fault::Kind::ProgramError,
+      Fault::Kind::Leave,
+      Fault::Kind::Newcomer};
   Fault fault;
   fault.kind = dice.pick(kKinds);
   const int64_t whole = plan.steps * (plan.compute_us + 10 * plan.delay_us);
@@ -103,7 +113,9 @@ Plan drawPlan(uint64_t seed) {
   plan.delay_us = dice.scaled(10, 3'000);
   plan.compute_us = dice.scaled(500, 200'000);
   // Most seeds have one or two faults: what breaks then is easiest to read. Some have many.
-  const int faults = dice.chance(8) ? 0 : dice.chance(60) ? static_cast<int>(dice.within(1, 2)) : static_cast<int>(dice.within(3, 6));
+  const int faults = dice.chance(8) ? 0
+      : dice.chance(60)             ? static_cast<int>(dice.within(1, 2))
+                                    : static_cast<int>(dice.within(3, 6));
   for (int i = 0; i < faults; ++i) {
     plan.faults.push_back(drawFault(plan, dice));
   }

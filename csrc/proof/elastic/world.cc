@@ -86,6 +86,7 @@ struct Process {
   bool sealed = false;
   Us agreeing_since = 0;
   Us stopped_since = 0;
+  Us installed_us = 0; ///< its view
   uint64_t chain = 0; ///< a digest of its parameters
   std::vector<uint64_t> results; ///< of the step's buckets
   Us tick_at = kNever;
@@ -194,9 +195,9 @@ class World {
   }
   [[nodiscard]] bool watches(int p, int other) {
     const Process& process = of(p);
-    return process.agreement && !process.raised &&
-        (process.agreement->view().has(of(other).self) || of(other).joining);
+    return process.agreement && !process.raised && (process.agreement->view().has(of(other).self) || of(other).joining);
   }
+  [[nodiscard]] bool newestHasBeenReachable(int p);
   void judge();
   void judgeProgress();
 
@@ -292,7 +293,12 @@ Report World::run() {
     pending_.clear();
   };
   drain();
-  const Us quiet = Us{plan_.dead_after_ms} * 1000 + 2'500'000; // within which a quorum that is connected goes on
+  // Within which a quorum that is connected goes on. Where messages pass in one direction only, a view that was proposed before the cut may
+  // be decided after it, and its members find out once more which of them cannot reach each other.
+  const bool one_way = std::any_of(plan_.faults.begin(), plan_.faults.end(), [](const Fault& fault) {
+    return !fault.both && (fault.kind == Fault::Kind::Cut || fault.kind == Fault::Kind::Partition);
+  });
+  const Us quiet = Us{plan_.dead_after_ms} * (one_way ? 2000 : 1000) + 2'500'000;
   bool judged = false;
   while (!queue_.empty() && oracle_.violations().empty()) {
     Event event = queue_.top();
@@ -347,9 +353,10 @@ void World::handle(const Event& event) {
     process.deferred.push_back(event);
     return;
   }
-  report_.digest = mix(
-      report_.digest,
-      static_cast<uint64_t>(event.at) ^ (static_cast<uint64_t>(event.kind) << 56) ^ static_cast<uint64_t>(event.p) << 48);
+  report_.digest =
+      mix(report_.digest,
+          static_cast<uint64_t>(event.at) ^ (static_cast<uint64_t>(event.kind) << 56) ^
+              static_cast<uint64_t>(event.p) << 48);
   handleOf(process, event);
   act(event.p);
 }
@@ -376,7 +383,8 @@ void World::handleOf(Process& process, const Event& event) {
       }
       return;
     case Event::Kind::Begin:
-      if (event.n == process.view && !process.agreeing && !process.raised && event.m == process.ledger.state().committed + 1) {
+      if (event.n == process.view && !process.agreeing && !process.raised &&
+          event.m == process.ledger.state().committed + 1) {
         if (agreement.mayBegin()) {
           launchAll(event.p);
         }
@@ -472,14 +480,16 @@ void World::handleOf(Process& process, const Event& event) {
     case Event::Kind::LinkEnds:
       if (watches(event.p, event.other)) {
         const auto code = static_cast<ErrorCode>(event.m);
-        say("process " + std::to_string(event.p) + " sees " + errorCodeName(code) + " of process " + std::to_string(event.other));
+        say("process " + std::to_string(event.p) + " sees " + errorCodeName(code) + " of process " +
+            std::to_string(event.other));
         giveReason(process);
         agreement.failed(code, of(event.other).self, now());
       }
       return;
     case Event::Kind::Certificate:
       if (watches(event.p, event.other) && of(event.other).record) { // a newcomer has kept nothing
-        say("process " + std::to_string(event.p) + " is told that process " + std::to_string(event.other) + " has ended");
+        say("process " + std::to_string(event.p) + " learns from the kernel of the end of process " +
+            std::to_string(event.other) + " has ended");
         oracle_.certificate(event.p, event.other);
         giveReason(process);
         agreement.certified(of(event.other).self, *of(event.other).record, now());
@@ -505,7 +515,8 @@ void World::handleOf(Process& process, const Event& event) {
 /// late.
 bool World::mayEnd(const Event& event) {
   const Process& process = of(event.p);
-  const bool alive = std::all_of(process.members.begin(), process.members.end(), [&](int member) { return of(member).running; });
+  const bool alive =
+      std::all_of(process.members.begin(), process.members.end(), [&](int member) { return of(member).running; });
   if (!alive) {
     return dice_.chance(50);
   }
@@ -559,7 +570,8 @@ void World::installs(int p, const View& view) {
   const uint64_t before = process.view;
   const bool newcomer = std::exchange(process.joining, false);
   say("process " + std::to_string(p) + " installs epoch " + std::to_string(view.epoch) + " of " +
-      std::to_string(view.members.size()) + " members after step " + std::to_string(view.step) + ", " + errorCodeName(view.cause));
+      std::to_string(view.members.size()) + " members after step " + std::to_string(view.step) + ", " +
+      errorCodeName(view.cause));
   ++report_.agreements;
   oracle_.installs(p, view, newcomer, process.ledger.state().committed, process.chain);
   if (process.agreeing) {
@@ -570,6 +582,7 @@ void World::installs(int p, const View& view) {
   }
   std::vector<int> old_members = std::exchange(process.members, {});
   process.view = view.id();
+  process.installed_us = now_us_;
   for (const Incarnation& member : view.members) {
     process.members.push_back(Oracle::processOf(member));
   }
@@ -605,7 +618,7 @@ void World::installs(int p, const View& view) {
       break;
   }
   process.agreement->step(process.ledger.state());
-  // The detector begins anew: whoever has been dead or silent is found again.
+  // The detector begins anew, and finds members that have been dead or silent again.
   for (const int member : process.members) {
     if (member != p) {
       contactChanged(p, member);
@@ -673,7 +686,12 @@ void World::act(int p) {
           process.agreeing = true;
           process.agreeing_since = now_us_;
           oracle_.seals(p, process.agreement->view(), now_us_);
-          after(dice_.chance(5) ? dice_.within(1, 300'000) : jitter(plan_.delay_us), Event::Kind::Sealed, p, -1, process.view);
+          after(
+              dice_.chance(5) ? dice_.within(1, 300'000) : jitter(plan_.delay_us),
+              Event::Kind::Sealed,
+              p,
+              -1,
+              process.view);
           break;
         case Agreement::Action::Kind::Install:
           installs(p, action.view);
@@ -682,6 +700,7 @@ void World::act(int p) {
           after(jitter(plan_.delay_us * 10), Event::Kind::Linked, p, Oracle::processOf(action.of));
           break;
         case Agreement::Action::Kind::Raise:
+          oracle_.raises(p, action.error, action.view, newestHasBeenReachable(p));
           process.raised = true;
           ++report_.raised;
           say("process " + std::to_string(p) + " raises " + std::to_string(static_cast<int>(action.error)));
@@ -701,8 +720,8 @@ void World::scheduleTick(int p) {
     process.tick_at = kNever;
     return;
   }
-  const Us due = std::max<Us>(
-      now_us_, std::chrono::duration_cast<std::chrono::microseconds>(next - instantOf(0)).count() + 1);
+  const Us due =
+      std::max<Us>(now_us_, std::chrono::duration_cast<std::chrono::microseconds>(next - instantOf(0)).count() + 1);
   if (due < process.tick_at) {
     process.tick_at = due;
     at(due, Event::Kind::Tick, p);
@@ -752,6 +771,7 @@ void World::kill(int p, bool closed) {
   say("process " + std::to_string(p) + (closed ? " closes" : " is killed"));
   process.running = false;
   process.deferred.clear();
+  last_fault_us_ = now_us_;
   oracle_.ended(p);
   for (int other = 0; other < static_cast<int>(processes_.size()); ++other) {
     if (other != p && of(other).running) {
@@ -873,14 +893,24 @@ void World::strike(size_t index) {
       return;
     case Fault::Kind::Reset:
       after(1, Event::Kind::LinkEnds, fault.process, fault.other, 0, static_cast<int64_t>(ErrorCode::ConnectionReset));
-      after(jitter(plan_.delay_us), Event::Kind::LinkEnds, fault.other, fault.process, 0, static_cast<int64_t>(ErrorCode::ConnectionReset));
+      after(
+          jitter(plan_.delay_us),
+          Event::Kind::LinkEnds,
+          fault.other,
+          fault.process,
+          0,
+          static_cast<int64_t>(ErrorCode::ConnectionReset));
       return;
     case Fault::Kind::FalseEnd:
       after(1, Event::Kind::LinkEnds, fault.other, fault.process, 0, static_cast<int64_t>(ErrorCode::PeerDead));
       return;
     case Fault::Kind::ProgramError: {
       static constexpr ErrorCode kCodes[] = {
-          ErrorCode::CollectiveMismatch, ErrorCode::Timeout, ErrorCode::DataCorrupt, ErrorCode::OutOfMemory, ErrorCode::Aborted};
+          ErrorCode::CollectiveMismatch,
+          ErrorCode::Timeout,
+          ErrorCode::DataCorrupt,
+          ErrorCode::OutOfMemory,
+          ErrorCode::Aborted};
       if (process.running && !process.stopped && !process.agreeing) {
         process.agreement->failed(kCodes[fault.code], of(fault.other).self, now());
         act(fault.process);
@@ -891,6 +921,7 @@ void World::strike(size_t index) {
     case Fault::Kind::Leave:
       if (process.running && process.agreement) {
         process.leave_asked = true;
+        oracle_.leaves(fault.process, now_us_);
         process.agreement->leave();
       }
       return;
@@ -919,7 +950,12 @@ void World::ends(size_t index) {
     heardChanged();
     std::vector<Event> deferred = std::exchange(process.deferred, {});
     for (Event& event : deferred) {
-      at(now_us_ + (event.kind == Event::Kind::Tick ? dice_.below(50) : 10), event.kind, event.p, event.other, event.n, event.m)
+      at(now_us_ + (event.kind == Event::Kind::Tick ? dice_.below(50) : 10),
+         event.kind,
+         event.p,
+         event.other,
+         event.n,
+         event.m)
           .message = event.message;
     }
     scheduleTick(fault.process);
@@ -943,6 +979,23 @@ void World::ends(size_t index) {
 
 // ---- the end
 
+/// By somebody whom p knows, for as long as a question and its repetition take.
+bool World::newestHasBeenReachable(int p) {
+  constexpr Us kLong = 2'500'000;
+  const View& view = oracle_.newest();
+  return last_fault_us_ + kLong < now_us_ &&
+      std::any_of(
+             view.members.begin(),
+             view.members.end(),
+             [&](const Incarnation& member) {
+               const int other = Oracle::processOf(member);
+               const Process& process = of(other);
+               return of(p).agreement->view().has(member) && process.running && !process.stopped && !process.raised &&
+                   process.view == view.id() && process.installed_us + kLong < now_us_ && cut_[p][other] == 0 &&
+                   cut_[other][p] == 0;
+             });
+}
+
 /// Long enough after the last fault: where the newest view has a quorum that is alive and whose members reach each other, nobody of it is
 /// still agreeing.
 void World::judgeProgress() {
@@ -965,7 +1018,7 @@ void World::judgeProgress() {
     return;
   }
   for (const int p : alive) {
-    if (of(p).agreeing && now_us_ - of(p).agreeing_since > 2'000'000) {
+    if (of(p).agreeing && !of(p).leave_asked && now_us_ - of(p).agreeing_since > 2'000'000) {
       oracle_.violation("M8: process " + std::to_string(p) + " still agrees although a quorum is alive and connected");
     }
   }
@@ -985,8 +1038,10 @@ void World::judge() {
     only_pauses = only_pauses && fault.kind == Fault::Kind::Stop && fault.lasts_us < plan_.dead_after_ms * 1000;
   }
   // Pauses of one process may follow each other, and then they are one.
-  const bool ended_early = std::any_of(processes_.begin(), processes_.end(), [&](const Process& each) { return !each.trained; });
-  if (only_pauses && plan_.faults.size() == 1 && (oracle_.newest().epoch > static_cast<uint64_t>(plan_.processes) || ended_early)) {
+  const bool ended_early =
+      std::any_of(processes_.begin(), processes_.end(), [&](const Process& each) { return !each.trained; });
+  if (only_pauses && plan_.faults.size() == 1 &&
+      (oracle_.newest().epoch > static_cast<uint64_t>(plan_.processes) || ended_early)) {
     oracle_.violation("M9: a pause shorter than dead_after costs a member");
   }
 }
