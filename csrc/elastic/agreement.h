@@ -121,6 +121,8 @@ class Agreement {
   [[nodiscard]] std::vector<Incarnation> loading() const;
 
   [[nodiscard]] static bool changesMembers(ErrorCode code) noexcept;
+  /// A digest of all of its state, with times relative to the last event: two objects that have the same one do the same from here on.
+  [[nodiscard]] uint64_t digest() const;
 
  private:
   enum class Phase {

@@ -3,21 +3,18 @@
 #include <algorithm>
 
 namespace pycomm::elastic {
-namespace {
 
-uint64_t mix(uint64_t digest, uint64_t value) noexcept {
+uint64_t mixed(uint64_t digest, uint64_t value) noexcept {
   uint64_t z = digest + 0x9e3779b97f4a7c15ULL + value * 0xbf58476d1ce4e5b9ULL;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
   return z ^ (z >> 31);
 }
 
-} // namespace
-
 uint64_t View::id() const noexcept {
-  uint64_t digest = mix(mix(mix(mix(0, epoch), parent), static_cast<uint64_t>(step)), static_cast<uint64_t>(cause));
+  uint64_t digest = mixed(mixed(mixed(mixed(0, epoch), parent), static_cast<uint64_t>(step)), static_cast<uint64_t>(cause));
   for (const Incarnation& member : members) {
-    digest = mix(mix(digest, member.high), member.low);
+    digest = mixed(mixed(digest, member.high), member.low);
   }
   return digest;
 }

@@ -10,6 +10,9 @@
 
 namespace pycomm::elastic {
 
+/// Adds a value to a digest. Two processes of one build, of whatever machine, get the same.
+[[nodiscard]] uint64_t mixed(uint64_t digest, uint64_t value) noexcept;
+
 /// One process and group, for ever: random, so a process that starts again is another one.
 struct Incarnation {
   uint64_t high = 0;

@@ -1,5 +1,6 @@
 #include "proof/elastic/plan.h"
 
+#include <algorithm>
 #include <bit>
 
 namespace pycomm::elastic::sim {
@@ -81,8 +82,13 @@ Fault drawFault(const Plan& plan, Random& dice) {
     case Fault::Kind::ProgramError:
       fault.code = static_cast<int>(dice.below(5));
       break;
-    case Fault::Kind::Reset:
     case Fault::Kind::FalseEnd:
+      if (dice.chance(60)) { // then two propose at once
+        fault.process = static_cast<int>(dice.below(std::min(2, plan.processes - 1)));
+        fault.other = fault.process + 1;
+      }
+      break;
+    case Fault::Kind::Reset:
     case Fault::Kind::Leave:
     case Fault::Kind::Newcomer:
       break;
@@ -110,6 +116,7 @@ Plan drawPlan(uint64_t seed) {
   plan.fifo = dice.chance(70);
   plan.lossy = dice.chance(50);
   plan.through_wire = dice.chance(10);
+  plan.slow_percent = dice.chance(20) ? static_cast<int>(dice.within(5, 40)) : 1;
   plan.delay_us = dice.scaled(10, 3'000);
   plan.compute_us = dice.scaled(500, 200'000);
   // Most seeds have one or two faults: what breaks then is easiest to read. Some have many.

@@ -46,6 +46,7 @@ struct Plan {
   bool fifo = true; ///< a pair's messages arrive in order, and once
   bool lossy = false; ///< a cut loses what is sent into it; else that arrives when the cut ends
   bool through_wire = false; ///< messages are encoded and decoded
+  int slow_percent = 1; ///< of the messages take up to 0.3 s
   int64_t delay_us = 100; ///< of a message, about
   int64_t compute_us = 20000; ///< of a step, about
   int dead_after_ms = 3000;

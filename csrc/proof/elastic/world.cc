@@ -741,7 +741,7 @@ void World::transmit(int from, int to, const std::shared_ptr<const Message>& mes
   const int copies = !plan_.fifo && dice_.chance(5) ? 2 : 1;
   for (int i = 0; i < copies; ++i) {
     Us arrives = now_us_ + dice_.within(pair_delay_[from][to] / 2, pair_delay_[from][to] * 3 / 2);
-    if (dice_.chance(1)) {
+    if (dice_.chance(plan_.slow_percent)) {
       arrives += dice_.within(0, 300'000);
     }
     if (plan_.fifo) {

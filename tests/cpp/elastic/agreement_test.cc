@@ -1,0 +1,314 @@
+#include "elastic/agreement.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+
+namespace pycomm::elastic {
+namespace {
+
+using Action = Agreement::Action;
+using Error = Action::Error;
+using std::chrono::milliseconds;
+
+/// Members that exchange messages at once, in order. `down` gets and sends nothing.
+struct Group {
+  explicit Group(int size, size_t min_ranks = 1) {
+    View first;
+    for (int i = 0; i < size; ++i) {
+      first.members.push_back(idOf(i));
+    }
+    for (int i = 0; i < size; ++i) {
+      Agreement::Config config;
+      config.self = idOf(i);
+      config.min_ranks = min_ranks;
+      members.emplace_back(config, first, now);
+    }
+    installed.resize(members.size());
+    raised.resize(members.size());
+    down.resize(members.size());
+    records.resize(members.size());
+    run();
+  }
+
+  static Incarnation idOf(int i) {
+    return {42, static_cast<uint64_t>(i) + 1};
+  }
+
+  /// Until nothing happens any more.
+  void run() {
+    for (bool again = true; again;) {
+      again = false;
+      for (size_t i = 0; i < members.size(); ++i) {
+        for (Action& action : members[i].takeActions()) {
+          again = true;
+          act(i, action);
+        }
+      }
+    }
+  }
+  void act(size_t i, Action& action) {
+    switch (action.kind) {
+      case Action::Kind::Send:
+        for (const Incarnation& to : action.to) {
+          const size_t at = to.low - 1;
+          if (at < members.size() && !down[i] && !down[at]) {
+            members[at].received(*action.message, now);
+          }
+        }
+        return;
+      case Action::Kind::Keep:
+        records[i] = *action.record;
+        return;
+      case Action::Kind::Seal:
+        if (seals) {
+          members[i].sealed(now);
+        }
+        return;
+      case Action::Kind::Install:
+        installed[i].push_back(action.view);
+        return;
+      case Action::Kind::Raise:
+        raised[i] = action;
+        return;
+      case Action::Kind::Link:
+        members[i].linked(action.of, now);
+        return;
+    }
+  }
+  void pass(int ms) {
+    const TimePoint end = now + milliseconds(ms);
+    for (; now < end; now += milliseconds(10)) {
+      for (size_t i = 0; i < members.size(); ++i) {
+        if (!down[i] && members[i].nextTick() <= now) {
+          members[i].tick(now);
+        }
+      }
+      run();
+    }
+  }
+
+  TimePoint now{std::chrono::hours(1)};
+  std::deque<Agreement> members;
+  std::vector<std::vector<View>> installed;
+  std::vector<std::optional<Action>> raised;
+  std::vector<bool> down;
+  std::vector<Record> records;
+  bool seals = true;
+};
+
+std::vector<Incarnation> ids(std::initializer_list<int> members) {
+  std::vector<Incarnation> found;
+  for (const int member : members) {
+    found.push_back(Group::idOf(member));
+  }
+  return found;
+}
+
+TEST(Agreement, SurvivorsOfADeathInstallOneViewAtOnce) {
+  Group group(5);
+  group.down[0] = true;
+  for (int i = 1; i < 5; ++i) {
+    group.members[static_cast<size_t>(i)].failed(ErrorCode::PeerDead, Group::idOf(0), group.now);
+  }
+  group.run();
+  group.pass(150); // another host's end of a connection is no proof: it has a moment to answer
+  for (size_t i = 1; i < 5; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1U) << i;
+    EXPECT_EQ(group.installed[i][0].members, ids({1, 2, 3, 4}));
+    EXPECT_EQ(group.installed[i][0].cause, ErrorCode::PeerDead);
+    EXPECT_EQ(group.installed[i][0].epoch, 1U);
+  }
+}
+
+TEST(Agreement, WithoutAMemberSomethingElseIsDoneAtOnceIfTheKernelSaysThatItHasEnded) {
+  Group group(2);
+  group.down[0] = true;
+  group.members[1].certified(Group::idOf(0), group.records[0], group.now);
+  group.run();
+  ASSERT_EQ(group.installed[1].size(), 1U); // the half without the lowest, alone, and without waiting
+  EXPECT_EQ(group.installed[1][0].members, ids({1}));
+}
+
+TEST(Agreement, WithoutACertificateTheHalfWithoutTheLowestLosesItsQuorum) {
+  Group group(2);
+  group.down[0] = true;
+  group.members[1].failed(ErrorCode::PeerDead, Group::idOf(0), group.now);
+  group.run();
+  group.pass(9900);
+  EXPECT_TRUE(group.installed[1].empty());
+  EXPECT_FALSE(group.raised[1]);
+  group.pass(200);
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::QuorumLost);
+  EXPECT_EQ(group.raised[1]->missing, ids({0}));
+}
+
+// One that was stopped while the other finished alone, and ended.
+TEST(Agreement, TheRecordOfADeadProcessSaysThatThisOneWasLeftBehind) {
+  Group group(2);
+  group.down[1] = true;
+  group.members[0].failed(ErrorCode::PeerUnresponsive, Group::idOf(1), group.now);
+  group.run();
+  group.pass(150);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  group.down[0] = true;
+  group.down[1] = false;
+  group.members[1].certified(Group::idOf(0), group.records[0], group.now);
+  group.run();
+  group.pass(11000);
+  EXPECT_TRUE(group.installed[1].empty());
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::LeftBehind);
+}
+
+TEST(Agreement, NothingIsPromisedBeforeTheSeal) {
+  Group group(3);
+  group.seals = false;
+  group.down[2] = true;
+  group.members[0].failed(ErrorCode::PeerDead, Group::idOf(2), group.now);
+  group.run();
+  group.pass(1000);
+  EXPECT_TRUE(group.installed[0].empty());
+  group.members[0].sealed(group.now);
+  group.members[1].sealed(group.now);
+  group.run();
+  EXPECT_EQ(group.installed[0].size(), 1U);
+  EXPECT_EQ(group.installed[1].size(), 1U);
+}
+
+TEST(Agreement, ABrokenConnectionTriesTheSameMembersAgainTwice) {
+  Group group(3);
+  for (size_t times = 1; times <= 2; ++times) {
+    group.members[0].failed(ErrorCode::ConnectionReset, Group::idOf(2), group.now);
+    group.members[2].failed(ErrorCode::ConnectionReset, Group::idOf(0), group.now);
+    group.run();
+    group.pass(5000);
+    ASSERT_EQ(group.installed[1].size(), times);
+    EXPECT_EQ(group.installed[1].back().members, times == 1 ? ids({0, 1, 2}) : ids({0, 1}));
+  }
+  EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
+}
+
+TEST(Agreement, ProgramErrorsChangeNoMembers) {
+  for (int code = 0; code < 60; ++code) {
+    const auto error = static_cast<ErrorCode>(code);
+    const bool changes = error == ErrorCode::PeerDead || error == ErrorCode::PeerUnresponsive ||
+        error == ErrorCode::PeerLeft || error == ErrorCode::ConnectionReset;
+    EXPECT_EQ(Agreement::changesMembers(error), changes) << code;
+    Group group(2);
+    group.members[0].failed(error, Group::idOf(1), group.now);
+    EXPECT_EQ(group.members[0].takeActions().empty(), !changes) << code;
+  }
+}
+
+TEST(Agreement, AStepThatAllHaveFinishedIsCommittedBeforeTheErrorThatTheyAreTooFew) {
+  Group group(2, 2);
+  group.members[1].step({4, true, true});
+  group.down[0] = true;
+  group.members[1].certified(Group::idOf(0), group.records[0], group.now);
+  group.run();
+  ASSERT_EQ(group.installed[1].size(), 1U);
+  EXPECT_EQ(group.installed[1][0].step, 5);
+  EXPECT_FALSE(group.members[1].mayBegin());
+  EXPECT_FALSE(group.raised[1]); // a newcomer may come
+  group.pass(10100);
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+}
+
+TEST(Agreement, AMemberLeavesAtACommitAndNobodyWaits) {
+  Group group(3);
+  group.members[0].leave();
+  EXPECT_TRUE(group.members[0].wish().leaves);
+  for (size_t i = 0; i < 3; ++i) {
+    group.members[i].step({1, false, false});
+    group.members[i].boundary(group.now);
+  }
+  group.run();
+  ASSERT_EQ(group.installed[1].size(), 1U);
+  EXPECT_EQ(group.installed[1][0].members, ids({1, 2}));
+  EXPECT_EQ(group.installed[2], group.installed[1]);
+  ASSERT_TRUE(group.raised[0]);
+  EXPECT_EQ(group.raised[0]->error, Error::Left);
+}
+
+TEST(Agreement, ANewcomerIsAdmittedBehindOnceItHasLoaded) {
+  Group group(2);
+  Agreement::Config config;
+  config.self = Group::idOf(2);
+  group.members.emplace_back(config, ids({0, 1}), group.now);
+  group.installed.resize(3);
+  group.raised.resize(3);
+  group.down.resize(3);
+  group.records.resize(3);
+  group.pass(50);
+  EXPECT_TRUE(group.members[0].wish().admits);
+  for (size_t i = 0; i < 2; ++i) {
+    group.members[i].step({1, false, false});
+    group.members[i].boundary(group.now);
+  }
+  group.run();
+  EXPECT_EQ(group.members[0].loading(), ids({2}));
+  EXPECT_TRUE(group.installed[0].empty());
+  group.members[2].loaded(1, group.now);
+  group.pass(50);
+  for (size_t i = 0; i < 3; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1U) << i;
+    EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2}));
+    EXPECT_EQ(group.installed[i][0].step, 1);
+  }
+}
+
+TEST(Agreement, ANewcomerThatNobodyAnswersFoundsNoGroup) {
+  Group group(1);
+  group.down[0] = true;
+  Agreement::Config config;
+  config.self = Group::idOf(1);
+  Agreement newcomer(config, ids({0}), group.now);
+  for (int ms = 0; ms < 60500; ms += 100) {
+    newcomer.tick(group.now + milliseconds(ms));
+  }
+  const std::vector<Action> actions = newcomer.takeActions();
+  ASSERT_FALSE(actions.empty());
+  EXPECT_EQ(actions.back().kind, Action::Kind::Raise);
+  EXPECT_EQ(actions.back().error, Error::NotAdmitted);
+}
+
+TEST(Agreement, AProposerThatDoesNotCountTheLivingIsIgnored) {
+  Group group(3);
+  Message prepare;
+  prepare.kind = Message::Kind::Prepare;
+  prepare.from = Group::idOf(1);
+  prepare.view = group.members[0].view().id();
+  prepare.cause = ErrorCode::PeerDead;
+  prepare.ballot = Ballot(400, 1, 1); // without testaments
+  group.members[0].received(prepare, group.now);
+  EXPECT_TRUE(group.members[0].takeActions().empty());
+  prepare.ballot = Ballot(0, 1, 2); // another's
+  group.members[0].received(prepare, group.now);
+  EXPECT_TRUE(group.members[0].takeActions().empty());
+}
+
+TEST(Agreement, SideThatAcceptsSplitBrainGoesOn) {
+  Group group(1);
+  View first;
+  first.members = ids({0, 1});
+  Agreement::Config config;
+  config.self = Group::idOf(1);
+  config.accept_split_brain = true;
+  Agreement alone(config, first, group.now);
+  alone.failed(ErrorCode::PeerUnresponsive, Group::idOf(0), group.now);
+  alone.sealed(group.now);
+  bool installed = false;
+  for (int ms = 0; ms < 3000; ms += 10) {
+    alone.tick(group.now + milliseconds(ms));
+    for (const Action& action : alone.takeActions()) {
+      installed = installed || (action.kind == Action::Kind::Install && action.view.members == ids({1}));
+    }
+  }
+  EXPECT_TRUE(installed);
+}
+
+} // namespace
+} // namespace pycomm::elastic
