@@ -39,7 +39,7 @@ BUILD = ROOT / "build" / "cpp-fuzz"
 CORPUS = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
 TARGETS = ["hello", "reply", "error", "rank", "text", "meeting"]
 TARGETS += ["sealed", "secret", "door", "knock"]
-TARGETS += ["control", "bulk", "frames", "matching"]
+TARGETS += ["control", "bulk", "frames", "matching", "agreement"]
 STATE = ROOT / "build" / "fuzz"
 _MAX_NBYTES = 4096
 

@@ -56,6 +56,11 @@ STEPS = [
     Step("security_mutations", "{python} tests/cpp/proof/programs/security_mutations.py", 30),
     Step("host_mutations", "{python} tests/cpp/proof/programs/host_mutations.py", 8),
     Step("core_mutations", "{python} tests/cpp/proof/programs/core_mutations.py", 40),
+    Step(
+        "agreement_mutations",
+        "{python} tests/cpp/proof/programs/agreement_mutations.py",
+        15,
+    ),
     Step("simulator", "{python} tools/simulate.py --seeds 100000 --remember-failures", 15),
     Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
     Step(
@@ -70,7 +75,7 @@ STEPS = [
             (
                 "hello reply error rank text",
                 "meeting sealed secret door knock",
-                "control bulk frames matching",
+                "control bulk frames matching agreement",
             ),
             1,
         )

@@ -165,6 +165,10 @@ void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed,
       violation("L1: " + name(processOf(member)) + " leaves, and is a member of the next view");
     }
   }
+  same_again_ = view.cause == ErrorCode::Ok && view.members == before.members ? same_again_ + 1 : 0;
+  if (same_again_ > 6) {
+    violation("J3: epochs begin again and again for a newcomer that is not admitted");
+  }
   bool was_member = true;
   int last = -1;
   for (const Incarnation& member : view.members) {

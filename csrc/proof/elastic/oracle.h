@@ -112,6 +112,7 @@ class Oracle {
   std::map<int, int64_t> committed_; ///< by process
   std::map<int, uint64_t> installed_; ///< by process: its view
   View newest_;
+  int same_again_ = 0; ///< views in a row that were to change members, and did not
   std::vector<std::string> violations_;
 };
 

@@ -162,6 +162,52 @@ TEST(Agreement, TheRecordOfADeadProcessSaysThatThisOneWasLeftBehind) {
   EXPECT_EQ(group.raised[1]->error, Error::LeftBehind);
 }
 
+// Another one that the decision did not reach learns it from the record.
+TEST(Agreement, TheRecordOfADeadProcessSaysWhatWasDecided) {
+  Group group(3);
+  View next;
+  next.epoch = 1;
+  next.parent = group.members[0].view().id();
+  next.members = ids({0, 1});
+  Record record;
+  record.view = next;
+  record.past = {group.members[0].view()};
+  group.members[1].certified(Group::idOf(0), record, group.now);
+  group.run();
+  ASSERT_FALSE(group.installed[1].empty());
+  EXPECT_EQ(group.installed[1][0], next);
+}
+
+TEST(Agreement, AGoodbyeSaysWhatWasAccepted) {
+  Group group(3);
+  Message accept;
+  accept.kind = Message::Kind::Accept;
+  accept.from = Group::idOf(0);
+  accept.view = group.members[1].view().id();
+  accept.ballot = Ballot(0, 1, 0);
+  accept.next.emplace();
+  accept.next->epoch = 1;
+  accept.next->parent = accept.view;
+  accept.next->members = ids({0, 1});
+  group.down = {true, true, true};
+  group.members[1].received(accept, group.now);
+  EXPECT_EQ(group.members[1].takeActions().empty(), false);
+  group.members[1].close(group.now);
+  const std::vector<Action> actions = group.members[1].takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].message->kind, Message::Kind::Goodbye);
+  EXPECT_EQ(actions[0].message->accepted, (Accepted{accept.ballot, *accept.next}));
+  // The one that gets it, and the certificate of the other, proposes that and nothing else.
+  group.down[2] = false;
+  group.members[2].received(*actions[0].message, group.now);
+  group.members[2].certified(Group::idOf(0), Record{group.members[2].view(), std::nullopt, {}}, group.now);
+  group.run();
+  group.pass(200);
+  EXPECT_TRUE(group.installed[2].empty());
+  ASSERT_TRUE(group.raised[2]);
+  EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
+}
+
 TEST(Agreement, NothingIsPromisedBeforeTheSeal) {
   Group group(3);
   group.seals = false;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "fuzz/agreement.h"
 #include "fuzz/consumers.h"
 #include "fuzz/door.h"
 #include "fuzz/frames.h"
@@ -140,6 +141,7 @@ const std::vector<Target>& targets() {
       {"bulk", readBulk, bulkSample},
       {"frames", readFrames, framesSample},
       {"matching", readMatching, matchingSample},
+      {"agreement", readAgreement, agreementSample},
   };
   return all;
 }

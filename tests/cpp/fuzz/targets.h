@@ -18,7 +18,7 @@ struct Target {
 };
 
 /// Connections into the acceptor and replies to them; error records, rank records and other texts of the store, and a whole rendezvous;
-/// frames of a connection, into the planes of a group, and into the matching of operations.
+/// frames of a connection, into the planes of a group, and into the matching of operations; messages and records of the agreement.
 [[nodiscard]] const std::vector<Target>& targets();
 
 } // namespace pycomm::fuzz

@@ -80,8 +80,6 @@ MUTATIONS = [
         "  const size_t half = 2 * (voters & base).count();\n"
         "  return half > base.count() || (half == base.count() && half > 0 && "
         "voters.test(base._Find_first()));\n",
-        survives="two deaths that different proposers know of, and two halves: "
-        "ElasticQuorum.TwoHalvesThatKnowOfDifferentDeathsDoNotBothWin notices it",
     ),
     Mutation(
         "M1",
@@ -142,13 +140,20 @@ MUTATIONS = [
     ),
     Mutation(
         "M1",
-        "a certificate says nothing of what the dead had decided",
+        "a certificate proves that the dead had decided nothing",
+        "agreement.cc",
+        "gone_.try_emplace(peer, Gone{record.view.epoch, record.accepted}).second;\n",
+        "gone_.try_emplace(peer, Gone{0, std::nullopt}).second;\n",
+    ),
+    Mutation(
+        "M1",
+        "views in the record of a dead process are not learned",
         "agreement.cc",
         "  for (const View& view : record.past) {\n    learn(view, now);\n  }\n"
-        "  learn(record.view, now);\n"
-        "  if (phase_ != Phase::Over && record.view.epoch > view_.epoch) {\n"
-        "    raise(Action::Error::LeftBehind, &record.view);\n    phase_ = Phase::Over;\n  }\n",
+        "  learn(record.view, now);\n",
         "",
+        survives="a dead process that was in a later epoch is counted, so nothing is decided; "
+        "Agreement.TheRecordOfADeadProcessSaysWhatWasDecided notices it",
     ),
     Mutation(
         "M1",
@@ -164,6 +169,8 @@ MUTATIONS = [
         "agreement.cc",
         "  goodbye.accepted = accepted_;\n",
         "",
+        survives="a process would have to accept, miss the decision and raise, and only then be "
+        "counted out; Agreement.AGoodbyeSaysWhatWasAccepted notices it",
     ),
     Mutation(
         "M1",
@@ -216,7 +223,7 @@ MUTATIONS = [
         "  if (phase_ == Phase::Over || peer == config_.self) {\n",
     ),
     Mutation(
-        "M7",
+        "J3",
         "newcomers are tried again at once",
         "agreement.cc",
         "      how.not_before = now + how.back_off;\n",

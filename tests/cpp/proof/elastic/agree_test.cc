@@ -1,0 +1,33 @@
+#include <gtest/gtest.h>
+
+#include "proof/elastic/world.h"
+
+namespace pycomm::elastic::sim {
+namespace {
+
+// pycomm_agree runs many more.
+TEST(ElasticSimulation, ASeedIsTheSameRunEachTime) {
+  int64_t messages = 0;
+  for (uint64_t seed = 1; seed <= 50; ++seed) {
+    const Plan plan = drawPlan(seed);
+    const Report first = run(plan);
+    const Report second = run(plan, true);
+    EXPECT_EQ(first.digest, second.digest) << seed;
+    EXPECT_EQ(first.events, second.events) << seed;
+    EXPECT_FALSE(second.trace.empty());
+    messages += first.messages;
+  }
+  EXPECT_GT(messages, 1000);
+}
+
+class ElasticSeeds : public ::testing::TestWithParam<uint64_t> {};
+
+TEST_P(ElasticSeeds, KeepsEveryPromise) {
+  const Report report = run(drawPlan(GetParam()), true);
+  EXPECT_TRUE(report.violations.empty()) << report.violations.front();
+}
+
+INSTANTIATE_TEST_SUITE_P(Some, ElasticSeeds, ::testing::Values(1, 2, 3, 5, 8, 13, 21, 34, 55, 89));
+
+} // namespace
+} // namespace pycomm::elastic::sim
