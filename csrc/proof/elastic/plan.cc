@@ -113,6 +113,7 @@ Plan drawPlan(uint64_t seed) {
   plan.min_ranks = dice.chance(70) ? 1 : static_cast<int>(dice.within(1, plan.processes));
   plan.accept_split_brain = dice.chance(4);
   plan.certifies = dice.chance(75);
+  plan.certificate_us = dice.chance(60) ? 20'000 : dice.scaled(100'000, 2'000'000);
   plan.fifo = dice.chance(70);
   plan.lossy = dice.chance(50);
   plan.through_wire = dice.chance(10);

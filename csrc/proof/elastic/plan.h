@@ -43,6 +43,7 @@ struct Plan {
   int min_ranks = 1;
   bool accept_split_brain = false;
   bool certifies = true; ///< processes of a host learn from the kernel that one of them has ended
+  int64_t certificate_us = 20'000; ///< the kernel says so within this
   bool fifo = true; ///< a pair's messages arrive in order, and once
   bool lossy = false; ///< a cut loses what is sent into it; else that arrives when the cut ends
   bool through_wire = false; ///< messages are encoded and decoded

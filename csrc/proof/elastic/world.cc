@@ -797,7 +797,7 @@ void World::contactChanged(int p, int other) {
       after(delay, Event::Kind::LinkEnds, p, other, 0, static_cast<int64_t>(ErrorCode::PeerDead));
     }
     if (plan_.certifies && of(p).host == of(other).host) {
-      after(dice_.within(10, 20'000), Event::Kind::Certificate, p, other);
+      after(dice_.within(10, plan_.certificate_us), Event::Kind::Certificate, p, other);
     }
   }
   if (silent_since_[p][other] != kNever) {
