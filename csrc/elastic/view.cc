@@ -12,7 +12,8 @@ uint64_t mixed(uint64_t digest, uint64_t value) noexcept {
 }
 
 uint64_t View::id() const noexcept {
-  uint64_t digest = mixed(mixed(mixed(mixed(0, epoch), parent), static_cast<uint64_t>(step)), static_cast<uint64_t>(cause));
+  uint64_t digest =
+      mixed(mixed(mixed(mixed(0, epoch), parent), static_cast<uint64_t>(step)), static_cast<uint64_t>(cause));
   for (const Incarnation& member : members) {
     digest = mixed(mixed(digest, member.high), member.low);
   }

@@ -208,6 +208,33 @@ TEST(Agreement, AGoodbyeSaysWhatWasAccepted) {
   EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
 }
 
+TEST(Agreement, ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted) {
+  Group group(3);
+  Message prepare;
+  prepare.kind = Message::Kind::Prepare;
+  prepare.from = Group::idOf(1);
+  prepare.view = group.members[2].view().id();
+  prepare.cause = ErrorCode::PeerUnresponsive;
+  prepare.ballot = Ballot(0, 5, 1);
+  group.members[2].received(prepare, group.now);
+  (void)group.members[2].takeActions();
+  Message accept = prepare;
+  accept.from = Group::idOf(0);
+  accept.ballot = Ballot(0, 4, 0);
+  accept.next.emplace();
+  accept.next->epoch = 1;
+  accept.next->parent = accept.view;
+  for (const Message::Kind kind : {Message::Kind::Prepare, Message::Kind::Accept}) {
+    accept.kind = kind;
+    group.members[2].received(accept, group.now);
+    const std::vector<Action> actions = group.members[2].takeActions();
+    ASSERT_EQ(actions.size(), 1U);
+    ASSERT_EQ(actions[0].kind, Action::Kind::Send);
+    EXPECT_EQ(actions[0].message->kind, Message::Kind::Refuse);
+    EXPECT_EQ(actions[0].message->ballot, prepare.ballot);
+  }
+}
+
 TEST(Agreement, NothingIsPromisedBeforeTheSeal) {
   Group group(3);
   group.seals = false;

@@ -17,6 +17,7 @@ machinery = importlib.import_module("mutated_tests")
 security = importlib.import_module("security_mutations")
 host = importlib.import_module("host_mutations")
 core = importlib.import_module("core_mutations")
+agreement = importlib.import_module("agreement_mutations")
 
 PASSED = "[ RUN      ] A.B\n[       OK ] A.B (1 ms)\n"
 FAILED = "[ RUN      ] A.C\nx.cc:1: Failure\n[  FAILED  ] A.C (2 ms)\n"
@@ -30,6 +31,15 @@ def test_every_mutation_applies(mutations: Sequence[Any]) -> None:
     assert machinery.misplaced(ROOT, mutations) == []
     names = [mutation.name for mutation in mutations]
     assert len(set(names)) == len(names)
+
+
+def test_every_mutation_of_the_agreement_applies() -> None:
+    assert agreement.misplaced(ROOT) == []
+    names = [mutation.name for mutation in agreement.MUTATIONS]
+    assert len(set(names)) == len(names)
+    assert agreement.verdict(agreement.MUTATIONS[0], agreement.Found(2000, 0, ""))[1]
+    assert not agreement.verdict(agreement.MUTATIONS[0], agreement.Found(2000, 3, "M1 3"))[1]
+    assert agreement.verdict(agreement.MUTATIONS[0], None)[1] == "does not compile"
 
 
 def test_one_that_no_longer_applies_or_has_no_test_is_named(tmp_path: Path) -> None:

@@ -89,6 +89,9 @@ MUTATIONS = [
         "  friend constexpr bool operator==(const Ballot&, const Ballot&) = default;\n"
         "  friend constexpr auto operator<=>(const Ballot& a, const Ballot& b) {\n"
         "    return (a.number_ & 0xffffffffffff) <=> (b.number_ & 0xffffffffffff);\n  }\n",
+        survives="two proposers that know of different deaths, whose quorums do not meet; "
+        "ElasticBallot.TheOneWithMoreVotesOfTheDeadIsGreater and "
+        "ElasticQuorum.ALaterBallotMeetsEveryDecision say why it matters",
     ),
     Mutation(
         "M1",
@@ -130,6 +133,7 @@ MUTATIONS = [
         "    send(std::move(refuse), {message.from});\n    return;\n  }\n"
         "  promised_ = message.ballot;\n  accepted_",
         "  promised_ = message.ballot;\n  accepted_",
+        survives="Agreement.ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted notices it",
     ),
     Mutation(
         "M1",
