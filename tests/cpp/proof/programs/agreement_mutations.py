@@ -133,7 +133,8 @@ MUTATIONS = [
         "    send(std::move(refuse), {message.from});\n    return;\n  }\n"
         "  promised_ = message.ballot;\n  accepted_",
         "  promised_ = message.ballot;\n  accepted_",
-        survives="Agreement.ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted notices it",
+        survives="Agreement.ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted "
+        "notices it",
     ),
     Mutation(
         "M1",
