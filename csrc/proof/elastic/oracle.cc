@@ -253,6 +253,9 @@ void Oracle::raises(int p, Agreement::Action::Error error, const View& view, boo
   if (error == Error::TooFew && installed_[p] != view.id()) {
     violation("S8: " + name(p) + " raises for want of members before it has committed what was decided");
   }
+  if (error == Error::Left && leaves_us_.count(p) == 0) {
+    violation("L1: " + name(p) + " leaves without being asked to");
+  }
   if (error == Error::LeftBehind && view.has(Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1})) {
     violation("M4: " + name(p) + " is left behind although it is a member");
   }

@@ -235,6 +235,63 @@ TEST(Agreement, ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted) {
   }
 }
 
+TEST(Agreement, AViewThatDoesNotFollowIsNotLearned) {
+  Group group(3);
+  Message decide;
+  decide.kind = Message::Kind::Decide;
+  decide.from = Group::idOf(1);
+  decide.view = group.members[0].view().id();
+  decide.next.emplace();
+  decide.next->members = ids({0, 1});
+  for (const uint64_t epoch : {0, 1, 2}) {
+    for (const uint64_t parent : {decide.view + 1, decide.view}) {
+      decide.next->epoch = epoch;
+      decide.next->parent = parent;
+      group.members[0].received(decide, group.now);
+      EXPECT_EQ(group.members[0].view().epoch, epoch == 1 && parent == decide.view ? 1U : 0U);
+      if (group.members[0].view().epoch == 1) {
+        return;
+      }
+    }
+  }
+  FAIL() << "nothing was learned";
+}
+
+TEST(Agreement, APongOfAnEarlierEpochDoesNotCount) {
+  Group group(3);
+  Agreement& member = group.members[2];
+  Message message;
+  message.kind = Message::Kind::Prepare;
+  message.from = Group::idOf(0);
+  message.view = member.view().id();
+  message.cause = ErrorCode::ConnectionReset;
+  message.ballot = Ballot(0, 1, 0);
+  member.received(message, group.now);
+  uint64_t nonce = 0;
+  for (const Action& action : member.takeActions()) {
+    if (action.kind == Action::Kind::Send && action.message->kind == Message::Kind::Ping) {
+      nonce = action.message->nonce;
+    }
+  }
+  message.kind = Message::Kind::Pong;
+  message.nonce = nonce;
+  member.received(message, group.now);
+  message.from = Group::idOf(1);
+  message.nonce = nonce - 1;
+  member.received(message, group.now);
+  member.sealed(group.now);
+  std::optional<MemberSet> reach;
+  for (int ms = 0; ms < 5000; ms += 100) {
+    member.tick(group.now + milliseconds(ms));
+    for (const Action& action : member.takeActions()) {
+      if (action.kind == Action::Kind::Send && action.message->kind == Message::Kind::Promise) {
+        reach = action.message->reach;
+      }
+    }
+  }
+  EXPECT_EQ(reach, MemberSet(0b101));
+}
+
 TEST(Agreement, NothingIsPromisedBeforeTheSeal) {
   Group group(3);
   group.seals = false;

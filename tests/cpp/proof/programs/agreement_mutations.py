@@ -183,6 +183,8 @@ MUTATIONS = [
         "agreement.cc",
         "next.parent != view_id_ || next.epoch != view_.epoch + 1) {\n",
         "next.epoch <= view_.epoch) {\n",
+        survives="decisions come from members of the epoch before; "
+        "Agreement.AViewThatDoesNotFollowIsNotLearned notices it",
     ),
     Mutation(
         "M3",
@@ -211,6 +213,8 @@ MUTATIONS = [
         "agreement.cc",
         "    if (phase_ == Phase::Agreeing && message.nonce == nonce_) {\n",
         "    if (phase_ == Phase::Agreeing) {\n",
+        survives="a cut would have to begin while a pong of the epoch before is under way; "
+        "Agreement.APongOfAnEarlierEpochDoesNotCount notices it",
     ),
     Mutation(
         "M6",
