@@ -1,5 +1,6 @@
 #include "bindings/backend.h"
 
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include "c10d/raising.h"
 #include "c10d/record_dict.h"
 #include "c10d/store_adapter.h"
+#include "c10d/torch_compat.h"
 #include "c10d/without_gil.h"
 #include "schedule/select.h"
 #include "schedule/step.h"
@@ -53,6 +55,7 @@ struct NativeOptions {
   std::string why_no_nccl; ///< empty: this rank may
   bool check_call_sites = false;
   bool launcher_restarts = false;
+  bool enable_reconfigure = false;
   std::vector<std::string> skipped_folders;
   std::string security;
   std::shared_ptr<const Secret> secret;
@@ -79,6 +82,7 @@ struct NativeOptions {
         why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
         launcher_restarts(options["launcher_restarts"].cast<bool>()),
+        enable_reconfigure(options["enable_reconfigure"].cast<bool>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()),
         security(options["security"].cast<std::string>()),
         secret(options["secret"].cast<std::shared_ptr<Secret>>()), // null for None
@@ -237,10 +241,15 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
 
+    settings.group_name = group_name;
+    settings.cuda = [options](const Group& group) { return cudaConfig(options, group); };
+    if (options.enable_reconfigure) {
+      return c10::make_intrusive<PycommBackend>(
+          rank, size, std::make_unique<Reconfigurable>(processEngine(), std::move(config)), std::move(settings));
+    }
     const std::shared_ptr<Store> meeting_place = storeOf(store, options.secret.get(), rendezvous.job);
     const std::shared_ptr<Group> group = joinGroup(*meeting_place, config);
-    settings.cuda = cudaConfig(options, *group);
-    return c10::make_intrusive<PycommBackend>(meeting_place, group, settings);
+    return c10::make_intrusive<PycommBackend>(meeting_place, group, std::move(settings));
   });
 }
 
@@ -272,6 +281,11 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
     throw py::type_error("this backend is not pycomm's");
   }
   return *ours;
+}
+
+/// For one call. Raises if it has none: before reconfigure().
+std::shared_ptr<Group> groupOf(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  return raising([&] { return asPycomm(backend).group(); });
 }
 
 std::string describe(const Group& group) {
@@ -322,7 +336,8 @@ void bindBackend(py::module_& m) {
   m.def(
       "last_error",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) -> py::object {
-        const auto failure = asPycomm(backend).group().failure();
+        const std::shared_ptr<Group> group = asPycomm(backend).groupIfAny();
+        const auto failure = group == nullptr ? std::nullopt : group->failure();
         return failure ? py::object(recordDict(*failure)) : py::none();
       },
       py::arg("backend"));
@@ -333,9 +348,9 @@ void bindBackend(py::module_& m) {
   m.def(
       "flight_record",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-        Group& group = asPycomm(backend).group();
+        const std::shared_ptr<Group> group = groupOf(backend);
         const WithoutGil no_gil;
-        return group.engine().recorder().json(&group.flightLog());
+        return group->engine().recorder().json(&group->flightLog());
       },
       py::arg("backend"));
   m.def(
@@ -345,13 +360,17 @@ void bindBackend(py::module_& m) {
       py::call_guard<WithoutGil>());
   m.def(
       "held_text", // for tests
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return heldText(asPycomm(backend).group().usage()); },
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        const std::shared_ptr<Group> group = asPycomm(backend).groupIfAny();
+        return group == nullptr ? std::string() : heldText(group->usage());
+      },
       py::arg("backend"),
       py::call_guard<WithoutGil>());
   m.def(
       "codec_stats",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-        const CodecCounters& counters = asPycomm(backend).group().codecCounters();
+        const std::shared_ptr<Group> group = groupOf(backend);
+        const CodecCounters& counters = group->codecCounters();
         py::dict stats;
         stats["elements_sent"] = counters.sent_numel.load();
         stats["bytes_sent"] = counters.sent_nbytes.load();
@@ -390,17 +409,58 @@ void bindBackend(py::module_& m) {
       py::arg("device"),
       py::call_guard<WithoutGil>()); // it may wait for the other ranks
   m.def(
+      "is_reconfigurable",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).isReconfigurable(); },
+      py::arg("backend"));
+  m.def(
+      "reconfigure_handle",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).reconfigureHandle(); },
+      py::arg("backend"));
+  m.def(
+      "reconfigure", // for torch without such a call of its own
+      [](const c10::intrusive_ptr<c10d::Backend>& backend,
+         const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+         int64_t uuid,
+         const std::vector<std::string>& handles,
+         std::optional<int64_t> timeout_ms) {
+        PycommBackend& ours = asPycomm(backend);
+        ours.reconfigureTo(uuid, handles, timeout_ms ? std::chrono::milliseconds(*timeout_ms) : ours.timeout());
+#ifndef C10D_BACKEND_HAS_RECONFIGURE
+        NumbersOfProcessGroup::set(*group, ours.getRank(), ours.getSize());
+#endif
+      },
+      py::arg("backend"),
+      py::arg("group"),
+      py::arg("uuid"),
+      py::arg("handles"),
+      py::arg("timeout_ms"),
+      py::call_guard<WithoutGil>());
+  m.def(
+      "register_abort_hook",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, int64_t id, std::function<void()> hook) {
+        asPycomm(backend).addAbortHook(id, std::move(hook));
+      },
+      py::arg("backend"),
+      py::arg("hook_id"),
+      py::arg("hook"));
+  m.def(
+      "unregister_abort_hook",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, int64_t id) { asPycomm(backend).removeAbortHook(id); },
+      py::arg("backend"),
+      py::arg("hook_id"));
+  m.def(
       "group_number",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).groupNumber(); },
       py::arg("backend"));
   m.def(
       "group_run",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().run; },
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return groupOf(backend)->identity().run; },
       py::arg("backend"));
   m.def(
       "group_seal",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& key, const std::string& value) {
-        const GroupIdentity& identity = asPycomm(backend).group().identity();
+        const std::shared_ptr<Group> group = groupOf(backend);
+        const GroupIdentity& identity = group->identity();
         return raising(
             [&] { return identity.tls == nullptr ? value : Seal(identity.tls->secret()).sealed(key, value); });
       },
@@ -410,7 +470,8 @@ void bindBackend(py::module_& m) {
   m.def(
       "group_open",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& key, const std::string& text) {
-        const GroupIdentity& identity = asPycomm(backend).group().identity();
+        const std::shared_ptr<Group> group = groupOf(backend);
+        const GroupIdentity& identity = group->identity();
         return raising([&] {
           if (identity.tls != nullptr) {
             return Seal(identity.tls->secret(), identity.job).opened(key, text);
@@ -424,15 +485,15 @@ void bindBackend(py::module_& m) {
       py::arg("text"));
   m.def(
       "rank_hosts",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return groupOf(backend)->identity().hosts; },
       py::arg("backend"));
   m.def(
       "topology_text",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().topology().text(); },
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return groupOf(backend)->topology().text(); },
       py::arg("backend"));
   m.def(
       "describe_backend",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return describe(asPycomm(backend).group()); },
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return describe(*groupOf(backend)); },
       py::arg("backend"));
 }
 

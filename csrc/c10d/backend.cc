@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/log.h"
 #include "c10d/call_tag.h"
+#include "c10d/process_engine.h"
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
@@ -16,29 +18,84 @@
 #include "schedule/make_schedule.h"
 
 namespace pycomm {
+namespace {
+
+/// In a catch block: the end of a sentence.
+std::string whyHere() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return ": " + error.record().summary;
+  } catch (...) {
+    return "";
+  }
+}
+
+} // namespace
+
+/// Any thread. Outlives the backend: a group that fails while that ends may be about to call them.
+struct PycommBackend::AbortHooks {
+  /// By pointer: to copy a function of Python's takes the interpreter's lock, which who registers one holds while it waits for `mutex`.
+  using Hooks = std::map<int64_t, std::shared_ptr<const std::function<void()>>>;
+
+  std::mutex mutex; ///< guards the rest; not held while a hook runs
+  Hooks hooks;
+  bool ran = false; ///< for the group that there is now
+
+  void run() noexcept {
+    Hooks now;
+    try {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (std::exchange(ran, true)) {
+        return;
+      }
+      now = hooks;
+    } catch (const std::exception&) { // no memory
+      return;
+    }
+    for (const auto& [id, hook] : now) {
+      try {
+        (*hook)();
+      } catch (const std::exception& error) {
+        log(LogLevel::Warn, "abort hook " + std::to_string(id) + " has raised: " + error.what());
+      }
+    }
+  }
+};
+
 PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings)
     : Backend(group->identity().rank, group->identity().size),
+      settings_(std::move(settings)),
       store_(std::move(store)),
       group_(std::move(group)),
-      settings_(std::move(settings)),
-      devices_(CudaDevices::create(group_, settings_.cuda)) {
+      devices_(CudaDevices::create(group_, settings_.cuda(*group_))),
+      hooks_(std::make_shared<AbortHooks>()) {
   if (settings_.check_call_sites) {
     call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
   }
   // Last, as the role refers to this until the destructor settles it.
   owner_ = c10::make_intrusive<WorkOwner>(group_, GroupRole::next(*this, settings_.starts_world));
+  watchFailure(group_);
 }
+
+PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> members, Settings settings)
+    : Backend(rank, size),
+      members_(std::move(members)),
+      settings_(std::move(settings)),
+      hooks_(std::make_shared<AbortHooks>()) {}
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
-  owner_->role->settle();
-  devices_->stop();
-  group_->close();
+  if (group_ != nullptr) {
+    owner_->role->settle();
+    devices_->stop();
+    group_->close();
+  }
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> PycommBackend::getBackendOptions() {
   auto options = c10::make_intrusive<Options>("pycomm", settings_.timeout);
-  options->group_name = group_->identity().name;
+  options->group_name = settings_.group_name;
   return options;
 }
 
@@ -47,40 +104,249 @@ void PycommBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 c10d::ErrorType PycommBackend::getError() {
-  const auto failure = group_->failure();
+  const std::shared_ptr<Group> group = groupIfAny();
+  const auto failure = group == nullptr ? std::nullopt : group->failure();
   if (!failure) {
     return c10d::ErrorType::SUCCESS;
   }
   if (failure->code == ErrorCode::Timeout) {
     return c10d::ErrorType::TIMEOUT;
   }
-  return failure->peer >= 0 && failure->peer != group_->identity().jobRank() ? c10d::ErrorType::REMOTE_ERROR
-                                                                             : c10d::ErrorType::COMM_ERROR;
+  return failure->peer >= 0 && failure->peer != group->identity().jobRank() ? c10d::ErrorType::REMOTE_ERROR
+                                                                            : c10d::ErrorType::COMM_ERROR;
 }
 
 void PycommBackend::abort() {
+  hooks_->run();
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;
-  reason.peer = group_->identity().jobRank();
-  reason.summary = "Rank " + std::to_string(reason.peer) + " aborted the process group.";
-  group_->abort(reason);
+  const std::shared_ptr<Group> group = groupIfAny();
+  reason.peer = group == nullptr ? -1 : group->identity().jobRank();
+  reason.summary =
+      (reason.peer < 0 ? "A member" : "Rank " + std::to_string(reason.peer)) + " aborted the process group.";
+  {
+    const std::lock_guard<std::mutex> lock(joining_mutex_);
+    if (joining_ != nullptr) {
+      joining_->abort(reason);
+    }
+  }
+  if (group != nullptr) {
+    group->abort(reason);
+  }
 }
 
 void PycommBackend::shutdown() {
-  devices_->stop();
-  group_->close();
+  const std::shared_ptr<Group> group = groupIfAny();
+  if (group != nullptr) {
+    devices_->stop();
+    group->close();
+  }
 }
+
+PycommBackend::EpochLock PycommBackend::holdEpoch() const {
+  if (members_ == nullptr) {
+    return EpochLock(epoch_mutex_, std::defer_lock);
+  }
+  EpochLock lock(epoch_mutex_);
+  if (group_ == nullptr) {
+    throw noGroup();
+  }
+  return lock;
+}
+
+// With epoch_mutex_.
+Error PycommBackend::noGroup() const {
+  return {
+      ErrorCode::InvalidArgument,
+      "This process group has no members: " +
+          (why_none_.empty() ? "it was made with enable_reconfigure, and reconfigure() has not been called"
+                             : why_none_) +
+          ".",
+      "exchange the handles of all members, and let each of them call reconfigure() with a new uuid and the same list"};
+}
+
+std::shared_ptr<Group> PycommBackend::groupIfAny() const {
+  if (members_ == nullptr) {
+    return group_;
+  }
+  const EpochLock lock(epoch_mutex_);
+  return group_;
+}
+
+std::shared_ptr<Group> PycommBackend::group() const {
+  const EpochLock lock = holdEpoch();
+  return group_;
+}
+
+uint32_t PycommBackend::groupNumber() const {
+  const EpochLock lock = holdEpoch();
+  return owner_->role->number();
+}
+
+std::string PycommBackend::reconfigureHandle() const {
+  return pycomm::raising([&] {
+    if (members_ == nullptr) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "This process group cannot be reconfigured: it was not made for that.",
+          "init_process_group(enable_reconfigure=True), or pg_options=pycomm.Options(enable_reconfigure=True) before torch 2.14");
+    }
+    return members_->handle();
+  });
+}
+
+void PycommBackend::adopt(Epoch epoch, const std::string& why_none, Deadline deadline) {
+  std::shared_ptr<CudaDevices> devices;
+  c10::intrusive_ptr<WorkOwner> owner;
+  if (epoch.group != nullptr) {
+    devices = CudaDevices::create(epoch.group, settings_.cuda(*epoch.group));
+    owner = c10::make_intrusive<WorkOwner>(epoch.group, epoch.role);
+  }
+  std::unique_lock<std::shared_timed_mutex> lock(epoch_mutex_, std::defer_lock);
+  // A call that blocks, such as the decision about NCCL, ends with its group, which is closed by now.
+  if (!lock.try_lock_for(std::chrono::milliseconds(std::max(1000, deadline.remainingMs(60000))))) {
+    throw Error(
+        ErrorCode::Timeout,
+        "reconfigure() timed out: another call for this group is under way and does not return.",
+        "call it when no collective is being issued, and not in a signal handler");
+  }
+  if (epoch.group != nullptr) {
+    renumber(rank_, epoch.group->identity().rank);
+    renumber(size_, epoch.group->identity().size);
+  }
+  // The lock goes before the old ones, whose ends may block.
+  std::swap(store_, epoch.store);
+  std::swap(group_, epoch.group);
+  std::swap(devices_, devices);
+  std::swap(owner_, owner);
+  entitled_ = false;
+  why_none_ = why_none;
+}
+
+// On the control loop: a hook may take the interpreter's lock.
+void PycommBackend::watchFailure(const std::shared_ptr<Group>& group) {
+  group->whenFailed([hooks = hooks_, &pool = group->engine().callbacks()] {
+    try {
+      static_cast<void>(pool.submit([hooks] { hooks->run(); }));
+    } catch (const std::exception&) { // no memory for it
+    }
+  });
+}
+
+void PycommBackend::addAbortHook(int64_t id, std::function<void()> hook) {
+  auto fresh =
+      std::make_shared<const std::function<void()>>(std::move(hook)); // afterwards the old one, freed after the lock
+  const std::lock_guard<std::mutex> lock(hooks_->mutex);
+  std::swap(hooks_->hooks[id], fresh);
+}
+
+void PycommBackend::removeAbortHook(int64_t id) {
+  std::shared_ptr<const std::function<void()>> gone; // freed after the lock
+  const std::lock_guard<std::mutex> lock(hooks_->mutex);
+  std::swap(hooks_->hooks[id], gone);
+  hooks_->hooks.erase(id);
+}
+
+void PycommBackend::reconfigureTo(
+    int64_t uuid,
+    const std::vector<std::string>& handles,
+    std::chrono::milliseconds timeout) {
+  (void)reconfigureHandle(); // raises if this is not reconfigurable
+  const Deadline deadline = Deadline::after(timeout.count());
+  pycomm::raising([&] {
+    const std::unique_lock<std::mutex> alone(reconfigure_mutex_, std::try_to_lock);
+    const bool within_window = [&] {
+      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      return windows_.count(std::this_thread::get_id()) != 0;
+    }();
+    if (!alone || within_window) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          alone ? "reconfigure() was called within a coalescing manager."
+                : "Another thread reconfigures this group already.",
+          alone ? "leave the manager first" : "call reconfigure() from one thread at a time");
+    }
+    const Reconfigurable::Plan plan = members_->plan(uuid, handles);
+    const std::string which = "reconfigure(uuid=" + std::to_string(uuid) + ")";
+    uint32_t number = 0;
+    if (const std::shared_ptr<Group> old = groupIfAny()) {
+      number = groupNumber();
+      devices_->stop();
+      old->close();
+    }
+    adopt({}, which + " is under way or was interrupted", deadline);
+    {
+      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      windows_.clear(); // of other threads, whose managers' bodies have raised or will
+    }
+    RendezvousConfig meeting; // for the text of a signal
+    meeting.rank = plan.rank;
+    Reconfigurable::Met met;
+    try {
+      joinInterruptibly(meeting, [&](JoinAbort& abort) {
+        const auto joining = [&](JoinAbort* now) {
+          const std::lock_guard<std::mutex> lock(joining_mutex_);
+          joining_ = now;
+        };
+        joining(&abort);
+        try {
+          met = members_->meet(plan, deadline, abort);
+        } catch (...) {
+          joining(nullptr);
+          throw;
+        }
+        joining(nullptr);
+      });
+      {
+        const std::lock_guard<std::mutex> lock(hooks_->mutex);
+        hooks_->ran = false;
+      }
+      watchFailure(met.group);
+      adopt({met.store, met.group, GroupRole::ofMeeting(plan.instance->name(), number)}, "", deadline);
+    } catch (...) { // also what a handler of a signal has raised
+      if (met.group != nullptr) {
+        ErrorRecord reason;
+        reason.code = ErrorCode::Aborted;
+        reason.peer = plan.rank;
+        reason.summary = "Rank " + std::to_string(plan.rank) + " gave up " + which + " in its last moment.";
+        met.group->abort(reason);
+        met.group->close();
+      }
+      adopt({}, "the last call, " + which + ", has failed" + whyHere(), Deadline::after(0));
+      throw;
+    }
+  });
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+c10::intrusive_ptr<c10d::Work> PycommBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
+  std::vector<std::string> handles;
+  if (const auto* const in_order = std::get_if<std::vector<c10d::ReconfigureHandle>>(&opts.handles)) {
+    handles = *in_order;
+  } else { // all members must sort alike
+    const auto& set = std::get<std::unordered_set<c10d::ReconfigureHandle>>(opts.handles);
+    handles.assign(set.begin(), set.end());
+    std::sort(handles.begin(), handles.end());
+  }
+  reconfigureTo(opts.uuid, handles, opts.timeout.value_or(settings_.timeout));
+  const auto made = c10::make_intrusive<PycommWork>(
+      owner_, getRank(), c10d::OpType::UNKNOWN, "pycomm:reconfigure", PycommWork::Content());
+  made->started();
+  return made;
+}
+#endif
 
 bool PycommBackend::goesByNccl(c10::Device device) {
   return raising([&] { return devices_->goesByNccl(device, Deadline::after(settings_.timeout.count())); });
 }
 
 bool PycommBackend::supportsTensorAlloc(c10::DeviceIndex device) {
-  return device < 0 && group_->reachesTensors();
+  const std::shared_ptr<Group> group = device < 0 ? groupIfAny() : nullptr;
+  return group != nullptr && group->reachesTensors();
 }
 
 at::Tensor PycommBackend::allocateTensor(long numel, at::TensorOptions options) {
-  return raising([&] {
+  return pycomm::raising([&] {
     const bool plain = options.device().is_cpu() && options.layout() == at::kStrided && !options.requires_grad() &&
         !options.pinned_memory();
     if (!plain) {
@@ -116,7 +382,8 @@ void PycommBackend::writeParts(Group::Call& call, Staging& staging, const std::v
 }
 
 uint64_t PycommBackend::getSequenceNumberForGroup() {
-  return static_cast<uint64_t>(group_->operationsIssued());
+  const std::shared_ptr<Group> group = groupIfAny();
+  return group == nullptr ? 0 : static_cast<uint64_t>(group->operationsIssued());
 }
 
 uint32_t PycommBackend::tagFor() const {

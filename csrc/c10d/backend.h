@@ -4,10 +4,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <type_traits>
@@ -20,6 +22,8 @@
 #include "c10d/staging.h"
 #include "c10d/work.h"
 #include "engine/group.h"
+#include "engine/join_abort.h"
+#include "engine/reconfigurable.h"
 #include "engine/report/failure_text.h"
 #include "schedule/step.h"
 #include "transport/rendezvous/store.h"
@@ -30,6 +34,9 @@ namespace pycomm {
 ///
 /// Every collective checks its tensors before anything moves, starts one or more operations, and returns at once with a PycommWork.
 /// The call raises errors of its arguments; wait() or the future raises all later ones.
+///
+/// A reconfigurable one (torch: enable_reconfigure) has another Group after each reconfigure(), and none before the first and after one
+/// that failed. What belongs to one Group is replaced in one place, adopt(); a Work keeps that of its own.
 class PycommBackend final : public c10d::Backend {
  public:
   struct Settings {
@@ -37,7 +44,8 @@ class PycommBackend final : public c10d::Backend {
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
     Codec codec = Codec::None; ///< see codecFor()
-    CudaDevices::Config cuda;
+    std::function<CudaDevices::Config(const Group&)> cuda; ///< of a group that has come together
+    std::string group_name; ///< as torch passes it
     bool check_call_sites = false; ///< see CallSites
     std::vector<std::string> skipped_folders; ///< see CallSites
     std::optional<bool> starts_world; ///< see GroupRole::next()
@@ -45,6 +53,8 @@ class PycommBackend final : public c10d::Backend {
 
   /// `store`: of the rendezvous; the rank leaves it when the group closes.
   PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings);
+  /// One that has no group until reconfigure(). Rank and size are those that torch has passed, until then.
+  PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> members, Settings settings);
   ~PycommBackend() override;
 
   const std::string getBackendName() const override {
@@ -60,6 +70,23 @@ class PycommBackend final : public c10d::Backend {
   at::Tensor allocateTensor(long numel, at::TensorOptions options)
       override; // NOLINT(google-runtime-int): torch's signature
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override {
+    return members_ != nullptr;
+  }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override {
+    return reconfigureHandle();
+  }
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
+#ifdef C10D_BACKEND_HAS_HOOKS
+  void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override {
+    addAbortHook(hook_id, std::move(hook));
+  }
+  void unregisterAbortHook(int64_t hook_id) override {
+    removeAbortHook(hook_id);
+  }
+#endif
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   /// Until endCoalescing(), the calling thread's collectives start as usual; endCoalescing() returns one Work for all of them.
@@ -141,13 +168,31 @@ class PycommBackend final : public c10d::Backend {
   /// yet, this call decides it with all ranks, as the first collective would.
   [[nodiscard]] bool goesByNccl(c10::Device device);
 
+  /// Whether it was made to be reconfigured.
+  [[nodiscard]] bool isReconfigurable() const noexcept {
+    return members_ != nullptr;
+  }
+  /// What the other members pass to reconfigure(). Raises an InvalidArgument if this is not reconfigurable.
+  [[nodiscard]] std::string reconfigureHandle() const;
+  /// Leaves the group that there is, if any, and meets the members of a new one; see Reconfigurable. `handles`: in the order of ranks.
+  /// Blocks, without the interpreter's lock. Raises errors; those of arguments leave the group as it is, after all others there is none.
+  void reconfigureTo(int64_t uuid, const std::vector<std::string>& handles, std::chrono::milliseconds timeout);
+  /// The timeout of operations.
+  [[nodiscard]] std::chrono::milliseconds timeout() const noexcept {
+    return settings_.timeout;
+  }
+
+  /// `hook` runs once when a group fails, on a thread of the callback pool, or when abort() is called, on that thread, before that does
+  /// anything else. It takes the place of another one with its number. Any thread.
+  void addAbortHook(int64_t id, std::function<void()> hook);
+  void removeAbortHook(int64_t id);
+
   /// How many-th group of the job this is in its process, from 1; 0 if it is of no job.
-  [[nodiscard]] uint32_t groupNumber() const noexcept {
-    return owner_->role->number();
-  }
-  [[nodiscard]] Group& group() noexcept {
-    return *group_;
-  }
+  [[nodiscard]] uint32_t groupNumber() const;
+  /// The group as it is now. Throws Error(InvalidArgument) if there is none: before reconfigure().
+  [[nodiscard]] std::shared_ptr<Group> group() const;
+  /// The same; null if there is none.
+  [[nodiscard]] std::shared_ptr<Group> groupIfAny() const;
 
  private:
   struct Titled {
@@ -217,6 +262,7 @@ class PycommBackend final : public c10d::Backend {
   template <typename Body>
   auto raising(const Body& body) const -> decltype(body()) {
     return pycomm::raising([&] {
+      const EpochLock epoch = holdEpoch();
       try {
         return body();
       } catch (const Error& error) {
@@ -277,12 +323,39 @@ class PycommBackend final : public c10d::Backend {
   void prepareAllReduce(Prepared& prepared, const at::Tensor& tensor, const c10d::AllreduceOptions& opts) const;
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> sparseAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
 
+  using EpochLock = std::shared_lock<std::shared_timed_mutex>;
+  /// Keeps the group while a call begins. Costs nothing, and is not locked, if this is not reconfigurable. Throws Error(InvalidArgument) if
+  /// there is no group.
+  [[nodiscard]] EpochLock holdEpoch() const;
+  [[nodiscard]] Error noGroup() const;
+  /// What belongs to one group.
+  struct Epoch {
+    std::shared_ptr<Store> store; ///< outlives the group
+    std::shared_ptr<Group> group;
+    std::shared_ptr<GroupRole> role;
+  };
+  /// Replaces that. An empty one: there is no group, and `why_none_` says why. Throws Error(Timeout) if a call does not return.
+  void adopt(Epoch epoch, const std::string& why_none, Deadline deadline);
+  void watchFailure(const std::shared_ptr<Group>& group);
+  /// The hooks of those who have not run since the last adopt().
+  void runAbortHooks() noexcept;
+  struct AbortHooks;
+
+  const std::unique_ptr<Reconfigurable> members_; ///< null: not reconfigurable
+  Settings settings_;
+  mutable std::shared_timed_mutex
+      epoch_mutex_; ///< held while a call begins, and to replace what follows, if reconfigurable
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
-  Settings settings_;
-  c10::intrusive_ptr<WorkOwner> owner_;
   std::shared_ptr<CudaDevices> devices_;
+  c10::intrusive_ptr<WorkOwner> owner_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings ask for it
+  std::string why_none_; ///< why there is no group
+
+  const std::shared_ptr<AbortHooks> hooks_;
+  std::mutex reconfigure_mutex_; ///< held by the one reconfigure() at a time
+  std::mutex joining_mutex_; ///< guards joining_
+  JoinAbort* joining_ = nullptr; ///< of the reconfigure() under way: abort() ends it
 
   /// The calling thread's, or null. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
   /// operation may take: torch's coalescing manager does not end a window if its body raises, and later operations would never begin.

@@ -21,7 +21,7 @@ uint64_t mixText(uint64_t value, const std::string& text) noexcept {
 
 std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::optional<bool> starts_world) {
   if (!starts_world) {
-    return std::shared_ptr<GroupRole>(new GroupRole(backend, 0, 0));
+    return std::shared_ptr<GroupRole>(new GroupRole(&backend, 0, 0));
   }
   const std::lock_guard lock(g_job_mutex);
   if (*starts_world) {
@@ -29,8 +29,14 @@ std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::op
   }
   const uint64_t before = g_last == nullptr ? 0 : g_last->hash();
   const uint32_t number = g_last == nullptr ? 1 : g_last->number() + 1;
-  g_last = std::shared_ptr<GroupRole>(new GroupRole(backend, before, number));
+  g_last = std::shared_ptr<GroupRole>(new GroupRole(&backend, before, number));
   return g_last;
+}
+
+std::shared_ptr<GroupRole> GroupRole::ofMeeting(const std::string& name, uint32_t number) {
+  std::shared_ptr<GroupRole> role(new GroupRole(nullptr, 0, number));
+  role->hash_ = mixText(0, name);
+  return role;
 }
 
 void GroupRole::settle() {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include "base/wait_point.h"
@@ -39,6 +40,10 @@ class GroupRole {
   /// job. `backend` calls settle() before it ends.
   [[nodiscard]] static std::shared_ptr<GroupRole> next(const c10d::Backend& backend, std::optional<bool> starts_world);
 
+  /// Of a group that was reconfigured: its members have had other groups before, so its role is the name of their meeting, which is no
+  /// other group's. `number`: of the group that it was at first.
+  [[nodiscard]] static std::shared_ptr<GroupRole> ofMeeting(const std::string& name, uint32_t number);
+
   /// Known when torch has set its description of the group: it does so after it has made the backend and before anybody has it.
   [[nodiscard]] uint64_t hash() {
     settle();
@@ -58,8 +63,8 @@ class GroupRole {
   [[nodiscard]] Message takeMessage();
 
  private:
-  GroupRole(const c10d::Backend& backend, uint64_t before, uint32_t number)
-      : backend_(&backend), before_(before), number_(number) {}
+  GroupRole(const c10d::Backend* backend, uint64_t before, uint32_t number)
+      : backend_(backend), before_(before), number_(number) {}
 
   LeafMutex mutex_; ///< guards backend_, hash_ and messages_
   const c10d::Backend* backend_; ///< until the description is known

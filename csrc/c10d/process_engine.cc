@@ -40,18 +40,25 @@ Engine& processEngine() {
 
 std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
   Engine& engine = processEngine();
-  if (!onMainThread()) {
-    return Group::join(engine, store, config);
-  }
+  std::shared_ptr<Group> group;
+  joinInterruptibly(config.rendezvous, [&](JoinAbort& abort) { group = Group::join(engine, store, config, abort); });
+  return group;
+}
+
+void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void(JoinAbort& abort)>& join) {
   JoinAbort abort;
-  const auto joining = std::make_shared<std::packaged_task<std::shared_ptr<Group>()>>(
-      [&] { return Group::join(engine, store, config, abort); });
-  std::future<std::shared_ptr<Group>> joined = joining->get_future();
+  if (!onMainThread()) {
+    join(abort);
+    return;
+  }
+  const auto joining = std::make_shared<std::packaged_task<void()>>([&] { join(abort); });
+  std::future<void> joined = joining->get_future();
   std::thread thread;
   try {
     thread = startNativeThread("pycomm-join", [joining] { (*joining)(); });
   } catch (const std::exception&) { // then signals have to wait
-    return Group::join(engine, store, config);
+    join(abort);
+    return;
   }
   const pid_t self = ::getpid();
   std::exception_ptr raised;
@@ -65,7 +72,7 @@ std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
     }
     if (raised && !aborted) {
       try {
-        abort.abort(interrupted(config.rendezvous));
+        abort.abort(interrupted(meeting));
         aborted = true;
       } catch (const std::bad_alloc&) { // then in 100 ms
       }
@@ -82,7 +89,7 @@ std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
   if (raised) {
     std::rethrow_exception(raised);
   }
-  return joined.get();
+  joined.get();
 }
 
 bool shutdownProcessEngine(Deadline deadline) {

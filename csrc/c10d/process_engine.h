@@ -1,10 +1,12 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "base/deadline.h"
 #include "engine/engine.h"
 #include "engine/group.h"
+#include "engine/join_abort.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
@@ -19,6 +21,9 @@ namespace pycomm {
 /// thread runs handlers. On a thread that is not the main one, or if no thread can be started, it joins on the calling thread, and signals
 /// wait. Call it without the interpreter's lock.
 [[nodiscard]] std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config);
+
+/// The same for another way to make a group: runs `join`, which throws what it cannot do. `meeting` is for the error.
+void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void(JoinAbort& abort)>& join);
 
 /// Joins the native threads, if there are any. False if a callback has not returned by the deadline: call it again then.
 bool shutdownProcessEngine(Deadline deadline);

@@ -3,9 +3,11 @@
 // The only place that knows the differences between the torch minors that pycomm builds against, by torch's own
 // macros. pycomm/_torch_range.py lists those minors; setup.py refuses the others before it starts a compiler.
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/version.h>
 
+#include <memory>
 #include <utility>
 
 namespace pycomm {
@@ -15,6 +17,22 @@ namespace pycomm {
 using PreMulSumSupplement = c10d::PreMulSumSupplement;
 #else
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
+#endif
+
+/// Gives an int that is a member of one of torch's objects another value. Up to torch 2.13 a rank and a size are `const` there: a new object
+/// takes the place of the old one, as C++20 allows for a const member (not for a const variable; [basic.life], 8).
+inline void renumber(const int& member, int value) {
+  std::construct_at(const_cast<int*>(&member), value);
+}
+
+/// torch 2.14 lets a ProcessGroup change its rank and size itself when its backend was reconfigured.
+#ifndef C10D_BACKEND_HAS_RECONFIGURE
+struct NumbersOfProcessGroup final : c10d::ProcessGroup {
+  static void set(c10d::ProcessGroup& group, int rank, int size) {
+    renumber(group.*(&NumbersOfProcessGroup::rank_), rank);
+    renumber(group.*(&NumbersOfProcessGroup::size_), size);
+  }
+};
 #endif
 
 /// Holds a node of the autograd graph: a shared_ptr up to torch 2.12, an intrusive_ptr since.

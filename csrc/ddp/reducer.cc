@@ -97,6 +97,7 @@ void Reducer::resetStep() {
 
 void Reducer::prepareForForward() {
   const std::lock_guard lock(mutex_);
+  group_.requireSameMembers();
   throwIfUnfinished();
   followTrained();
 }

@@ -34,9 +34,28 @@ ReducerGroup::ReducerGroup(
   TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
   memory_ = FlatMemory(ours != nullptr && ours->supportsTensorAlloc(-1));
   if (ours != nullptr) {
-    job_ = ours->group().identity().job;
+    const std::shared_ptr<Group> now = raising([&] { return ours->group(); });
+    job_ = now->identity().job;
+    if (ours->isReconfigurable()) {
+      reconfigurable_ = c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours);
+      run_ = now->identity().run;
+    }
   }
   codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
+}
+
+void ReducerGroup::requireSameMembers() const {
+  if (reconfigurable_ == nullptr) {
+    return;
+  }
+  raising([&] {
+    if (reconfigurable_->group()->identity().run != run_) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "The process group of this model has other members than when the model was wrapped: it was reconfigured since.",
+          "wrap the module again: DistributedDataParallel(model.module, ...) on all members");
+    }
+  });
 }
 
 ReducerGroup ReducerGroup::withItsBackend(

@@ -57,6 +57,9 @@ class ReducerGroup {
     return memory_;
   }
 
+  /// Raises an InvalidArgument if the group was reconfigured since: what is divided by the number of ranks would be wrong.
+  void requireSameMembers() const;
+
   /// Returns rank 0's `values` on all ranks. All pass the same number of values. Collective; throws.
   [[nodiscard]] std::vector<size_t> fromRank0(const std::vector<size_t>& values) const;
   /// Fails this group's operations on all ranks, if the backend can; else nothing happens.
@@ -66,6 +69,8 @@ class ReducerGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::intrusive_ptr<PycommBackend> codec_backend_;
+  c10::intrusive_ptr<PycommBackend> reconfigurable_; ///< pycomm's backend, if its members can change; else null
+  uint64_t run_ = 0; ///< GroupIdentity::run of its members then
   FlatMemory memory_{false};
   JobRanks job_;
 };

@@ -9,6 +9,7 @@
 
 #include "base/fork_guard.h"
 #include "base/native_thread.h"
+#include "engine/meeting/door.h"
 
 namespace pycomm {
 namespace {
@@ -115,17 +116,38 @@ std::shared_ptr<const SharedArena> Engine::heapOf(const std::string& name, const
   return made;
 }
 
+std::shared_ptr<Door> Engine::door(const std::string& key, const std::function<std::shared_ptr<Door>()>& open) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::weak_ptr<Door>& known = doors_[key];
+  std::shared_ptr<Door> door = known.lock();
+  if (door == nullptr) {
+    door = open();
+    known = door;
+  }
+  return door;
+}
+
 bool Engine::shutdown(Deadline deadline) {
   if (!belongsToThisProcess()) {
     return true;
   }
   std::vector<std::weak_ptr<Closable>> groups;
+  std::vector<std::shared_ptr<Door>> doors;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(groups_);
+    for (const auto& [key, open] : doors_) {
+      if (auto door = open.lock()) {
+        doors.push_back(std::move(door));
+      }
+    }
+    doors_.clear();
     shut_down_ = true;
   }
   closeAll(groups);
+  for (const std::shared_ptr<Door>& door : doors) {
+    door->close();
+  }
   // Callbacks first: the closed groups have ended every operation, so those that wait for one return now.
   if (!callbacks_->stop(deadline)) {
     return false;

@@ -17,6 +17,8 @@
 
 namespace pycomm {
 
+class Door;
+
 /// The native threads that all groups of a process share: one lane, one control loop, the callback pool, and the watch over the other
 /// processes of this host. A HostPlane, a CUDA device and a group that uses NCCL start threads of their own.
 ///
@@ -63,6 +65,10 @@ class Engine {
       const std::string& name,
       const std::function<UniqueFd()>& ask);
 
+  /// The door of this process for those with such a key (what it listens on, and for which secret): one for all groups, opened by `open`
+  /// if there is none.
+  [[nodiscard]] std::shared_ptr<Door> door(const std::string& key, const std::function<std::shared_ptr<Door>()>& open);
+
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
@@ -82,6 +88,7 @@ class Engine {
   std::mutex mutex_; ///< guards the rest
   std::shared_ptr<SharedHeap> heap_;
   std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
+  std::unordered_map<std::string, std::weak_ptr<Door>> doors_;
   std::vector<std::weak_ptr<Closable>> groups_;
   bool shut_down_ = false;
 };

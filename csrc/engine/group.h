@@ -2,11 +2,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -100,6 +102,10 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const {
     return failure_.record();
+  }
+  /// See GroupFailure::whenSet().
+  void whenFailed(std::function<void()> then) {
+    failure_.whenSet(std::move(then));
   }
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return roster_.identity;

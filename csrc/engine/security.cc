@@ -22,7 +22,7 @@ std::string howToClose() {
 
 } // namespace
 
-std::shared_ptr<const TlsContext> Security::open(const Store& store) const {
+std::shared_ptr<const TlsContext> Security::open() const {
   if (secret == nullptr) {
     return nullptr;
   }
@@ -32,10 +32,15 @@ std::shared_ptr<const TlsContext> Security::open(const Store& store) const {
         "there is a secret (" + secret_origin + ") and PYCOMM_SECURITY=off",
         "on every host: unset PYCOMM_SECURITY, and the secret protects the job; or PYCOMM_SECRET_FILE=none, and it runs without TLS");
   }
-  if (!store.sealed()) {
+  return std::make_shared<const TlsContext>(secret, newProcessId(), tls);
+}
+
+std::shared_ptr<const TlsContext> Security::open(const Store& store) const {
+  std::shared_ptr<const TlsContext> context = open();
+  if (context != nullptr && !store.sealed()) {
     throw Error(ErrorCode::Internal, "a group with a secret would meet in a store without seals");
   }
-  return std::make_shared<const TlsContext>(secret, newProcessId(), tls);
+  return context;
 }
 
 void Security::checkHosts(const Roster& roster) const {

@@ -33,6 +33,8 @@ struct Security {
   /// the error of the table, Error(Unsupported) if a secret finds no OpenSSL, and Error(Internal) if `store` does not seal its values
   /// although there is a secret.
   [[nodiscard]] std::shared_ptr<const TlsContext> open(const Store& store) const;
+  /// The same without a store.
+  [[nodiscard]] std::shared_ptr<const TlsContext> open() const;
   /// When the ranks have met, before any connection. Throws Error(InvalidArgument) for the other error of the table; logs the warning on
   /// rank 0, once per process.
   void checkHosts(const Roster& roster) const;

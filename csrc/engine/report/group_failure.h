@@ -1,7 +1,9 @@
 #pragma once
 
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "base/abort_token.h"
 #include "base/error.h"
@@ -19,7 +21,29 @@ class GroupFailure final {
 
   /// The group has failed. Before anybody can see that, and before any operation ends with it.
   void set(const ErrorRecord& cause) {
-    token_.abort(cause);
+    if (!token_.abort(cause)) {
+      return;
+    }
+    std::function<void()> then;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      then = std::exchange(then_, nullptr);
+    }
+    if (then) {
+      then();
+    }
+  }
+  /// Calls `then` once, as soon as the group has failed: on the control loop, so it does not block; now, if that has happened. It does not
+  /// throw.
+  void whenSet(std::function<void()> then) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!happened()) {
+        then_ = std::move(then);
+        return;
+      }
+    }
+    then();
   }
   /// What the oldest operation of a plane will end with. Of several planes, the one that has waited longest counts.
   void setOldest(const ErrorRecord& oldest);
@@ -37,8 +61,9 @@ class GroupFailure final {
  private:
   const GroupIdentity& identity_;
   AbortToken token_;
-  mutable std::mutex mutex_; ///< guards oldest_
+  mutable std::mutex mutex_; ///< guards the rest
   std::optional<ErrorRecord> oldest_;
+  std::function<void()> then_;
 };
 
 } // namespace pycomm

@@ -338,7 +338,8 @@ Acceptor::Verdict Acceptor::judge(Stranger& stranger) {
         "says that it is " + config_.job.text(hello.rank) + " of epoch " + std::to_string(hello.epoch) +
         ", and this is " + config_.job.text(config_.rank) + " of epoch " + std::to_string(config_.epoch));
   }
-  if (stranger.tls != nullptr && config_.processes.at(static_cast<size_t>(hello.rank)) != stranger.tls->peer()) {
+  if (stranger.tls != nullptr && !config_.any_process &&
+      config_.processes.at(static_cast<size_t>(hello.rank)) != stranger.tls->peer()) {
     return giveUp("says that it is " + config_.job.text(hello.rank) + ", and is not that rank's process");
   }
   if (PYCOMM_FAULT("hello.accept").error_number != 0) {

@@ -1,0 +1,469 @@
+#include "engine/meeting/door.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fault_point.h"
+#include "base/fork_guard.h"
+#include "base/log.h"
+#include "engine/meeting/door_words.h"
+#include "transport/secure/tls_link.h"
+
+namespace pycomm {
+namespace {
+
+constexpr uint32_t kDoorGroup = 0x726f6f64; // "door": instead of the hash of a group
+constexpr std::chrono::seconds kSilence{10}; // of a process that has said Hello and has not entered
+constexpr std::chrono::seconds kRemembered{60};
+constexpr size_t kMostRemembered = 16;
+constexpr size_t kMaxSessions = 8192;
+constexpr size_t kReadNbytes = 64 << 10;
+
+std::optional<int64_t> numberIn(const std::string& text) {
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size() ? std::optional<int64_t>(number) : std::nullopt;
+}
+
+} // namespace
+
+/// The listening sockets. They are polled as one, like a group's.
+class Door::Ears final : public Loop::Handler, public Loop::Ticker {
+ public:
+  Ears(Door& door, std::vector<Listener> listeners) : door_(door) {
+    AcceptorConfig config;
+    config.group = kDoorGroup;
+    config.size = 1; // with config.rank = -1 the visitor's rank 0 fits
+    config.tls = door.tls_;
+    config.any_process = true; // which member it is, it says when it enters
+    for (Listener& listener : listeners) {
+      config.nonce = listener.address().isUnix() ? door.unixNonce(door.addressed({}), door.tls_.get()) : door.nonce_;
+      acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
+    }
+    for (const auto& acceptor : acceptors_) {
+      door_.control_.watch(acceptor->fd(), EPOLLIN, *this);
+    }
+    door_.control_.addTicker(*this);
+  }
+  ~Ears() override {
+    door_.control_.removeTicker(*this);
+    for (const auto& acceptor : acceptors_) {
+      door_.control_.unwatch(acceptor->fd());
+    }
+  }
+
+  void onReady(uint32_t) override {
+    const TimePoint now = Clock::now();
+    for (const auto& acceptor : acceptors_) {
+      for (Accepted& accepted : acceptor->poll(now)) {
+        door_.admit(std::move(accepted));
+      }
+    }
+  }
+  [[nodiscard]] TimePoint nextTick() const noexcept override;
+  void tick(TimePoint now) override;
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    try {
+      std::rethrow_exception(exception);
+    } catch (const std::exception& error) {
+      log(LogLevel::Warn, std::string("a process could not be let in to reconfigure: ") + error.what());
+    }
+  }
+
+ private:
+  Door& door_; ///< holds this
+  std::vector<std::unique_ptr<Acceptor>> acceptors_;
+};
+
+/// One process that has said Hello.
+class Door::Session final : public Loop::Handler {
+ public:
+  Session(Door& door, uint64_t number, std::unique_ptr<Link> link)
+      : door_(door), number_(number), link_(std::move(link)), heard_(Clock::now()) {
+    door_.control_.watch(link_->fd(), EPOLLIN, *this);
+  }
+  ~Session() override {
+    door_.control_.unwatch(link_->fd());
+    if (instance != nullptr) {
+      instance->left(rank);
+    }
+  }
+
+  void onReady(uint32_t) override {
+    try {
+      serve();
+    } catch (const Error&) { // the connection broke
+      end();
+    }
+  }
+  void onThrown(const std::exception_ptr&) noexcept override { // no memory
+    end();
+  }
+
+  /// Throws Error(ConnectionReset).
+  void serve() {
+    std::array<std::byte, kReadNbytes> bytes; // NOLINT: only written
+    for (;;) {
+      if (!flush()) {
+        return;
+      }
+      if (takeRequest()) {
+        continue;
+      }
+      if (over_) {
+        return;
+      }
+      const Progress progress = link_->tryRead({bytes.data(), bytes.size()});
+      in_.append(reinterpret_cast<const char*>(bytes.data()), progress.nbytes);
+      heard_ = progress.nbytes > 0 ? Clock::now() : heard_;
+      if (progress.closed) {
+        end();
+        return;
+      }
+      if (progress.nbytes == 0) {
+        return;
+      }
+    }
+  }
+  [[nodiscard]] TimePoint heard() const noexcept {
+    return heard_;
+  }
+  [[nodiscard]] uint64_t number() const noexcept {
+    return number_;
+  }
+  /// The process at the other end, if the connection is in TLS.
+  [[nodiscard]] std::optional<ProcessId> peer() const {
+    const auto* const tls = dynamic_cast<const TlsLink*>(link_.get());
+    return tls == nullptr ? std::nullopt : std::optional<ProcessId>(tls->peer());
+  }
+
+  std::shared_ptr<Instance> instance; ///< that it has entered
+  int rank = -1;
+
+ private:
+  void end() noexcept {
+    if (!std::exchange(over_, true)) {
+      door_.control_.unwatch(link_->fd());
+      door_.drop(number_);
+    }
+  }
+  /// False if there is no room: it goes on when there is.
+  bool flush() {
+    while (!out_.empty() || link_->unsent()) {
+      const ConstBufferView rest(reinterpret_cast<const std::byte*>(out_.data()), out_.size());
+      const Progress progress = link_->tryWrite(&rest, out_.empty() ? 0 : 1);
+      out_.erase(0, progress.nbytes);
+      if (progress.nbytes == 0 && (!out_.empty() || link_->unsent())) {
+        writes_ = true;
+        door_.control_.watch(link_->fd(), EPOLLIN | EPOLLOUT, *this);
+        return false;
+      }
+    }
+    if (std::exchange(writes_, false)) {
+      door_.control_.watch(link_->fd(), EPOLLIN, *this);
+    }
+    return true;
+  }
+  bool takeRequest() {
+    uint32_t length = 0;
+    if (over_ || in_.size() < sizeof length) {
+      return false;
+    }
+    std::memcpy(&length, in_.data(), sizeof length);
+    if (length > kMaxDoorFrame) {
+      end();
+      return false;
+    }
+    if (in_.size() < sizeof length + length) {
+      return false;
+    }
+    const auto request = unpackWords(std::string_view(in_).substr(sizeof length, length));
+    in_.erase(0, sizeof length + length);
+    if (!request) {
+      end();
+      return false;
+    }
+    out_ += door_.answer(*this, *request);
+    return true;
+  }
+
+  Door& door_; ///< holds this
+  const uint64_t number_;
+  const std::unique_ptr<Link> link_;
+  std::string in_;
+  std::string out_;
+  TimePoint heard_;
+  bool writes_ = false; ///< the loop reports room, too
+  bool over_ = false;
+};
+
+TimePoint Door::Ears::nextTick() const noexcept {
+  TimePoint next = TimePoint::max();
+  for (const auto& acceptor : acceptors_) {
+    next = std::min(next, acceptor->nextDeadline());
+  }
+  for (const auto& [number, session] : door_.sessions_) {
+    if (session->instance == nullptr) {
+      next = std::min(next, session->heard() + kSilence);
+    }
+  }
+  return next;
+}
+
+void Door::Ears::tick(TimePoint now) {
+  onReady(0);
+  std::vector<uint64_t> silent;
+  for (const auto& [number, session] : door_.sessions_) {
+    if (session->instance == nullptr && now - session->heard() >= kSilence) {
+      silent.push_back(number);
+    }
+  }
+  for (const uint64_t number : silent) {
+    door_.sessions_.erase(number);
+  }
+}
+
+std::shared_ptr<Door> Door::open(EventLoop& control, Config config) {
+  std::shared_ptr<Door> door(new Door(control, config));
+  control.run([&] { door->ears_ = std::make_unique<Ears>(*door, std::move(config.listeners)); });
+  return door;
+}
+
+Door::Door(EventLoop& control, const Config& config)
+    : control_(control),
+      forks_(forkCount()),
+      tls_(config.tls),
+      id_(config.id),
+      nonce_(config.nonce),
+      unix_name_(config.unix_name) {
+  for (const Listener& listener : config.listeners) {
+    if (!listener.address().isUnix()) {
+      addresses_.push_back(listener.address());
+    }
+  }
+}
+
+Door::~Door() {
+  close();
+}
+
+void Door::close() noexcept {
+  if (forkCount() != forks_) { // nor would its mutexes be safe: a thread of the parent may have held one
+    (void)ears_.release();
+    for (auto& [number, session] : sessions_) {
+      (void)session.release();
+    }
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(closed_, true)) {
+      return;
+    }
+  }
+  try {
+    control_.run([this] {
+      ears_.reset();
+      sessions_.clear();
+    });
+  } catch (const std::exception&) { // no memory for the task: the descriptors stay until the process ends
+  }
+}
+
+MemberHandle Door::addressed(MemberHandle handle) const {
+  handle.version = FrameHeader::kVersion;
+  handle.door = id_;
+  handle.nonce = nonce_;
+  handle.key_id = tls_ == nullptr ? "" : tls_->secret().keyId();
+  handle.host = HostIdentity::ofThisProcess();
+  std::replace(handle.host.hostname.begin(), handle.host.hostname.end(), ';', '_'); // a separator of the handle
+  handle.pid = ProcessIdentity::ofThisProcess().pid;
+  handle.unix_socket = unix_name_;
+  handle.addresses = addresses_;
+  return handle;
+}
+
+uint64_t Door::unixNonce(const MemberHandle& handle, const TlsContext* tls) {
+  if (tls == nullptr) {
+    return handle.nonce;
+  }
+  const Key key = tls->secret().derive("pycomm 1 door" + handle.door);
+  uint64_t nonce = 0;
+  std::memcpy(&nonce, key.bytes(), sizeof nonce);
+  return nonce;
+}
+
+Hello Door::hello(uint64_t nonce) {
+  Hello hello;
+  hello.nonce = nonce;
+  hello.rank = 0;
+  hello.size = 1;
+  hello.group = kDoorGroup;
+  return hello;
+}
+
+void Door::add(const ProcessId& incarnation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  here_[incarnation];
+}
+
+void Door::remove(const ProcessId& incarnation) noexcept {
+  if (forkCount() != forks_) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  here_.erase(incarnation);
+}
+
+void Door::forgetOld(std::deque<Called>& called, TimePoint now) const {
+  while (!called.empty() && (called.size() > kMostRemembered || now - called.front().since > kRemembered)) {
+    called.pop_front();
+  }
+}
+
+void Door::call(const ProcessId& incarnation, std::shared_ptr<Instance> instance) {
+  const TimePoint now = Clock::now();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::deque<Called>& called = here_[incarnation];
+  for (const Called& before : called) {
+    before.instance->forget();
+  }
+  called.push_back({std::move(instance), now});
+  if (called.size() > 1) {
+    forgetOld(called, now);
+  }
+}
+
+void Door::admit(Accepted accepted) {
+  if (sessions_.size() >= kMaxSessions) {
+    log(LogLevel::Warn, "too many processes are at the door: a connection was dropped, and tries again");
+    return;
+  }
+  const uint64_t number = next_session_++;
+  auto session = std::make_unique<Session>(*this, number, std::move(accepted.link));
+  Session& fresh = *session;
+  sessions_.emplace(number, std::move(session));
+  fresh.onReady(0); // what came with the Hello
+}
+
+// Not at once: the session may be the one that calls. The task runs before close() returns, which posts a later one.
+void Door::drop(uint64_t session) noexcept {
+  try {
+    control_.post([this, session]() noexcept { sessions_.erase(session); });
+  } catch (const std::exception&) { // no memory: it stays until the door closes
+  }
+}
+
+std::shared_ptr<Instance> Door::find(const ProcessId& to, const std::string& name, int64_t uuid, std::string& why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto here = here_.find(to);
+  if (here == here_.end()) {
+    why = packWords({door_answer::kGone});
+    return nullptr;
+  }
+  for (auto called = here->second.rbegin(); called != here->second.rend(); ++called) {
+    const Instance& instance = *called->instance;
+    if (instance.name() == name) {
+      return called->instance;
+    }
+    if (instance.uuid() == uuid) {
+      std::string list;
+      for (int rank = 0; rank < instance.size(); ++rank) {
+        list += (rank == 0 ? "" : "; ") + std::to_string(rank) + ": " + instance.member(rank).who();
+      }
+      why = packWords({door_answer::kOther, list});
+      return nullptr;
+    }
+  }
+  why = packWords({door_answer::kNotYet});
+  return nullptr;
+}
+
+std::string Door::letIn(Session& session, const std::vector<std::string>& request) {
+  const auto uuid = request.size() == 6 ? numberIn(request[4]) : std::nullopt;
+  const auto rank = request.size() == 6 ? numberIn(request[5]) : std::nullopt;
+  if (!uuid || !rank || session.instance != nullptr) {
+    return packWords({door_answer::kGone});
+  }
+  std::string why;
+  const std::shared_ptr<Instance> instance = find(request[1], request[3], *uuid, why);
+  if (instance == nullptr) {
+    return why;
+  }
+  if (const auto failure = instance->failure()) {
+    return packWords({door_answer::kFailed, failure->serialize()});
+  }
+  const bool fits =
+      *rank >= 0 && *rank < instance->size() && instance->member(static_cast<int>(*rank)).incarnation == request[2];
+  const auto peer = session.peer();
+  if (!fits || (peer && instance->member(static_cast<int>(*rank)).door != *peer)) {
+    return packWords({door_answer::kGone});
+  }
+  if (request[0] == door_request::kLook) {
+    return packWords({door_answer::kHere});
+  }
+  if (instance->member(0).incarnation != request[1] || !instance->enter(static_cast<int>(*rank))) {
+    return packWords({door_answer::kNotYet}); // its last connection has not been seen to end
+  }
+  session.instance = instance;
+  session.rank = static_cast<int>(*rank);
+  return packWords({door_answer::kHere});
+}
+
+std::string Door::answer(Session& session, const std::vector<std::string>& request) {
+  namespace ask = door_request;
+  const std::string& what = request.front();
+  if (what == ask::kEnter || what == ask::kLook) {
+    return letIn(session, request);
+  }
+  if (session.instance == nullptr) {
+    return packWords({door_answer::kGone});
+  }
+  Instance& instance = *session.instance;
+  try {
+    PYCOMM_FAULT_POINT("door.answer");
+    if (what == ask::kSet && request.size() == 3) {
+      instance.set(request[1], request[2]);
+      return packWords({door_answer::kHere});
+    }
+    if (what == ask::kFind && request.size() == 2) {
+      const auto value = instance.find(request[1]);
+      return value ? packWords({door_answer::kHere, *value}) : packWords({door_answer::kNone});
+    }
+    if (what == ask::kHas && request.size() == 2) {
+      return packWords({instance.has(request[1]) ? door_answer::kHere : door_answer::kNone});
+    }
+    if (what == ask::kRemove && request.size() == 2) {
+      return packWords({instance.remove(request[1]) ? door_answer::kHere : door_answer::kNone});
+    }
+    if (what == ask::kAdd && request.size() == 3) {
+      if (const auto amount = numberIn(request[2])) {
+        return packWords({door_answer::kHere, std::to_string(instance.add(request[1], *amount))});
+      }
+    }
+    if (what == ask::kReady && request.size() == 1) {
+      const Instance::Ready ready = instance.ready(session.rank);
+      return packWords({door_answer::kHere, std::to_string(ready.count), std::to_string(ready.first_missing)});
+    }
+    if (what == ask::kFail && request.size() == 2) {
+      if (const auto record = ErrorRecord::deserialize(request[1], instance.size())) {
+        instance.fail(*record);
+        instance.told(session.rank);
+      }
+      return packWords({door_answer::kHere});
+    }
+    throw Error(ErrorCode::ProtocolViolation, "a member asks for what no pycomm of this version asks for");
+  } catch (const Error& error) {
+    instance.told(session.rank);
+    return packWords({door_answer::kFailed, error.record().serialize()});
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "engine/loop/event_loop.h"
+#include "engine/meeting/instance.h"
+#include "transport/net/acceptor.h"
+#include "transport/net/listener.h"
+#include "transport/rendezvous/member_handle.h"
+
+namespace pycomm {
+
+/// Where processes that want to meet this one knock: one listening socket for each interface of the process, whatever number of groups it
+/// has, and however often these are reconfigured. It answers for every incarnation of this process that can be met, and lets members into
+/// the Instance that they name. A connection carries no frame of a group: groups open links of their own when their ranks have met.
+///
+/// A connection names the incarnation that it looks for, the one that it comes from, and the instance. If any of them is not the one here,
+/// it gets that answer and nothing else.
+///
+/// It listens and answers on the control loop, where an answer takes microseconds. Any thread may call what is public.
+class Door final {
+ public:
+  struct Config {
+    std::vector<Listener> listeners;
+    std::string unix_name; ///< of the listener that is a Unix socket; empty: there is none
+    std::shared_ptr<const TlsContext> tls; ///< null: no secret
+    ProcessId id; ///< of this door: MemberHandle::door
+    uint64_t nonce = 0; ///< of a Hello over TCP
+  };
+
+  [[nodiscard]] static std::shared_ptr<Door> open(EventLoop& control, Config config);
+  ~Door();
+  Door(const Door&) = delete;
+  Door& operator=(const Door&) = delete;
+
+  /// Hangs up, and listens no more. Idempotent. Not on the control loop. In a child of fork() it does nothing.
+  void close() noexcept;
+
+  /// The fields of a handle that are the door's.
+  [[nodiscard]] MemberHandle addressed(MemberHandle handle) const;
+  [[nodiscard]] const std::shared_ptr<const TlsContext>& tls() const noexcept {
+    return tls_;
+  }
+
+  /// From now on this incarnation can be met here, until removed.
+  void add(const ProcessId& incarnation);
+  void remove(const ProcessId& incarnation) noexcept;
+  /// This incarnation has called reconfigure(). The instance of its last call counts no more, unless somebody asks why it failed: for a
+  /// minute, and only of the last 16.
+  void call(const ProcessId& incarnation, std::shared_ptr<Instance> instance);
+
+  /// The number in a Hello over a Unix socket, which is not in TLS: with a secret, only its holders know it.
+  [[nodiscard]] static uint64_t unixNonce(const MemberHandle& handle, const TlsContext* tls);
+  /// How a process introduces itself at a door.
+  [[nodiscard]] static Hello hello(uint64_t nonce);
+
+ private:
+  class Ears; ///< the acceptors, on the loop
+  class Session;
+  struct Called {
+    std::shared_ptr<Instance> instance;
+    TimePoint since;
+  };
+
+  Door(EventLoop& control, const Config& config);
+  void admit(Accepted accepted);
+  void drop(uint64_t session) noexcept;
+  /// The answer to a request, packed.
+  [[nodiscard]] std::string answer(Session& session, const std::vector<std::string>& request);
+  [[nodiscard]] std::string letIn(Session& session, const std::vector<std::string>& request);
+  [[nodiscard]] std::shared_ptr<Instance> find(
+      const ProcessId& to,
+      const std::string& name,
+      int64_t uuid,
+      std::string& why);
+  void forgetOld(std::deque<Called>& called, TimePoint now) const;
+
+  EventLoop& control_;
+  const uint32_t forks_; ///< forkCount() of the process that this belongs to
+  const std::shared_ptr<const TlsContext> tls_;
+  const ProcessId id_;
+  const uint64_t nonce_;
+  const std::string unix_name_;
+  std::vector<SocketAddress> addresses_;
+
+  // The control loop's:
+  std::unique_ptr<Ears> ears_;
+  std::map<uint64_t, std::unique_ptr<Session>> sessions_;
+  uint64_t next_session_ = 1;
+
+  mutable std::mutex mutex_; ///< guards the rest
+  std::map<ProcessId, std::deque<Called>> here_; ///< by incarnation: what it has called, the newest last
+  bool closed_ = false;
+};
+
+} // namespace pycomm

@@ -1,0 +1,152 @@
+#include "engine/meeting/instance.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm {
+
+Instance::Instance(int64_t uuid, std::vector<MemberHandle> members)
+    : uuid_(uuid),
+      members_(std::move(members)),
+      name_(instanceOf(uuid_, members_)),
+      entered_(members_.size()),
+      told_(members_.size()),
+      ready_(members_.size()) {}
+
+std::string Instance::who(int rank) const {
+  return "rank " + std::to_string(rank) + " of the new group (" + member(rank).who() + ")";
+}
+
+ErrorRecord Instance::trouble(ErrorCode code, int rank, const std::string& says, const std::string& hint) const {
+  ErrorRecord record;
+  record.code = code;
+  record.peer = rank;
+  record.peer_host = member(rank).host.hostname;
+  record.summary = "reconfigure(uuid=" + std::to_string(uuid_) + "): " + who(rank) + " " + says;
+  record.hint = hint;
+  record.phase = ErrorPhase::Rendezvous;
+  return record;
+}
+
+void Instance::throwIfFailed() const {
+  if (failure_) {
+    throw Error(*failure_);
+  }
+}
+
+void Instance::set(const std::string& key, std::string value) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throwIfFailed();
+  stored_ += key.size() + value.size();
+  if (stored_ > kMaxStored) {
+    throw Error(ErrorCode::ProtocolViolation, "the members of a meeting have written more than any group needs");
+  }
+  values_[key] = std::move(value);
+}
+
+std::optional<std::string> Instance::find(const std::string& key) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throwIfFailed();
+  const auto found = values_.find(key);
+  return found == values_.end() ? std::nullopt : std::optional<std::string>(found->second);
+}
+
+bool Instance::has(const std::string& key) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throwIfFailed();
+  return values_.count(key) != 0;
+}
+
+int64_t Instance::add(const std::string& key, int64_t amount) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throwIfFailed();
+  const auto [counter, fresh] = counters_.try_emplace(key, 0);
+  stored_ += fresh ? key.size() : 0;
+  return counter->second += amount;
+}
+
+bool Instance::remove(const std::string& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throwIfFailed();
+  return values_.erase(key) + counters_.erase(key) > 0;
+}
+
+Instance::Ready Instance::ready(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throwIfFailed();
+  const auto index = static_cast<size_t>(rank);
+  if (!ready_.at(index)) {
+    ready_[index] = true;
+    ++ready_count_;
+  }
+  Ready ready;
+  ready.count = ready_count_;
+  const auto missing = std::find(ready_.begin(), ready_.end(), false);
+  ready.first_missing = missing == ready_.end() ? -1 : static_cast<int>(missing - ready_.begin());
+  return ready;
+}
+
+bool Instance::enter(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool before = entered_.at(static_cast<size_t>(rank));
+  entered_[static_cast<size_t>(rank)] = true;
+  return !before;
+}
+
+bool Instance::hasEntered(int rank) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return entered_.at(static_cast<size_t>(rank));
+}
+
+void Instance::left(int rank) {
+  ErrorRecord why = trouble(
+      ErrorCode::PeerDead,
+      rank,
+      "hung up before all members were ready: its process has ended, or a link to it broke",
+      "look for the first error in that process's log; leave its handle out and call reconfigure() again with a new uuid");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  entered_.at(static_cast<size_t>(rank)) = false;
+  if (!failure_ && !isComplete()) {
+    failure_ = std::move(why);
+  }
+}
+
+void Instance::fail(const ErrorRecord& cause) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!failure_ && !isComplete()) {
+    failure_ = cause;
+  }
+}
+
+void Instance::told(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  told_.at(static_cast<size_t>(rank)) = true;
+}
+
+bool Instance::allTold() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t rank = 1; rank < entered_.size(); ++rank) {
+    if (entered_[rank] && !told_[rank]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::optional<ErrorRecord> Instance::failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+bool Instance::complete() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return isComplete();
+}
+
+void Instance::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  values_.clear();
+  counters_.clear();
+}
+
+} // namespace pycomm

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/abort_token.h"
+#include "base/deadline.h"
+#include "engine/meeting/door.h"
+#include "engine/meeting/instance.h"
+#include "transport/rendezvous/store.h"
+
+namespace pycomm {
+
+/// The store in which the members of one reconfigure() meet, as one of them sees it: in its own memory, or behind the first member's door.
+/// It is of use until all are ready; after that, and after a failure, every call throws.
+class MeetingStore : public Store {
+ public:
+  [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override;
+
+  /// This member has its group. How many have.
+  [[nodiscard]] virtual Instance::Ready ready() = 0;
+  /// This member gives up: all others get the cause.
+  virtual void fail(const ErrorRecord& cause) noexcept = 0;
+  /// Nothing of it is needed any more.
+  virtual void finish() noexcept = 0;
+};
+
+/// The first member's.
+class OwnMeeting final : public MeetingStore {
+ public:
+  explicit OwnMeeting(std::shared_ptr<Instance> instance) : instance_(std::move(instance)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    instance_->set(key, value);
+  }
+  [[nodiscard]] bool has(const std::string& key) override {
+    return instance_->has(key);
+  }
+  [[nodiscard]] std::optional<std::string> find(const std::string& key) override {
+    return instance_->find(key);
+  }
+  [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override {
+    return instance_->add(key, amount);
+  }
+  bool remove(const std::string& key) override {
+    return instance_->remove(key);
+  }
+  [[nodiscard]] Instance::Ready ready() override {
+    return instance_->ready(0);
+  }
+  void fail(const ErrorRecord& cause) noexcept override;
+  void finish() noexcept override;
+
+ private:
+  const std::shared_ptr<Instance> instance_;
+};
+
+/// The process that knocks at a door.
+struct Visitor {
+  const Door& door; ///< of this process
+  MemberHandle self;
+  bool unix_sockets = true;
+};
+
+/// What one knock has found.
+struct Knocked {
+  std::unique_ptr<Link> link; ///< null: nobody answered
+  bool nobody_listens = false; ///< every way was refused: the process has ended
+  bool another_listens = false; ///< another process has that port now
+  std::string why;
+};
+
+/// What an error says of such a member.
+inline constexpr const char* kNobodyListens =
+    "is gone: nobody listens at its address, so its process has ended, or has destroyed that group";
+inline constexpr const char* kAnotherListens = "is gone: another process listens at its address now";
+
+/// Tries each way to a member's door once, until the deadline. Throws the token's reason.
+[[nodiscard]] Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort);
+
+/// One request over a link of knock(), and its answer. Throws Error(ConnectionReset | Timeout | ProtocolViolation).
+[[nodiscard]] std::vector<std::string> askDoor(
+    Link& link,
+    const std::vector<std::string_view>& request,
+    Deadline deadline,
+    const AbortToken& abort);
+
+/// The request with which `rank` asks for an instance at the door of member `to`.
+[[nodiscard]] std::vector<std::string> requestFor(std::string_view what, const Instance& instance, int to, int rank);
+
+/// What an answer to such a request says of that member, if it cannot be met; nothing if it can, or cannot yet.
+[[nodiscard]] std::optional<ErrorRecord> refusalIn(
+    const std::vector<std::string>& answer,
+    const Instance& instance,
+    int to,
+    int rank);
+
+/// The other members'.
+class MeetingBehindDoor final : public MeetingStore {
+ public:
+  /// Enters at the first member's door as soon as that has called reconfigure(). Blocks. Throws Error(RendezvousTimeout | PeerDead |
+  /// ConfigMismatch | ConnectFailed) that name it, its failure, or the token's reason. `unresponsive_ms`: how long it may take for an answer.
+  MeetingBehindDoor(
+      std::shared_ptr<Instance> instance,
+      int rank,
+      const Visitor& from,
+      Deadline deadline,
+      int unresponsive_ms,
+      const AbortToken& abort);
+
+  void set(const std::string& key, const std::string& value) override;
+  [[nodiscard]] bool has(const std::string& key) override;
+  [[nodiscard]] std::optional<std::string> find(const std::string& key) override;
+  [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override;
+  bool remove(const std::string& key) override;
+  [[nodiscard]] Instance::Ready ready() override;
+  void fail(const ErrorRecord& cause) noexcept override;
+  void finish() noexcept override;
+
+ private:
+  void enter(const Visitor& from, const AbortToken& abort);
+  [[nodiscard]] std::vector<std::string> ask(const std::vector<std::string_view>& request);
+
+  const std::shared_ptr<Instance> instance_;
+  const int rank_;
+  const Deadline deadline_;
+  const int unresponsive_ms_;
+  std::mutex mutex_; ///< guards the rest: the group that closes is on another thread
+  std::unique_ptr<Link> link_; ///< null: finished
+  std::optional<ErrorRecord> broken_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,376 @@
+// How the members of a group that changes meet, without a store of torch's:
+//
+//   1. Every member tells its own door which instance it has called (Door::call), so that others get an answer there.
+//   2. The first member's instance is a store in memory. The others enter it through that member's door; a door whose member has not called
+//      yet says so, and they ask again.
+//   3. Group::join() runs on that store as on torch's: two rounds, control links, shared memory.
+//   4. Every member says that it is ready, and returns when all are.
+//
+// The first member asks the doors of those who have not come after a while, so that a process that has ended is named soon and not when the
+// time is over.
+#include "engine/reconfigurable.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fault_point.h"
+#include "base/log.h"
+#include "base/native_thread.h"
+#include "engine/meeting/door_words.h"
+#include "engine/meeting/meeting_store.h"
+#include "transport/net/select_address.h"
+#include "transport/random_bytes.h"
+#include "transport/rendezvous/sealed_store.h"
+#include "transport/rendezvous/store_round.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kFirstLookMs = 400; // a member that calls at the same time has come by then
+constexpr int kLookEveryMs = 250;
+constexpr int kLookMs = 1000; // for one member
+constexpr int kLooksRefused = 3;
+constexpr int kFirstReadyPauseMs = 1; // doubled up to kLastReadyPauseMs
+constexpr int kLastReadyPauseMs = 20;
+constexpr int kStayMs =
+    600; // of the first member, which may end its process next, until the others know why it gives up
+constexpr int kStaySliceMs = 2;
+
+constexpr const char* kNewUuid = "pass a uuid that no earlier call for this group had: count up, for example";
+
+/// The store of one meeting, with a seal on every value if there is a secret. Keeps what it consists of.
+class Place final {
+ public:
+  Place(std::unique_ptr<MeetingStore> meeting, const std::shared_ptr<const Secret>& secret)
+      : meeting_(std::move(meeting)), secret_(secret) {
+    if (secret_ != nullptr) {
+      sealed_ = std::make_unique<SealedStore>(*meeting_, *secret_);
+    }
+  }
+  [[nodiscard]] Store& store() noexcept {
+    return sealed_ != nullptr ? static_cast<Store&>(*sealed_) : *meeting_;
+  }
+  [[nodiscard]] MeetingStore& meeting() noexcept {
+    return *meeting_;
+  }
+
+ private:
+  const std::unique_ptr<MeetingStore> meeting_;
+  const std::shared_ptr<const Secret> secret_;
+  std::unique_ptr<SealedStore> sealed_;
+};
+
+/// A thread of the first member that looks for members that have not come, until it ends. If one cannot come, the meeting fails.
+class Search final {
+ public:
+  Search(std::shared_ptr<Instance> instance, const Visitor& from)
+      : instance_(std::move(instance)), from_(from), refusals_(static_cast<size_t>(instance_->size())) {
+    if (instance_->size() > 1) {
+      thread_ = startNativeThread("pycomm-search", [this] { run(); });
+    }
+  }
+  ~Search() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      over_ = true;
+    }
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    reason.summary = "the search for members is over";
+    (void)end_.abort(reason);
+    changed_.notify_all();
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+  Search(const Search&) = delete;
+  Search& operator=(const Search&) = delete;
+
+ private:
+  void run() noexcept {
+    try {
+      for (int pause_ms = kFirstLookMs; wait(pause_ms); pause_ms = kLookEveryMs) {
+        for (int rank = 1; rank < instance_->size(); ++rank) {
+          if (!instance_->hasEntered(rank) && !instance_->failure()) {
+            look(rank);
+          }
+        }
+      }
+    } catch (const std::exception&) { // it is over, or there is no memory: then the time decides
+    }
+  }
+  /// False if it is over.
+  bool wait(int pause_ms) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return !changed_.wait_for(lock, std::chrono::milliseconds(pause_ms), [this] { return over_; });
+  }
+  void look(int rank) {
+    const Deadline patience = Deadline::after(kLookMs);
+    Knocked knocked = knock(instance_->member(rank), from_, patience, end_);
+    int& refusals = refusals_[static_cast<size_t>(rank)];
+    if (knocked.link == nullptr) {
+      refusals = knocked.nobody_listens || knocked.another_listens ? refusals + 1 : 0;
+      if (refusals >= kLooksRefused && !instance_->hasEntered(rank)) {
+        instance_->fail(instance_->trouble(
+            ErrorCode::PeerDead,
+            rank,
+            knocked.another_listens ? kAnotherListens : kNobodyListens,
+            "leave its handle out and call reconfigure() again with a new uuid"));
+      }
+      return;
+    }
+    refusals = 0;
+    const std::vector<std::string> words = requestFor(door_request::kLook, *instance_, rank, 0);
+    try {
+      const auto answer = askDoor(*knocked.link, {words.begin(), words.end()}, patience, end_);
+      if (auto refusal = refusalIn(answer, *instance_, rank, 0); refusal && !instance_->hasEntered(rank)) {
+        instance_->fail(*refusal);
+      }
+    } catch (const Error&) { // no answer: the next look finds out more
+    }
+  }
+
+  const std::shared_ptr<Instance> instance_;
+  const Visitor from_;
+  std::vector<int> refusals_; ///< by rank, in a row
+  AbortToken end_;
+  std::mutex mutex_; ///< guards over_
+  std::condition_variable changed_;
+  bool over_ = false;
+  std::thread thread_;
+};
+
+[[noreturn]] void refuse(const std::string& what, const std::string& hint) {
+  throw Error(ErrorCode::InvalidArgument, "reconfigure(): " + what + ".", hint);
+}
+
+// Returns when all members are ready. Throws what a store does, and Error(RendezvousTimeout).
+void waitForAll(
+    Place& place,
+    const Instance& instance,
+    Deadline deadline,
+    const AbortToken& abort,
+    const Group& group) {
+  for (int pause_ms = kFirstReadyPauseMs;; pause_ms = std::min(2 * pause_ms, kLastReadyPauseMs)) {
+    PYCOMM_FAULT_POINT("reconfigure.ready");
+    const Instance::Ready ready = place.meeting().ready();
+    if (ready.count == instance.size()) {
+      return;
+    }
+    abort.throwIfAborted();
+    if (const auto failure = group.failure()) {
+      throw Error(*failure);
+    }
+    if (deadline.expired()) {
+      throw Error(instance.trouble(
+          ErrorCode::RendezvousTimeout,
+          ready.first_missing,
+          "came, but was not ready in time (timed out)",
+          "look for the first error in that process's log, or give a longer timeout; then call reconfigure() again with a new uuid"));
+    }
+    (void)::poll(nullptr, 0, deadline.remainingMs(pause_ms));
+  }
+}
+
+} // namespace
+
+Reconfigurable::Reconfigurable(Engine& engine, Group::Config config)
+    : engine_(engine), config_(std::move(config)), incarnation_(newProcessId()), door_(openDoor()), self_([this] {
+        MemberHandle self;
+        self.incarnation = incarnation_;
+        return door_->addressed(std::move(self));
+      }()) {
+  door_->add(incarnation_);
+}
+
+Reconfigurable::~Reconfigurable() {
+  door_->remove(incarnation_);
+}
+
+std::shared_ptr<Door> Reconfigurable::openDoor() {
+  const RendezvousConfig& meeting = config_.rendezvous;
+  const Security& security = config_.security;
+  const std::string key_id = security.secret == nullptr ? "" : security.secret->keyId();
+  const bool unix_sockets = config_.transport != Transport::Tcp;
+  const bool ports = security.secret != nullptr || security.policy != SecurityPolicy::Require;
+  const std::string key = meeting.spec.text() + " " + addressFamilyName(meeting.family) + " " + meeting.ports.text() +
+      " " + key_id + (unix_sockets ? " unix" : "") + (ports ? " ports" : "");
+  return engine_.door(key, [&] {
+    Door::Config config;
+    config.tls = security.open();
+    config.id = config.tls == nullptr ? newProcessId() : config.tls->self();
+    config.nonce = randomNumber();
+    if (ports) {
+      AddressPolicy policy;
+      policy.spec = meeting.spec;
+      policy.family = meeting.family;
+      policy.store_host = meeting.store_host;
+      const SocketAddress route = chooseRoute(policy, HostNetwork::ofThisHost()).address;
+      config.listeners.push_back(Listener::bind(route, meeting.ports));
+      // Members of this host come by loopback, also when that interface is down. A user who has named interfaces gets no other.
+      if (!route.isLoopback() && (meeting.spec.empty() || meeting.spec.matches("lo"))) {
+        try {
+          config.listeners.push_back(Listener::bind(SocketAddress::loopback(route.family()), meeting.ports));
+        } catch (const Error& error) { // no such interface, or no port left: the other address serves this host, too
+          log(LogLevel::Info, std::string("no door on loopback: ") + error.what());
+        }
+      }
+      for (Listener& listener : config.listeners) {
+        listener.deferSilent();
+      }
+    }
+    if (unix_sockets) {
+      try {
+        const std::string name = randomUnixName();
+        config.listeners.push_back(Listener::bindUnix(name));
+        config.unix_name = name;
+      } catch (const Error& error) {
+        log(LogLevel::Info,
+            std::string("members of this host come by TCP, as there is no Unix socket: ") + error.what());
+      }
+    }
+    if (config.listeners.empty()) {
+      refuse(
+          "PYCOMM_SECURITY=require, and there is neither a secret nor a Unix socket: no member could be let in",
+          "run on one host: python -m pycomm secret --generate, and copy the file to the others");
+    }
+    return Door::open(engine_.control(), std::move(config));
+  });
+}
+
+Reconfigurable::Plan Reconfigurable::plan(int64_t uuid, const std::vector<std::string>& handles) {
+  if (handles.empty()) {
+    refuse("the list of handles is empty", "pass one handle for each member, this one's among them");
+  }
+  if (handles.size() > static_cast<size_t>(kMaxRanks)) {
+    refuse("there are " + std::to_string(handles.size()) + " handles", "at most 65536");
+  }
+  std::vector<MemberHandle> members;
+  members.reserve(handles.size());
+  Plan plan;
+  std::set<ProcessId> seen;
+  for (const std::string& text : handles) {
+    MemberHandle member = MemberHandle::parse(text);
+    const auto rank = static_cast<int>(members.size());
+    if (!seen.insert(member.incarnation).second) {
+      refuse(
+          "the handle at " + std::to_string(rank) + " (" + member.who() + ") is in the list twice",
+          "pass one handle for each member");
+    }
+    if (member.key_id != self_.key_id) {
+      const auto called = [](const std::string& key_id) {
+        return key_id.empty() ? std::string("no secret") : "the secret of key id " + key_id;
+      };
+      throw Error(
+          ErrorCode::ConfigMismatch,
+          "reconfigure(): rank " + std::to_string(rank) + " of the new group (" + member.who() + ") has " +
+              called(member.key_id) + ", and this process has " + called(self_.key_id),
+          "give all hosts the same secret file, or none");
+    }
+    plan.rank = member.incarnation == incarnation_ ? rank : plan.rank;
+    members.push_back(std::move(member));
+  }
+  if (plan.rank < 0) {
+    refuse(
+        "this process's own handle is not among the " + std::to_string(handles.size()),
+        "only members of the new group call reconfigure(); a handle is of one group, and not of a later one of that process");
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!used_.insert(uuid).second) {
+    refuse("uuid " + std::to_string(uuid) + " was already used by this group", kNewUuid);
+  }
+  plan.instance = std::make_shared<Instance>(uuid, std::move(members));
+  return plan;
+}
+
+// A rendezvous over torch's store speaks of that.
+ErrorRecord Reconfigurable::explained(ErrorRecord record, const Instance& instance) const {
+  const bool timed_out = record.code == ErrorCode::RendezvousTimeout;
+  if (timed_out && record.summary.rfind("reconfigure(", 0) != 0) {
+    record.hint =
+        "did every member call reconfigure() with this uuid and this list? Leave out the handles of those that have ended, and call it "
+        "again with a new uuid; a longer timeout helps slow members";
+    if (record.peer >= 0 && record.peer < instance.size()) {
+      record.peer_host = record.peer_host.empty() ? instance.member(record.peer).host.hostname : record.peer_host;
+      record.summary += "; " + instance.who(record.peer) +
+          " has not called reconfigure(uuid=" + std::to_string(instance.uuid()) + ")";
+    }
+  }
+  return record;
+}
+
+Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, JoinAbort& abort) {
+  const TimePoint began = Clock::now();
+  const std::shared_ptr<Instance>& instance = plan.instance;
+  Group::Config config = config_;
+  RendezvousConfig& meeting = config.rendezvous;
+  meeting.rank = plan.rank;
+  meeting.size = instance->size();
+  meeting.job = JobRanks();
+  meeting.deadline = deadline;
+  meeting.serves_store = false;
+  meeting.takeover = Takeover::Never;
+  std::vector<MemberHandle> members;
+  for (int rank = 0; rank < instance->size(); ++rank) {
+    members.push_back(instance->member(rank));
+  }
+  meeting.store_host = routeHint(members, static_cast<size_t>(plan.rank));
+  const Visitor visitor{*door_, self_, config_.transport != Transport::Tcp};
+  Met met;
+  std::shared_ptr<Place> place;
+  std::unique_ptr<Search> search;
+  try {
+    PYCOMM_FAULT_POINT("reconfigure.call");
+    door_->call(incarnation_, instance);
+    std::unique_ptr<MeetingStore> store;
+    if (plan.rank == 0) {
+      (void)instance->enter(0);
+      search = std::make_unique<Search>(instance, visitor);
+      store = std::make_unique<OwnMeeting>(instance);
+    } else {
+      store = std::make_unique<MeetingBehindDoor>(
+          instance, plan.rank, visitor, deadline, config.dead_after_ms, abort.token());
+    }
+    place = std::make_shared<Place>(std::move(store), config.security.secret);
+    met.group = Group::join(engine_, place->store(), config, abort);
+    waitForAll(*place, *instance, deadline, abort.token(), *met.group);
+    place->meeting().finish();
+  } catch (const std::exception& exception) {
+    ErrorRecord record = explained(recordOf(exception, "the group could not be reconfigured"), *instance);
+    record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+    record.group = record.group.empty() ? meeting.group_name : record.group;
+    ErrorRecord told = record; // by this member
+    told.rank = plan.rank;
+    told.host = localHostName();
+    instance->fail(told);
+    if (place != nullptr) {
+      place->meeting().fail(told);
+    }
+    if (met.group != nullptr) {
+      met.group->abort(told);
+      met.group->close();
+      met.group.reset();
+    }
+    if (plan.rank == 0) {
+      for (const Deadline end = Deadline::after(kStayMs); !instance->allTold() && !end.expired();) {
+        (void)::poll(nullptr, 0, end.remainingMs(kStaySliceMs));
+      }
+    }
+    if (place != nullptr) {
+      place->meeting().finish();
+    }
+    record.rank = plan.rank;
+    record.host = localHostName();
+    throw Error(record);
+  }
+  met.store = {place, &place->store()};
+  return met;
+}
+
+} // namespace pycomm

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "engine/engine.h"
+#include "engine/group.h"
+#include "engine/join_abort.h"
+#include "engine/meeting/door.h"
+#include "engine/meeting/instance.h"
+#include "transport/rendezvous/member_handle.h"
+#include "transport/rendezvous/store.h"
+
+namespace pycomm {
+
+/// This process's place in a group whose members change: its handle, and how it comes into each new Group. (torch: enable_reconfigure.)
+///
+/// A Group never changes its members and fails for good. So every reconfiguration makes a new one, and this keeps what outlives them: the
+/// incarnation, the door, and the uuids that were used. Nothing here needs torch's store. The first member of a list serves, in its memory and
+/// at its door, the store in which the members meet, and Group::join() does the rest as for any other group. Any thread.
+class Reconfigurable {
+ public:
+  /// Opens this process's door, unless another group has. `config`: of every Group to come, but for rank, size and deadline. `engine`
+  /// outlives this. Throws what chooseRoute(), Listener::bind() and Security::open() throw.
+  Reconfigurable(Engine& engine, Group::Config config);
+  ~Reconfigurable();
+  Reconfigurable(const Reconfigurable&) = delete;
+  Reconfigurable& operator=(const Reconfigurable&) = delete;
+
+  /// See MemberHandle. The same for as long as this lives.
+  [[nodiscard]] std::string handle() const {
+    return self_.text();
+  }
+
+  /// A list of members that this one may meet.
+  struct Plan {
+    std::shared_ptr<Instance> instance;
+    int rank = -1; ///< this member's place in the list
+  };
+  /// Checks the arguments, and from now on the uuid counts as used. `handles`: in the order of ranks. Nothing else happens yet, so a group
+  /// that is there goes on if this throws Error(InvalidArgument | VersionMismatch | ConfigMismatch).
+  [[nodiscard]] Plan plan(int64_t uuid, const std::vector<std::string>& handles);
+
+  struct Met {
+    std::shared_ptr<Store> store; ///< outlives the group
+    std::shared_ptr<Group> group;
+  };
+  /// Meets the members, and makes the group. Blocks until all of them have it, or one of them gives up; that one says why, and all throw
+  /// it. Not later than 1 s after the deadline. Throws what Group::join() throws, and errors that name the member that was not met.
+  /// `abort` ends it from another thread.
+  [[nodiscard]] Met meet(const Plan& plan, Deadline deadline, JoinAbort& abort);
+
+ private:
+  [[nodiscard]] std::shared_ptr<Door> openDoor();
+  [[nodiscard]] ErrorRecord explained(ErrorRecord record, const Instance& instance) const;
+
+  Engine& engine_;
+  const Group::Config config_;
+  const ProcessId incarnation_;
+  const std::shared_ptr<Door> door_;
+  const MemberHandle self_;
+  std::mutex mutex_; ///< guards used_
+  std::set<int64_t> used_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,390 @@
+#include "engine/reconfigurable.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/meeting/door_words.h"
+#include "engine/meeting/meeting_store.h"
+#include "ranks.h"
+#include "transport/secure/secret.h"
+
+namespace pycomm {
+namespace {
+
+using testing::groupConfig;
+
+/// A process of a test: its own engine, door and incarnation.
+struct Process {
+  explicit Process(const std::function<void(Group::Config&)>& adjust = {}) {
+    Group::Config config = groupConfig(0, 1);
+    config.dead_after_ms = 1500;
+    if (adjust) {
+      adjust(config);
+    }
+    members = std::make_unique<Reconfigurable>(engine, config);
+  }
+  ~Process() {
+    leave();
+  }
+  void leave() {
+    if (group != nullptr) {
+      group->close();
+      group.reset();
+    }
+  }
+  /// Leaves its group and meets the list; the error if that fails.
+  std::optional<ErrorRecord> meet(int64_t uuid, const std::vector<std::string>& handles, int64_t timeout_ms = 10000) {
+    const Deadline deadline = Deadline::after(timeout_ms);
+    try {
+      const Reconfigurable::Plan plan = members->plan(uuid, handles);
+      leave();
+      JoinAbort nobody;
+      Reconfigurable::Met met = members->meet(plan, deadline, nobody);
+      store = met.store;
+      group = met.group;
+      return std::nullopt;
+    } catch (const Error& error) {
+      return error.record();
+    }
+  }
+
+  Engine engine;
+  std::shared_ptr<Store> store;
+  std::shared_ptr<Group> group;
+  std::unique_ptr<Reconfigurable> members;
+};
+
+std::vector<std::unique_ptr<Process>> processes(int count, const std::function<void(Group::Config&)>& adjust = {}) {
+  std::vector<std::unique_ptr<Process>> made;
+  for (int i = 0; i < count; ++i) {
+    made.push_back(std::make_unique<Process>(adjust));
+  }
+  return made;
+}
+
+std::vector<std::string> handlesOf(const std::vector<Process*>& members) {
+  std::vector<std::string> handles;
+  for (const Process* member : members) {
+    handles.push_back(member->members->handle());
+  }
+  return handles;
+}
+
+struct Outcome {
+  std::optional<ErrorRecord> error;
+  int64_t took_ms = 0;
+};
+
+/// Those who call, at the same time, with one list.
+std::vector<Outcome> meetAll(
+    const std::vector<Process*>& callers,
+    int64_t uuid,
+    const std::vector<std::string>& handles,
+    int64_t timeout_ms = 10000) {
+  std::vector<Outcome> outcomes(callers.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < callers.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const TimePoint began = Clock::now();
+      outcomes[i].error = callers[i]->meet(uuid, handles, timeout_ms);
+      outcomes[i].took_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  return outcomes;
+}
+
+void expectSums(const std::vector<Process*>& members) {
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < members.size(); ++i) {
+    threads.emplace_back([&, i] {
+      Group& group = *members[i]->group;
+      ASSERT_EQ(group.identity().rank, static_cast<int>(i));
+      ASSERT_EQ(group.identity().size, static_cast<int>(members.size()));
+      std::vector<float> values(1000, 1.0F + static_cast<float>(i));
+      Group::Call call;
+      call.schedule.kind = Collective::AllReduce;
+      call.schedule.dtype = DType::Float32;
+      call.schedule.reduce_op = ReduceOp::Sum;
+      call.schedule.numel = static_cast<int64_t>(values.size());
+      call.schedule.rank = group.identity().rank;
+      call.schedule.size = group.identity().size;
+      call.input = call.output = {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float)};
+      call.deadline = Deadline::after(10000);
+      call.waits = true;
+      const auto operation = group.start(call);
+      ASSERT_TRUE(group.wait(*operation, Deadline::after(20000)));
+      ASSERT_FALSE(operation->error()) << operation->error()->text();
+      const auto n = static_cast<float>(members.size());
+      EXPECT_EQ(values.back(), n * (n + 1) / 2);
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+void expectMet(const std::vector<Outcome>& outcomes) {
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_FALSE(outcome.error) << outcome.error->text();
+  }
+}
+
+TEST(Instance, FailsIfAMemberLeavesBeforeAllAreReadyAndNotAfter) {
+  std::vector<MemberHandle> members(3);
+  for (MemberHandle& member : members) {
+    member.incarnation = newProcessId();
+  }
+  for (const bool all_ready : {false, true}) {
+    Instance instance(1, members);
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_TRUE(instance.enter(rank));
+      EXPECT_FALSE(instance.enter(rank));
+    }
+    instance.set("key", "value");
+    for (int rank = 0; rank < (all_ready ? 3 : 2); ++rank) {
+      const Instance::Ready ready = instance.ready(rank);
+      EXPECT_EQ(ready.count, rank + 1);
+      EXPECT_EQ(ready.first_missing, rank == 2 ? -1 : rank + 1);
+    }
+    EXPECT_EQ(instance.ready(0).count, all_ready ? 3 : 2); // each counts once
+    instance.left(1);
+    ASSERT_EQ(instance.failure().has_value(), !all_ready);
+    if (!all_ready) {
+      EXPECT_EQ(instance.failure()->peer, 1);
+      EXPECT_THROW((void)instance.find("key"), Error);
+      EXPECT_THROW((void)instance.ready(2), Error);
+      EXPECT_FALSE(instance.allTold());
+      instance.told(2);
+      EXPECT_TRUE(instance.allTold());
+    }
+  }
+}
+
+TEST(Reconfigurable, MembersMeetShrinkAndMeetAgain) {
+  const auto made = processes(3);
+  Process* const a = made[0].get();
+  Process* const b = made[1].get();
+  Process* const c = made[2].get();
+  int64_t uuid = 0;
+  for (const std::vector<Process*>& members :
+       std::vector<std::vector<Process*>>{{a, b, c}, {a, b}, {b, c}, {c, b, a}, {c}, {a}, {b, a, c}, {a, c}}) {
+    expectMet(meetAll(members, ++uuid, handlesOf(members)));
+    expectSums(members);
+  }
+}
+
+TEST(Reconfigurable, MembersMeetOverEachTransportWithAndWithoutASecret) {
+  for (const bool closed : {false, true}) {
+    const auto secret = closed ? std::make_shared<const Secret>(Secret::generate()) : nullptr;
+    for (const Transport transport : {Transport::Auto, Transport::Tcp}) {
+      const auto made = processes(3, [&](Group::Config& config) {
+        config.transport = transport;
+        config.security.secret = secret;
+      });
+      const std::vector<Process*> members = {made[0].get(), made[1].get(), made[2].get()};
+      expectMet(meetAll(members, 1, handlesOf(members)));
+      expectSums(members);
+      EXPECT_EQ(members[0]->group->identity().tls != nullptr, closed);
+      expectMet(meetAll({members[2], members[1]}, 2, handlesOf({members[2], members[1]})));
+      expectSums({members[2], members[1]});
+    }
+  }
+}
+
+TEST(Reconfigurable, WithoutASecretThereIsNoPortUnderRequire) {
+  const auto made = processes(2, [](Group::Config& config) { config.security.policy = SecurityPolicy::Require; });
+  const std::vector<Process*> members = {made[0].get(), made[1].get()};
+  EXPECT_TRUE(MemberHandle::parse(members[0]->members->handle()).addresses.empty());
+  expectMet(meetAll(members, 1, handlesOf(members)));
+  expectSums(members);
+}
+
+TEST(Reconfigurable, WrongArgumentsTouchNothing) {
+  const auto made = processes(2);
+  const std::vector<Process*> members = {made[0].get(), made[1].get()};
+  const std::vector<std::string> handles = handlesOf(members);
+  expectMet(meetAll(members, 1, handles));
+  const auto codeOf = [&](int64_t uuid, const std::vector<std::string>& list) {
+    try {
+      (void)members[0]->members->plan(uuid, list);
+    } catch (const Error& error) {
+      return error.record().code;
+    }
+    return ErrorCode::Ok;
+  };
+  EXPECT_EQ(codeOf(1, handles), ErrorCode::InvalidArgument); // already used
+  EXPECT_EQ(codeOf(2, {}), ErrorCode::InvalidArgument);
+  EXPECT_EQ(codeOf(2, {handles[1]}), ErrorCode::InvalidArgument);
+  EXPECT_EQ(codeOf(2, {handles[0], handles[1], handles[0]}), ErrorCode::InvalidArgument);
+  EXPECT_EQ(codeOf(2, {handles[0], "no handle"}), ErrorCode::InvalidArgument);
+  MemberHandle other = MemberHandle::parse(handles[1]);
+  other.key_id = "01234567";
+  EXPECT_EQ(codeOf(2, {handles[0], other.text()}), ErrorCode::ConfigMismatch);
+  expectSums(members);
+  EXPECT_EQ(codeOf(2, handles), ErrorCode::Ok); // none of them has used it up
+}
+
+class Absent : public ::testing::TestWithParam<int> {};
+
+TEST_P(Absent, IsNamedByAllWhoCalledInTime) {
+  constexpr int64_t kTimeoutMs = 1500;
+  const int absent = GetParam();
+  const auto made = processes(3);
+  std::vector<Process*> all;
+  std::vector<Process*> callers;
+  for (int i = 0; i < 3; ++i) {
+    all.push_back(made[static_cast<size_t>(i)].get());
+    if (i != absent) {
+      callers.push_back(all.back());
+    }
+  }
+  for (const Outcome& outcome : meetAll(callers, 1, handlesOf(all), kTimeoutMs)) {
+    ASSERT_TRUE(outcome.error);
+    EXPECT_EQ(outcome.error->code, ErrorCode::RendezvousTimeout) << outcome.error->text();
+    EXPECT_EQ(outcome.error->peer, absent) << outcome.error->text();
+    EXPECT_NE(outcome.error->summary.find("rank " + std::to_string(absent) + " of the new group"), std::string::npos)
+        << outcome.error->text();
+    EXPECT_LT(outcome.took_ms, kTimeoutMs + 1000);
+  }
+  expectMet(meetAll(callers, 2, handlesOf(callers)));
+  expectSums(callers);
+}
+
+TEST_P(Absent, IsNamedSoonIfItsProcessHasEnded) {
+  const auto ended = static_cast<size_t>(GetParam());
+  auto made = processes(3);
+  std::vector<Process*> all = {made[0].get(), made[1].get(), made[2].get()};
+  const std::vector<std::string> handles = handlesOf(all);
+  expectMet(meetAll(all, 1, handles));
+  made[ended].reset();
+  all.erase(all.begin() + static_cast<std::ptrdiff_t>(ended));
+  for (const Outcome& outcome : meetAll(all, 2, handles)) {
+    ASSERT_TRUE(outcome.error);
+    EXPECT_EQ(outcome.error->code, ErrorCode::PeerDead) << outcome.error->text();
+    EXPECT_EQ(outcome.error->peer, static_cast<int>(ended)) << outcome.error->text();
+    EXPECT_LT(outcome.took_ms, 4000);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Reconfigurable, Absent, ::testing::Values(0, 1, 2));
+
+TEST(Reconfigurable, AMemberThatGivesUpEndsItForAll) {
+  const auto made = processes(3);
+  const std::vector<Process*> all = {made[0].get(), made[1].get(), made[2].get()};
+  const std::vector<std::string> handles = handlesOf(all);
+  std::vector<Outcome> outcomes(2);
+  const TimePoint began = Clock::now();
+  std::thread patient([&] { outcomes[0].error = all[0]->meet(1, handles, 20000); });
+  std::thread hasty([&] { outcomes[1].error = all[1]->meet(1, handles, 1000); });
+  patient.join();
+  hasty.join();
+  EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(4000)); // the first deadline ends it
+  for (const Outcome& outcome : outcomes) {
+    ASSERT_TRUE(outcome.error);
+    EXPECT_EQ(outcome.error->peer, 2) << outcome.error->text();
+  }
+}
+
+TEST(Reconfigurable, AnotherListForTheUuidIsNamedOnBothSides) {
+  const auto made = processes(2);
+  const std::vector<std::string> handles = handlesOf({made[0].get(), made[1].get()});
+  std::vector<std::optional<ErrorRecord>> errors(2);
+  std::thread first([&] { errors[0] = made[0]->meet(1, {handles[0], handles[1]}); });
+  std::thread second([&] { errors[1] = made[1]->meet(1, {handles[1], handles[0]}); });
+  first.join();
+  second.join();
+  for (const auto& error : errors) {
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ErrorCode::ConfigMismatch) << error->text();
+    EXPECT_NE(error->summary.find("another list"), std::string::npos) << error->text();
+  }
+}
+
+/// What a connection gets that asks at a member's door.
+std::string answerAt(
+    Process& process,
+    const std::string& to,
+    const std::string& from,
+    const std::string& instance,
+    int64_t uuid,
+    int rank) {
+  const MemberHandle handle = MemberHandle::parse(process.members->handle());
+  Process visitor;
+  const auto door = Door::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
+  const AbortToken none;
+  Knocked knocked = knock(handle, {*door, handle, true}, Deadline::after(3000), none);
+  if (knocked.link == nullptr) {
+    return knocked.why;
+  }
+  const std::string uuid_text = std::to_string(uuid);
+  const std::string rank_text = std::to_string(rank);
+  return askDoor(
+             *knocked.link,
+             {door_request::kEnter, to, from, instance, uuid_text, rank_text},
+             Deadline::after(3000),
+             none)
+      .front();
+}
+
+TEST(Door, LetsInNobodyWhoNamesAnotherIncarnationUuidOrList) {
+  auto made = processes(2);
+  const std::vector<std::string> handles = handlesOf({made[0].get(), made[1].get()});
+  const MemberHandle first = MemberHandle::parse(handles[0]);
+  const MemberHandle second = MemberHandle::parse(handles[1]);
+  const std::string name = instanceOf(7, {first, second});
+  std::thread waits([&] { (void)made[0]->meet(7, handles, 3000); });
+  while (answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 5) == door_answer::kNotYet) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  const std::string stranger = newProcessId();
+  const std::string other_list = instanceOf(7, {second, first});
+  EXPECT_EQ(answerAt(*made[0], stranger, second.incarnation, name, 7, 1), door_answer::kGone);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, stranger, name, 7, 1), door_answer::kGone);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 0), door_answer::kGone);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, other_list, 7, 1), door_answer::kOther);
+  EXPECT_EQ(
+      answerAt(*made[0], first.incarnation, second.incarnation, instanceOf(8, {first, second}), 8, 1),
+      door_answer::kNotYet);
+  waits.join();
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 1), door_answer::kFailed);
+}
+
+TEST(Door, AnswersNobodyWhoHasAnEarlierHandleOfItsPort) {
+  Process process;
+  MemberHandle handle = MemberHandle::parse(process.members->handle());
+  handle.nonce ^= 1;
+  handle.unix_socket.clear();
+  Process visitor;
+  const auto door = Door::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
+  const AbortToken none;
+  const Knocked knocked = knock(handle, {*door, handle, true}, Deadline::after(3000), none);
+  EXPECT_EQ(knocked.link, nullptr);
+  EXPECT_TRUE(knocked.another_listens) << knocked.why;
+}
+
+TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {
+  auto made = processes(2);
+  const std::vector<Process*> members = {made[0].get(), made[1].get()};
+  const std::vector<std::string> handles = handlesOf(members);
+  expectMet(meetAll(members, 1, handles));
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(answerAt(*made[0], newProcessId(), newProcessId(), "x", 1, 0), door_answer::kGone);
+  }
+  expectSums(members);
+  expectMet(meetAll(members, 2, handles));
+  expectSums(members);
+}
+
+} // namespace
+} // namespace pycomm
