@@ -21,10 +21,17 @@ from pycomm._backend import (
 )
 from pycomm._barrier import monitored_barrier
 from pycomm._flight_record import GroupRecord, OperationRecord
+from pycomm._reconfigure import (
+    reconfigure,
+    reconfigure_handle,
+    register_abort_hook,
+    supports_reconfigure,
+    unregister_abort_hook,
+)
 from pycomm._shared import empty
 from pycomm._version import __version__
 from pycomm.codecs import CodecStats, codec_stats
-from pycomm.options import Options
+from pycomm.options import Options, Reconfigurable
 
 if TYPE_CHECKING:
     from pycomm import report
@@ -47,6 +54,7 @@ __all__ = [
     "Options",
     "ParameterClient",
     "ParameterServer",
+    "Reconfigurable",
     "SparseLoCo",
     "StreamingDiLoCo",
     "SyncBatchNorm",
@@ -60,8 +68,13 @@ __all__ = [
     "flight_record",
     "last_error",
     "monitored_barrier",
+    "reconfigure",
+    "reconfigure_handle",
     "register",
+    "register_abort_hook",
     "report",
+    "supports_reconfigure",
+    "unregister_abort_hook",
 ]
 
 register()

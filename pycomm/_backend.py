@@ -29,6 +29,7 @@ from pycomm._settings import OFF
 from pycomm.options import (
     FLIGHT_RECORD_NAME,
     Options,
+    Reconfigurable,
     ResolvedOptions,
     fault_points,
 )
@@ -92,9 +93,14 @@ def create_group(
         )
     extension = _extension.load()
     compared = None
-    with _told_to_the_others(extension, group):
+    changes = bool(getattr(group, "enable_reconfigure", False))  # torch has it since 2.14
+    changes = changes or isinstance(pg_options, Reconfigurable)
+    others = contextlib.nullcontext() if changes else _told_to_the_others(extension, group)
+    with others:
         options = _options_of(group, pg_options)
         resolved = options.resolve()
+        if changes:
+            _refuse_what_needs_a_store(resolved)
         # Not of a later group: what has become of the folder meanwhile must not end a job.
         if resolved.metrics_dir != OFF and not dist.is_initialized():
             _metrics_file.check_folder(resolved.origins["metrics_dir"], resolved.metrics_dir)
@@ -110,6 +116,7 @@ def create_group(
             store_host(group.store),
             list(group.global_ranks_in_group),
             launcher_restarts=store_outlives_ranks(group.store),
+            enable_reconfigure=changes,
         )
     store = group.store
     if size == 1 and dist.is_initialized():
@@ -119,12 +126,32 @@ def create_group(
     backend = extension.create_backend(
         store, rank, size, str(group.group_id), timeout_ms, native, _starts_world()
     )
+    if changes:
+        return backend  # it has no members yet
     _tell_once(extension, backend, rank)
     if resolved.metrics_dir != OFF:
         _start_metrics(extension, resolved.metrics_dir, backend, rank, size)
     if compared is not None:
         compared.run(backend, store, rank)
     return backend
+
+
+def _refuse_what_needs_a_store(resolved: ResolvedOptions) -> None:
+    """Of a group that can be reconfigured, which must not need the store of torch's."""
+    for field, why in (
+        ("check_call_sites", "keeps the lines of Python in the store for as long as the group is"),
+        ("preflight", "compares the hosts of a group whose members are known when it is made"),
+    ):
+        if getattr(resolved, field):
+            raise ValueError(
+                f"{resolved.origins[field]}={getattr(resolved, field)!r} does not go with "
+                f"enable_reconfigure: it {why}. Try: leave it unset for such a group"
+            )
+    if resolved.metrics_dir != OFF:
+        raise ValueError(
+            f"{resolved.origins['metrics_dir']} does not go with enable_reconfigure: the file is "
+            "of one rank and size. Try: PYCOMM_METRICS_DIR=off, or let an ordinary group name it"
+        )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pycomm import _extension
 from pycomm._backend import group_timeout, last_error, native_backend, next_number
 from pycomm._flight_record import group_text
 from pycomm._settings import timeout_seconds
-from pycomm.errors import BY_CODE, PycommError
+from pycomm.errors import BY_CODE, PycommError, UnsupportedError
 
 # How often a waiting rank checks whether the group has failed.
 _LOOK_S = 0.25
@@ -47,6 +47,7 @@ def monitored_barrier(
         ProtocolViolationError: The group has a secret, and somebody without it has written what a
             rank writes into the store for this (a ConfigMismatchError on the rank that reads it if
             it has no seal at all).
+        UnsupportedError: The members of the group can change (docs/reconfigure.md).
         ValueError: The group is not pycomm's, or ``timeout`` is no number above 0.
 
     Blocks the calling thread. Cost: two store calls per rank, and on rank 0 two for each rank.
@@ -56,6 +57,11 @@ def monitored_barrier(
     if dist.distributed_c10d._rank_not_in_group(group):
         return
     backend = native_backend(group)
+    if _extension.native.is_reconfigurable(backend):
+        raise UnsupportedError(
+            "monitored_barrier needs a store that all ranks share, which a group that can be "
+            "reconfigured does not have. Try: dist.barrier(), whose error names who is missing"
+        )
     if timeout is None:
         timeout_s = group_timeout(group).total_seconds()
     else:

@@ -115,6 +115,8 @@ def wrapper_store(group: Any) -> Any:
     except KeyError:
         return None
     backend = pycomm_backend(group)
+    if backend is not None and _extension.native.is_reconfigurable(backend):
+        return None  # its members need not share one
     # A store may outlive its ranks: what ranks of another run left is not for this group.
     run = 0 if backend is None else _extension.native.group_run(backend)
     prefix = f"pycomm/ddp/{run}/{next_number(group, 'wrapper')}"

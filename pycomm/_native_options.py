@@ -55,6 +55,7 @@ def native_options(
     global_ranks: list[int],
     *,
     launcher_restarts: bool = False,
+    enable_reconfigure: bool = False,
 ) -> dict[str, Any]:
     """The ``options`` of ``create_backend``."""
     secret, secret_origin = _secret.find()
@@ -77,5 +78,6 @@ def native_options(
         "secret": secret,
         "secret_origin": secret_origin,
         "launcher_restarts": launcher_restarts,
+        "enable_reconfigure": enable_reconfigure,
         "skipped_folders": _FOREIGN_FOLDERS,
     }

@@ -234,6 +234,16 @@ _init_with_nearest_name.__wrapped__ = _generated_init  # type: ignore[attr-defin
 Options.__init__ = _init_with_nearest_name  # type: ignore[method-assign]
 
 
+class Reconfigurable(Options):
+    """Options of a group whose members can change; the arguments are those of ``Options``.
+
+    ``init_process_group("pycomm", pg_options=pycomm.Reconfigurable(...))`` does on any torch what
+    ``enable_reconfigure=True`` does since torch 2.14: the group has no members, and every
+    collective raises, until all members have called ``pycomm.reconfigure`` (docs/reconfigure.md).
+    Groups made later by ``new_group`` are ordinary ones.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedOptions:
     """Every setting with its value and where it comes from. Made by ``Options.resolve``."""

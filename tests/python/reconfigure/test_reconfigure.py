@@ -1,0 +1,553 @@
+"""Groups whose members change: who meets whom, and what is said when somebody does not come.
+
+The cases are those of torch's test_c10d_fault_tolerance.py, in our words and on any torch, and the
+ones that its contract leaves open: who has ended, who never comes, who has another list.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fault_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from processes import open_files
+from ranks import RankResults, describe_exception, mark, run_ranks, start_ranks
+from time_bound import assert_within
+
+import pycomm
+from pycomm._backend import native_backend
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+
+WORLD = 3
+PATIENCE_S = 30.0
+
+
+class Member:
+    """This process, and the file by which the test's processes give each other handles."""
+
+    def __init__(self, rank: int, world_size: int, path: str, **options: Any) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.store = dist.FileStore(path, world_size)
+        dist.init_process_group(
+            "pycomm",
+            store=dist.HashStore(),  # nobody else's: nothing may need it
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=PATIENCE_S),
+            pg_options=pycomm.Reconfigurable(**options),
+        )
+
+    def handles(self, name: str) -> list[str]:
+        """Of all processes, also of those that are in no group now."""
+        self.store.set(f"{name}/{self.rank}", pycomm.reconfigure_handle())
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world_size)]
+
+    def wait_for_all(self, name: str) -> None:
+        self.store.set(f"{name}/{self.rank}", "1")
+        for rank in range(self.world_size):
+            self.store.get(f"{name}/{rank}")
+
+    def all_together(self, uuid: int) -> list[str]:
+        handles = self.handles(f"first {uuid}")
+        pycomm.reconfigure(uuid, handles)
+        assert (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world_size)
+        assert_sums()
+        return handles
+
+
+def assert_sums() -> None:
+    """What the group is for works, small and large, and says who is who."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel in (4, 1 << 18):
+        tensor = torch.full((numel,), rank + 1.0)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((numel,), size * (size + 1) / 2))
+    first = torch.full((4,), 42.0 if rank == 0 else 0.0)
+    dist.broadcast(first, group_src=0)
+    assert torch.equal(first, torch.full((4,), 42.0))
+    assert dist.get_process_group_ranks(None) == list(range(size))
+
+
+def outcome(body: Any) -> dict[str, Any]:
+    """What a call has raised, and how long it took."""
+    began_s = time.monotonic()
+    try:
+        body()
+    except Exception as error:
+        described = describe_exception(error)
+        return {
+            "type": type(error).__name__,
+            "text": described.text,
+            "record": described.record,
+            "took_s": time.monotonic() - began_s,
+        }
+    return {"type": "", "took_s": time.monotonic() - began_s}
+
+
+def run(world_size: int, target: Any, tmp_path: Path, **options: Any) -> RankResults:
+    return run_ranks(world_size, target, init="none", args=(str(tmp_path / "met"),), **options)
+
+
+# --- who meets whom -------------------------------------------------------------------------------
+
+
+def meets(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    assert pycomm.supports_reconfigure()
+    before = pycomm.reconfigure_handle()
+    assert len(before) <= 1024 and before.isascii() and before.startswith("pycomm1:")
+    member.all_together(100)
+    assert pycomm.reconfigure_handle() == before
+    backend = native_backend()
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    got = torch.zeros(4)
+    sent = backend.send([torch.full((4,), rank + 1.0)], right, 0)
+    backend.recv([got], left, 0).wait()
+    sent.wait()
+    assert torch.equal(got, torch.full((4,), left + 1.0))
+    member.wait_for_all("done")
+
+
+def test_members_meet_and_communicate(tmp_path: Path) -> None:
+    run(WORLD, meets, tmp_path)
+
+
+def shrinks(rank: int, world_size: int, path: str, excluded: int) -> int:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(400)
+    if rank != excluded:  # which just stops calling; its group lives
+        pycomm.reconfigure(401, [each for at, each in enumerate(handles) if at != excluded])
+        assert dist.get_world_size() == world_size - 1
+        assert dist.get_rank() == rank - (rank > excluded)
+        assert_sums()
+    member.wait_for_all("done")
+    dist.destroy_process_group()
+    return 1
+
+
+@pytest.mark.parametrize("excluded", [0, 1, 2])
+def test_a_live_group_shrinks(tmp_path: Path, excluded: int) -> None:
+    run_ranks(WORLD, shrinks, init="none", args=(str(tmp_path / "met"), excluded), destroy=False)
+
+
+def goes_down_and_up(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    pycomm.reconfigure(600 + rank, [pycomm.reconfigure_handle()])
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert_sums()
+    pycomm.reconfigure(603, member.handles("up"))
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    assert_sums()
+    pycomm.reconfigure(604 + rank, {pycomm.reconfigure_handle()})
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    pycomm.reconfigure(610, list(reversed(member.handles("again"))))
+    assert (dist.get_rank(), dist.get_world_size()) == (world_size - 1 - rank, world_size)
+    assert_sums()
+    member.wait_for_all("done")
+
+
+def test_down_to_one_and_up_again(tmp_path: Path) -> None:
+    run(WORLD, goes_down_and_up, tmp_path)
+
+
+def meets_the_same_again(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    member.all_together(800)
+    pycomm.reconfigure(801, member.handles("again"))
+    assert_sums()
+    pycomm.reconfigure(802, set(member.handles("as a set")))
+    assert_sums()
+    member.wait_for_all("done")
+
+
+def test_the_same_members_meet_again(tmp_path: Path) -> None:
+    run(WORLD, meets_the_same_again, tmp_path)
+
+
+def comes_later(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    handles = member.handles("first")
+    if rank == 0:
+        pycomm.reconfigure(900, handles[:1])
+    elif rank == 1:
+        time.sleep(0.7)  # longer than the first member waits before it looks for the others
+    pycomm.reconfigure(901, member.handles("all"))
+    assert_sums()
+    member.wait_for_all("done")
+
+
+def test_some_meet_for_the_first_time(tmp_path: Path) -> None:
+    run(WORLD, comes_later, tmp_path)
+
+
+def splits_and_merges(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    handles = member.handles("first")
+    half = world_size // 2
+    pycomm.reconfigure(1000 + (rank >= half), handles[:half] if rank < half else handles[half:])
+    assert_sums()
+    pycomm.reconfigure(1002, member.handles("all"))
+    assert_sums()
+    member.wait_for_all("done")
+
+
+def test_two_groups_become_one(tmp_path: Path) -> None:
+    run(4, splits_and_merges, tmp_path)
+
+
+def goes_on_after_abort(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    member.all_together(1200)
+    called: list[int] = []
+    pycomm.register_abort_hook(7, lambda: called.append(7))
+    pycomm.register_abort_hook(8, lambda: called.append(8))
+    pycomm.unregister_abort_hook(8)
+    native_backend().abort()
+    assert called == [7]
+    failed = outcome(lambda: dist.all_reduce(torch.ones(4)))
+    assert failed["type"] == "AbortedError", failed
+    pycomm.reconfigure(1201, member.handles("again"))
+    assert_sums()
+    assert pycomm.last_error() is None and called == [7]
+    member.wait_for_all("done")
+
+
+def test_a_group_that_was_aborted_meets_again(tmp_path: Path) -> None:
+    run(WORLD, goes_on_after_abort, tmp_path)
+
+
+def goes_on_after_a_timeout(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    member = Member(rank, world_size, path)
+    member.all_together(1300)
+    hooked = threading.Event()
+    pycomm.register_abort_hook(0, hooked.set)
+    seen: dict[str, Any] = {}
+    if rank == 0:
+        native_backend().set_timeout(timedelta(milliseconds=100))
+        seen = outcome(lambda: dist.all_reduce(torch.ones(4)))
+    assert hooked.wait(10)
+    native_backend().set_timeout(timedelta(seconds=PATIENCE_S))
+    member.wait_for_all("failed")
+    pycomm.reconfigure(1301, member.handles("again"))
+    assert_sums()
+    member.wait_for_all("done")
+    return seen
+
+
+def test_a_group_that_timed_out_meets_again(tmp_path: Path) -> None:
+    results = run(WORLD, goes_on_after_a_timeout, tmp_path)
+    assert results[0].value["type"] == "CollectiveTimeoutError"
+    assert "timed out" in results[0].value["text"].lower()
+
+
+def rejoins(rank: int, world_size: int, path: str, excluded: int) -> None:
+    member = Member(rank, world_size, path)
+    uuid = 1400
+    handles = member.all_together(uuid)
+    for turn in range(3):  # its old group has failed or lost its others meanwhile
+        uuid += 1
+        if rank != excluded:
+            pycomm.reconfigure(uuid, [each for at, each in enumerate(handles) if at != excluded])
+            assert_sums()
+        uuid += 1
+        handles = member.handles(f"again {turn}")
+        pycomm.reconfigure(uuid, handles)
+        assert dist.get_rank() == rank
+        assert_sums()
+    member.wait_for_all("done")
+
+
+@pytest.mark.parametrize("excluded", [0, 1, 2])
+def test_a_member_leaves_and_comes_again(tmp_path: Path, excluded: int) -> None:
+    run_ranks(WORLD, rejoins, init="none", args=(str(tmp_path / "met"), excluded))
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def gives_wrong_arguments(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    alone = outcome(lambda: dist.all_reduce(torch.ones(4)))
+    assert alone["type"] == "InvalidArgumentError" and "reconfigure()" in alone["text"], alone
+    assert pycomm.last_error() is None
+    handles = member.all_together(1100)
+    mine = handles[rank]
+    others = [each for each in handles if each != mine]
+    for uuid, wrong, words in (
+        (1100, handles, "already used"),
+        (1, [], "empty"),
+        (2, others, "own handle is not among"),
+        (3, [*handles, mine], "twice"),
+        (4, [*handles, "somewhere:1234"], "no reconfigure handle"),
+        (5, [*others, mine.replace("v=", "v=9")], "wire version"),
+        (6, [*others, mine[: len(mine) // 2]], "no reconfigure handle"),
+        (7, [mine, others[0].replace(";k=", ";k=0123abcd")], "secret"),
+    ):
+        failed = outcome(lambda u=uuid, w=wrong: pycomm.reconfigure(u, w))
+        assert words in failed["text"], (words, failed)
+        assert_within(failed["took_s"], 2.0)
+    assert_sums()  # the group is as it was
+    member.wait_for_all("done")
+
+
+def test_wrong_arguments_leave_the_group_as_it_is(tmp_path: Path) -> None:
+    run(WORLD, gives_wrong_arguments, tmp_path)
+
+
+def is_ordinary(rank: int, world_size: int) -> dict[str, Any]:
+    assert not pycomm.supports_reconfigure()
+    return outcome(pycomm.reconfigure_handle)
+
+
+def test_an_ordinary_group_says_how_it_would_have_to_be_made() -> None:
+    (seen,) = run_ranks(1, is_ordinary).values()
+    assert seen["type"] == "InvalidArgumentError" and "enable_reconfigure=True" in seen["text"]
+
+
+# --- who does not come ----------------------------------------------------------------------------
+
+
+def waits_for(rank: int, world_size: int, path: str, absent: int, limit_s: float) -> Any:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(1)
+    if rank == absent:
+        member.wait_for_all("done")
+        return None
+    failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=limit_s))
+    nobody = outcome(lambda: dist.all_reduce(torch.ones(4)))
+    assert "uuid=2" in nobody["text"], nobody
+    member.wait_for_all("done")
+    return failed
+
+
+@pytest.mark.time_bound
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_all_who_called_name_the_one_who_did_not(tmp_path: Path, absent: int) -> None:
+    limit_s = 2.0
+    results = run_ranks(
+        WORLD, waits_for, init="none", args=(str(tmp_path / "met"), absent, limit_s)
+    )
+    pid = results[absent].pid
+    for rank, failed in enumerate(results.values()):
+        if rank != absent:
+            assert failed["type"] == "RendezvousTimeoutError", failed
+            assert f"rank {absent} of the new group" in failed["text"], failed
+            assert f"pid {pid}" in failed["text"] and failed["record"]["peer"] == absent
+            assert_within(failed["took_s"], limit_s + 1.0)
+
+
+def waits_for_the_dead(rank: int, world_size: int, path: str, dead: int) -> Any:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(1)
+    mark("met")
+    if rank == dead:
+        signal.pause()
+    while True:  # until its death is known here
+        if outcome(lambda: dist.all_reduce(torch.ones(4)))["type"]:
+            break
+    failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=20))
+    without = [each for at, each in enumerate(handles) if at != dead]
+    pycomm.reconfigure(3, without, timeout=20)
+    assert dist.get_world_size() == world_size - 1
+    assert_sums()
+    return failed
+
+
+@pytest.mark.time_bound
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_process_that_has_ended_is_named_soon(tmp_path: Path, dead: int) -> None:
+    args = (str(tmp_path / "met"), dead)
+    with start_ranks(WORLD, waits_for_the_dead, init="none", args=args) as running:
+        for rank in range(WORLD):
+            running.wait_for_mark(rank, "met")
+        running.kill(dead)
+        results = running.collect(60)
+    for result in results:
+        if result.rank != dead:
+            assert result.ok, results.describe()
+            failed = result.value
+            assert failed["type"] == "PeerDeadError", failed
+            assert f"rank {dead} of the new group" in failed["text"], failed
+            assert_within(failed["took_s"], 4.0, failed["text"])
+
+
+def ends_at_a_fault_point(rank: int, world_size: int, path: str) -> Any:
+    fault_ranks.use_fault_build()
+    member = Member(rank, world_size, path)
+    handles = member.handles("first")
+    failed = outcome(lambda: pycomm.reconfigure(1, handles, timeout=20))
+    victim = int(os.environ["TEST_VICTIM"])
+    pycomm.reconfigure(2, [each for at, each in enumerate(handles) if at != victim])
+    assert_sums()
+    return failed
+
+
+@pytest.mark.time_bound
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "point", ["door.ask:4:kill", "group.joined:1:kill", "reconfigure.ready:1:kill"]
+)
+def test_nobody_has_the_group_if_a_member_ends_before_it_is_ready(
+    tmp_path: Path, point: str, victim: int
+) -> None:
+    if victim == 0 and point.startswith("door.ask"):
+        pytest.skip("the first member asks at no door")
+
+    def env(rank: int) -> dict[str, str]:
+        fault = {"PYCOMM_FAULT": point} if rank == victim else {}
+        return {"TEST_VICTIM": str(victim), **fault}
+
+    results = run_ranks(
+        WORLD,
+        ends_at_a_fault_point,
+        init="none",
+        args=(str(tmp_path / "met"),),
+        env=env,
+        check=False,
+    )
+    for result in results:
+        if result.rank == victim:
+            assert result.exit_code == -signal.SIGKILL, results.describe()
+            continue
+        assert result.ok, results.describe()
+        failed = result.value
+        assert failed["type"] == "PeerDeadError", failed  # nobody has returned well
+        assert failed["record"]["peer"] == victim, failed
+        assert_within(failed["took_s"], 5.0, failed["text"])
+
+
+def waits_for_the_stopped(rank: int, world_size: int, path: str, stopped: int) -> Any:
+    member = Member(rank, world_size, path)
+    handles = member.handles("first")
+    mark("ready")
+    if rank == stopped:
+        signal.pause()
+    time.sleep(0.3)  # until it is stopped
+    failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=2))
+    mark("over")
+    return failed
+
+
+@pytest.mark.time_bound
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_process_ends_it_in_time(tmp_path: Path, stopped: int) -> None:
+    args = (str(tmp_path / "met"), stopped)
+    with start_ranks(WORLD, waits_for_the_stopped, init="none", args=args) as running:
+        for rank in range(WORLD):
+            running.wait_for_mark(rank, "ready")
+        running.kill(stopped, signal.SIGSTOP)
+        for rank in range(WORLD):
+            if rank != stopped:
+                running.wait_for_mark(rank, "over")
+        running.kill(stopped, signal.SIGKILL)
+        results = running.collect(60)
+    for result in results:
+        if result.rank != stopped:
+            assert result.ok, results.describe()
+            assert f"rank {stopped} of the new group" in result.value["text"], result.value
+            assert_within(result.value["took_s"], 3.0)
+
+
+def has_another_list(rank: int, world_size: int, path: str) -> Any:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(1)
+    if rank == 2:
+        handles = [handles[0], handles[2], handles[1]]
+    failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=20))
+    member.wait_for_all("failed")
+    pycomm.reconfigure(3, member.handles("again"))
+    assert_sums()
+    member.wait_for_all("done")
+    return failed
+
+
+def test_different_lists_for_one_uuid_are_named(tmp_path: Path) -> None:
+    for failed in run(WORLD, has_another_list, tmp_path).values():
+        assert failed["type"] == "ConfigMismatchError", failed
+        assert "another list" in failed["text"] and failed["took_s"] < 10
+
+
+def has_a_handle_of_a_former_group(rank: int, world_size: int, path: str) -> Any:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(1)
+    member.wait_for_all("met")
+    if rank == 1:  # its process lives, and makes another group
+        dist.destroy_process_group()
+        member = Member(rank, world_size, path)
+        member.wait_for_all("other group")
+        return None
+    member.store.get("other group/1")
+    failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=20))
+    member.wait_for_all("other group")
+    return failed
+
+
+def test_a_handle_of_a_former_group_is_named(tmp_path: Path) -> None:
+    for rank, failed in enumerate(run(WORLD, has_a_handle_of_a_former_group, tmp_path).values()):
+        if rank != 1:
+            assert failed["type"] == "PeerDeadError", failed
+            assert "rank 1 of the new group" in failed["text"] and failed["took_s"] < 5
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def trains_after_a_change(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(1)
+    torch.manual_seed(0)
+    module = torch.nn.Linear(8, 8)
+    model = pycomm.DistributedDataParallel(module)
+    model(torch.ones(4, 8) * rank).sum().backward()
+    if rank < 2:
+        pycomm.reconfigure(2, handles[:2])
+        refused = outcome(lambda: model(torch.ones(4, 8)))
+        assert refused["type"] == "InvalidArgumentError", refused
+        assert "wrap the module again" in refused["text"]
+        module.zero_grad()
+        again = pycomm.DistributedDataParallel(module)
+        again(torch.full((4, 8), 1.0 + 2.0 * rank)).sum().backward()
+        assert module.weight.grad is not None
+        assert torch.equal(module.weight.grad, torch.full((8, 8), 8.0))  # the mean of 4 and 12
+    member.wait_for_all("done")
+
+
+def test_a_model_has_to_be_wrapped_again(tmp_path: Path) -> None:
+    run(WORLD, trains_after_a_change, tmp_path)
+
+
+# --- nothing is left ------------------------------------------------------------------------------
+
+
+def meets_often(rank: int, world_size: int, path: str, times: int) -> list[dict[str, int]]:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(0)
+    seen = []
+    for uuid in range(1, times + 1):
+        pycomm.reconfigure(uuid, handles)
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((4,), float(world_size)))
+        if uuid % (times // 3) == 0:
+            time.sleep(0.3)
+            seen.append({"files": len(open_files()), "threads": len(os.listdir("/proc/self/task"))})
+    member.wait_for_all("done")
+    return seen
+
+
+@pytest.mark.parametrize("times", [30, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_nothing_grows(tmp_path: Path, times: int) -> None:
+    args = (str(tmp_path / "met"), times)
+    for seen in run_ranks(2, meets_often, init="none", args=args, timeout_s=900).values():
+        assert all(now == seen[0] for now in seen), seen
