@@ -324,6 +324,17 @@ bool PycommWork::isCompleted() {
   return state_->tryToFinish();
 }
 
+bool PycommWork::poll() {
+  bool ended = true;
+  for (const auto& operation : state_->content.operations) {
+    ended = state_->group().poll(*operation) && ended;
+  }
+  if (ended) {
+    finish();
+  }
+  return ended;
+}
+
 void PycommWork::finish() {
   state_->finish();
 }

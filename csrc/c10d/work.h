@@ -85,6 +85,9 @@ class PycommWork final : public c10d::Work {
   void cancel();
   /// Copies the outputs, if nobody has. All operations have ended.
   void finish();
+  /// Of a synchronous collective: does what can be done now on this thread, its caller's, and wakes no other for the rest, as the caller
+  /// will come back or wait(). Whether all has ended; then finish() has been called.
+  [[nodiscard]] bool poll();
   /// The caller of a synchronous collective runs it in wait(). Without that the engine's own threads do, from now on. Does not block.
   void handOver() const;
 

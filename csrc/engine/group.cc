@@ -137,6 +137,17 @@ void Group::onLane(Planes::DataStep step, const std::shared_ptr<Operation>& oper
   }
 }
 
+bool Group::poll(const Operation& operation) {
+  if (!operation.done()) {
+    if (operation.shared().ticket != 0) {
+      planes().host()->poll();
+    } else {
+      lane().poll();
+    }
+  }
+  return operation.done();
+}
+
 bool Group::wait(const Operation& operation, Deadline deadline) {
   if (operation.done()) {
     return true;

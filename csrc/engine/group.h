@@ -92,6 +92,10 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   /// other does. Not on a native thread, and not with the interpreter's lock. Throws Error(Forked) in a child of fork() if it has not.
   [[nodiscard]] bool wait(const Operation& operation, Deadline deadline);
 
+  /// Does what can be done now for an operation that was started by a caller that waits (Call::waits), on that caller's thread, without
+  /// waiting, and wakes no other thread for the rest. Whether it has ended. To be followed by wait(), unless it has. Not on a native thread.
+  [[nodiscard]] bool poll(const Operation& operation);
+
   /// Ends everything on every rank with `reason`, as if the group had failed, once the ranks have agreed on that. What this rank starts
   /// after the call ends with the group, and what it has started `held` unless it is released.
   void abort(const ErrorRecord& reason);

@@ -173,6 +173,14 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
   return true;
 }
 
+void HostPlane::poll() noexcept {
+  const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
+  if (lock.owns_lock() && !ending_.load(std::memory_order_seq_cst)) {
+    uint64_t blocked = 0;
+    (void)queue_.step(blocked);
+  } // else the thread that has it looks once more after it has let go
+}
+
 void HostPlane::wakeWorker() {
   worker_.wake([this] { noticeException(); }); // not the caller's: the operation is posted
 }

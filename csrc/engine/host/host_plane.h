@@ -88,6 +88,10 @@ class HostPlane {
   /// plane has ended: then something else must be waited for.
   bool drive(const Operation& operation, Deadline deadline);
 
+  /// Runs what can be run now on the calling thread, one step, if no other thread runs operations. For a caller that will come back, or drive():
+  /// wakes no thread for the rest.
+  void poll() noexcept;
+
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
   /// because it waits until no peer writes into a tensor, and the lane has other groups to serve. It calls `told` before that with
   /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()

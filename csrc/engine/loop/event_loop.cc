@@ -52,7 +52,16 @@ void EventLoop::postHere(Task task, bool patient) {
   const bool idle = busy_.load(std::memory_order_relaxed) == 0; // else others would wait for the thread's grace
   tasks_.runAll();
   tickers_.tick(Clock::now());
-  leave(patient && idle);
+  leave(patient && idle ? After::ThreadSoon : After::Thread);
+}
+
+void EventLoop::poll() noexcept {
+  if (ended() || !ownership_.takeIfFree()) {
+    nudge();
+    return;
+  }
+  dispatch(0);
+  leave(After::Caller);
 }
 
 void EventLoop::nudge() noexcept {
@@ -76,18 +85,19 @@ void EventLoop::run(const std::function<void()>& task) {
   done.get_future().get();
 }
 
-void EventLoop::leave(bool patient) noexcept {
+void EventLoop::leave(After after) noexcept {
   // A driver that polled a shared ring has left it marked "the reader is awake", so writers do not wake anybody. If the loop's thread
   // sleeps in poll(), nobody would wake it: signal it. After its grace it marks the rings again, and reads the deadlines. So it is if one of
   // them is new, and earlier than the end of its sleep.
   const bool unrest = ownership_.threadRests() &&
-      (patient || tickers_.sharesMemory() || tickers_.nextTick() < rests_until_.load(std::memory_order_seq_cst));
+      (after == After::ThreadSoon || tickers_.sharesMemory() ||
+       tickers_.nextTick() < rests_until_.load(std::memory_order_seq_cst));
   ownership_.release();
   if (unrest) {
     epoll_.signal();
   }
   // Who posted before release() may have counted on us; who posts after it wakes the thread.
-  const bool works = !patient && busy_.load(std::memory_order_relaxed) > 0;
+  const bool works = after == After::Thread && busy_.load(std::memory_order_relaxed) > 0;
   if ((!tasks_.empty() || works || stopping_.load()) && ownership_.threadSleeps()) {
     ownership_.wakeThread();
   }

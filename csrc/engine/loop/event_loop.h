@@ -71,6 +71,9 @@ class EventLoop final : public TaskLoop {
     leave();
     return true;
   }
+  /// Does what the loop has to do now on the calling thread, without waiting, and wakes no thread for the rest, if no other thread owns the
+  /// loop; else makes sure that the owner sees what was posted quietly. For a caller that will come back, or drive().
+  void poll() noexcept;
   /// Makes sure that what was posted quietly is seen.
   void nudge() noexcept;
 
@@ -106,8 +109,13 @@ class EventLoop final : public TaskLoop {
   }
 
  private:
-  /// The caller that drives leaves. `patient`: see postHere().
-  void leave(bool patient = false) noexcept;
+  /// The thread that goes on when a caller leaves the loop.
+  enum class After {
+    Thread, ///< the loop's own, at once
+    ThreadSoon, ///< the same within 1 ms
+    Caller, ///< it comes back; the thread when a descriptor is ready
+  };
+  void leave(After after = After::Thread) noexcept;
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
   /// Polls for a while; whether there was something.

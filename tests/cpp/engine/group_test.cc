@@ -96,6 +96,30 @@ TEST_P(AllReduce, CallersDriveTheLane) {
   });
 }
 
+// A caller that computes meanwhile looks now and then; the last wait() finds the rest, also of a rank that comes late.
+TEST_P(AllReduce, CallersPoll) {
+  const auto body = [](Rank& self) {
+    for (int k = 0; k < 50; ++k) {
+      std::vector<float> values = startValues(self.rank, 4);
+      Group::Call call = allReduceCall(values);
+      call.waits = true;
+      if (k % 7 == self.rank) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      }
+      const auto operation = self.group.start(call);
+      for (int look = 0; look < k % 5 && !self.group.poll(*operation); ++look) {
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+      EXPECT_TRUE(self.group.wait(*operation, Deadline::after(20000)));
+      EXPECT_TRUE(self.group.poll(*operation));
+      EXPECT_EQ(values, expectedSum(self.size, 4));
+    }
+  };
+  for (const Transport transport : {Transport::Auto, Transport::Tcp}) {
+    runRanks(GetParam(), body, [transport](Group::Config& config) { config.transport = transport; });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Sizes, AllReduce, ::testing::Values(1, 2, 3, 4, 5));
 
 TEST(Group, BarrierBroadcastAllGather) {

@@ -520,6 +520,42 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   EXPECT_FALSE(host.plane(0).post([&] { return std::make_shared<Operation>(Operation::Request()); }, true, late));
 }
 
+/// Whether this process has a thread of that name.
+bool hasThread(const std::string& thread_name) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(entry.path() / "comm") >> name;
+    if (name == thread_name) {
+      return true;
+    }
+  }
+  return false;
+}
+
+TEST(HostPlane, PollsRunASmallOperationWithoutAnotherThread) {
+  Host host(3);
+  std::array<std::atomic<int64_t>, 3> counters{};
+  std::array<std::vector<float>, 3> values{valuesOf(0, 10), valuesOf(1, 10), valuesOf(2, 10)};
+  std::array<std::shared_ptr<Operation>, 3> posted;
+  const Wish wish{Collective::AllReduce, 10, ReduceOp::Sum};
+  for (size_t rank = 0; rank < 3; ++rank) {
+    HostPlane& plane = host.plane(static_cast<int>(rank));
+    posted[rank] = post(plane, counters[rank], wish, viewOf(values[rank]), viewOf(values[rank]), true);
+    plane.poll(); // this rank's part is there for the others
+    for (size_t other = 0; other < rank; ++other) {
+      EXPECT_EQ(posted[other]->done(), false) << "before rank 2 came";
+    }
+  }
+  EXPECT_TRUE(posted[2]->done()); // the last one finds all parts
+  host.plane(0).poll();
+  host.plane(1).poll();
+  EXPECT_TRUE(posted[0]->done());
+  EXPECT_TRUE(posted[1]->done());
+  EXPECT_EQ(values[0], values[1]);
+  EXPECT_EQ(values[0], values[2]);
+  EXPECT_FALSE(hasThread("pycomm-host"));
+}
+
 TEST(HostPlane, WhatAllHaveDoneTheirPartOfEndsWellAlsoInAFailure) {
   Host host(2);
   std::atomic<int64_t> counter0{0};

@@ -359,6 +359,44 @@ TEST(EventLoop, TheThreadSleepsWhileACallerDrivesForLong) {
   EXPECT_WITHIN_MS(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - left).count(), 1200);
 }
 
+TEST(EventLoop, APollRunsWhatWasPostedQuietlyAndWakesNoThread) {
+  EventLoop loop("test-polls");
+  loop.run([] {});
+  std::this_thread::sleep_for(std::chrono::milliseconds(50)); // its thread has gone to sleep
+  const int64_t before = sleepsOf("test-polls");
+  ASSERT_GE(before, 0);
+  int ran = 0;
+  for (int i = 1; i <= 200; ++i) {
+    loop.postQuietly([&] { ++ran; });
+    loop.poll();
+    ASSERT_EQ(ran, i);
+  }
+  EXPECT_LT(sleepsOf("test-polls") - before, 20);
+}
+
+// If another caller drives, that one runs it.
+TEST(EventLoop, APollBesideADriverLeavesTheWorkToIt) {
+  EventLoop loop("test");
+  std::atomic<bool> driven{false};
+  std::atomic<bool> ran{false};
+  std::thread driver([&] {
+    const auto done = [&] {
+      driven = true;
+      return ran.load();
+    };
+    EXPECT_TRUE(loop.drive(done, Deadline::after(20000)));
+  });
+  while (!driven) {
+    std::this_thread::yield();
+  }
+  const TimePoint began = Clock::now();
+  loop.postQuietly([&] { ran = true; });
+  loop.poll();
+  driver.join();
+  EXPECT_TRUE(ran);
+  EXPECT_WITHIN_MS(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count(), 500);
+}
+
 TEST(EventLoop, PostAfterStopRunsHere) {
   EventLoop loop("test");
   loop.stop();
