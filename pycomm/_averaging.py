@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import math
+import struct
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +46,28 @@ def weight_ratio(weight: float, group: Any) -> float:
     weights[dist.get_rank(group)] = weight
     weights = weights.to(device_of(group))
     exact_all_reduce(weights, group)
-    alike = bool((weights == weights[0]).all())
-    return 1.0 if alike else ranks * weight / float(weights.sum())
+    of_ranks: list[float] = weights.tolist()
+    return ratios_of(of_ranks)[dist.get_rank(group)]
+
+
+def ratios_of(weights: Sequence[float]) -> list[float]:
+    """Each rank's weight by the mean weight, exactly 1 if they are alike; the same on all ranks."""
+    if all(weight == weights[0] for weight in weights):
+        return [1.0] * len(weights)
+    total = math.fsum(weights)
+    return [len(weights) * weight / total for weight in weights]
+
+
+def bits_of(number: float) -> int:
+    """A float64 among whole numbers that ranks exchange."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """The inverse of ``bits_of``."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
 
 
 def average_(tensors: Iterable[torch.Tensor], group: Any, ratio: float = 1.0) -> int:
@@ -54,7 +76,7 @@ def average_(tensors: Iterable[torch.Tensor], group: Any, ratio: float = 1.0) ->
     Small floats are added and divided in fp32. A codec of the group does not apply.
 
     Args:
-        ratio: Of ``weight_ratio()``: how much this rank counts.
+        ratio: Of ``weight_ratio()``: how much this rank counts. 0: not at all, even if it has NaN.
 
     Returns:
         The bytes that were given to all_reduce.
@@ -63,7 +85,9 @@ def average_(tensors: Iterable[torch.Tensor], group: Any, ratio: float = 1.0) ->
     nbytes = 0
     for chunk in chunks(tensors):
         flat = torch.cat([_travelling(tensor).flatten() for tensor in chunk])
-        if ratio != 1.0:
+        if ratio == 0.0:
+            flat.zero_()
+        elif ratio != 1.0:
             flat *= ratio
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         exact_all_reduce(wire, group)

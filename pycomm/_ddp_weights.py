@@ -27,6 +27,16 @@ def check_weight(weight: object) -> None:
         raise ValueError(f'weight={weight!r} is neither None nor "samples"')
 
 
+def check_samples(what: str, number: object) -> float:
+    """The number; ValueError unless it is finite and not negative."""
+    if isinstance(number, torch.Tensor):
+        number = number.item()
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number) or number < 0:  # type: ignore[arg-type,operator]
+        raise ValueError(f"{what}={number!r} is not a finite number from 0")
+    return float(number)  # type: ignore[arg-type]
+
+
 def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
     """The size of the first dimension of the tensors that forward gets, and which tensor said so.
 
@@ -35,9 +45,7 @@ def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, s
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, value in [*((f"argument {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
-        # The usual batch without a search, which would take longer than the exchange of weights.
-        plain = isinstance(value, torch.Tensor)
-        for path, leaf in [((), value)] if plain else _pytree.tree_flatten_with_path(value)[0]:
+        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 found.append((name + _pytree.keystr(path), leaf))
     if not found:
@@ -53,6 +61,23 @@ def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, s
                 f"{list(tensor.shape)}, and {other} {list(leaf.shape)}. {_SAY}"
             )
     return tensor.shape[0], f"the first dimension of {first}, {list(tensor.shape)}"
+
+
+def add_first_dimensions(value: object, found: set[int]) -> None:
+    """Adds those that ``count_samples`` compares: without names, as finding these takes longer."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            found.add(value.shape[0])
+    elif type(value) in (tuple, list):
+        for each in value:  # type: ignore[attr-defined]
+            add_first_dimensions(each, found)
+    elif type(value) is dict:
+        for each in value.values():
+            add_first_dimensions(each, found)
+    elif not isinstance(value, (int, float, str)):
+        for leaf in _pytree.tree_leaves(value):
+            if leaf is not value:
+                add_first_dimensions(leaf, found)
 
 
 class _WrapperLog:
@@ -111,6 +136,8 @@ class Weighed(TorchDDP):
     _forward_weight = 1.0
     _weight_at_sync = 0.0
     _counted = False
+    _before_forward: Any = None
+    """The hook of ``sync_every``: a forward pass that does not come would have called it."""
 
     @property
     def samples(self) -> float | None:
@@ -135,12 +162,7 @@ class Weighed(TorchDDP):
     @samples.setter
     def samples(self, number: float) -> None:
         self._check_weighs("model.samples")
-        if isinstance(number, torch.Tensor):
-            number = number.item()
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < 0:
-            raise ValueError(f"model.samples={number!r} is not a finite number from 0")
-        self.reducer.set_weight(float(number))
+        self.reducer.set_weight(check_samples("model.samples", number))
 
     def no_batch(self) -> None:
         """With ``weight="samples"``: forward and backward of a rank that has no batch in this step.
@@ -155,24 +177,24 @@ class Weighed(TorchDDP):
                 loss_of(model(batch)).backward()
             optimizer.step()
 
+        With ``sync_every`` the step of a host without any samples has no averages: ``.grad`` stays
+        as it was.
+
         Raises:
-            ValueError: No rank has any samples.
+            ValueError: No rank has any samples, without ``sync_every``.
             UnsupportedError: The wrapper has no ``weight="samples"``.
         """
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
-        if self._sync_every > 1:
-            raise UnsupportedError(
-                "no_batch() cannot follow the averaging of sync_every yet: give every rank a batch "
-                "in each step"
-            )
         layers = {type(layer).__name__ for layer in self.module.modules()}  # torch's, and ours
         if "SyncBatchNorm" in layers:
             raise UnsupportedError(
                 "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
                 "one: give every rank a batch in each step, or use another normalization"
             )
+        if self._before_forward is not None:
+            self._before_forward(self, ())
         # torch moves what forward gets to the device, and expects something.
         super()._pre_forward(torch.empty(0))  # type: ignore[no-untyped-call]
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
@@ -225,6 +247,11 @@ class Weighed(TorchDDP):
         said = self.samples
         if said is not None:
             return said, "as model.samples says"
+        sizes: set[int] = set()
+        if self._counted:
+            add_first_dimensions((inputs, kwargs), sizes)
+        if len(sizes) == 1:
+            return float(sizes.pop()), ""
         samples, how = count_samples(inputs, kwargs)
         return float(samples), how
 

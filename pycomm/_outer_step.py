@@ -4,6 +4,9 @@
     settle   the sum has arrived: anchor, state <- outer optimizer(anchor, state, moved / ranks)
     land     the parameters take the new anchor
 
+If ranks are weighed, moved is times the rank's weight, and the sum is divided by that of all
+weights: a launch waits for no rank, so it does not know the others' weights.
+
 Between launch and land the parameters train on. Only ``settle`` changes the state that all ranks
 have alike, and only if every operation of the fragment has succeeded. If one fails, anchor and
 state stay as they were before the launch. The parameters keep their movement; the next launch sends
@@ -12,6 +15,7 @@ it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycomm import _exit, _extension, codecs
-from pycomm._averaging import SMALL_FLOATS, chunks, exact_all_reduce
+from pycomm._averaging import SMALL_FLOATS, bits_of, chunks, exact_all_reduce, float_of
 from pycomm._model_check import checksum_of, first_other
 from pycomm.errors import CollectiveMismatchError
 
@@ -68,6 +72,8 @@ class Place(NamedTuple):
     fragment: int
     version: int
     checksum: int
+    weight: int = 0
+    """As ``bits_of``: not compared."""
 
     def __str__(self) -> str:
         at = f"at step {self.step}" if self.step else "in sync()"
@@ -160,9 +166,14 @@ class Flight:
         self._stepping = False
         self._settled = True
         self._error: BaseException | None = None
+        self._weighs = False
+        self.weight = 0.0
+        """What it was launched with."""
         self._to_land = list(fragment.parameters)
 
-    def launch(self, group: Any, wire_dtype: str | None, step: int) -> int:
+    def launch(
+        self, group: Any, wire_dtype: str | None, step: int, weight: float | None = None
+    ) -> int:
         """Takes the snapshot and begins the sum. Collective; does not wait for other ranks.
 
         If the parameters are on the CPU, a thread takes the outer step as soon as the sum has
@@ -170,15 +181,23 @@ class Flight:
 
         Args:
             step: Compared between the ranks, as in ``Place``.
+            weight: How much this rank counts; None: all ranks count alike.
 
         Returns:
             The bytes that were given to all_reduce, encoded.
         """
         self._chunks = list(self._snapshot())
         self._settled = False
+        self._weighs, self.weight = weight is not None, weight or 0.0
+        for chunk in self._chunks if self._weighs else ():
+            if self.weight == 0.0:
+                chunk.flat.zero_()  # whatever it holds
+            else:
+                chunk.flat.mul_(self.weight)
         device = self._chunks[0].flat.device
         fragment = self.fragment
-        place = Place(step, fragment.index, fragment.version, fragment.checksum())
+        bits = bits_of(self.weight)
+        place = Place(step, fragment.index, fragment.version, fragment.checksum(), bits)
         mine = torch.tensor(place, dtype=torch.int64, device=device)
         self._places = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         self._ranks = dist.get_process_group_ranks(group)
@@ -303,31 +322,36 @@ class Flight:
 
     @torch.no_grad()
     def _take_step(self) -> None:
-        self._check_places()
+        total = math.fsum(float_of(place.weight) for place in self._check_places())
         # Where NCCL sums, wait() has only ordered streams. The operations are over now that the
         # host has waited for the stream, and wait() raises if the group has failed meanwhile.
         self._wait_for_sums()
         fragment, ranks = self.fragment, len(self._places)
         self._stepping = True
         for chunk in self._chunks:
-            chunk.flat.div_(ranks)
+            chunk.flat.div_((total or 1.0) if self._weighs else ranks)
             for name, moved in chunk.parts.items():
                 anchor = fragment.anchor[name]
                 anchor.grad = moved.to(anchor.device, anchor.dtype)
-        fragment.outer.step()
+        if total or not self._weighs:  # else no rank has trained on any sample
+            fragment.outer.step()
         fragment.outer.zero_grad()
         fragment.version += 1
         fragment.compared = True
         self._works, self._chunks = [], []
         self._settled = True
 
-    def _check_places(self) -> None:
-        """Raises if ranks sent different fragments, or one of them missed an outer step."""
+    def _check_places(self) -> list[Place]:
+        """Of all ranks.
+
+        Raises if they sent different fragments, or one of them missed an outer step.
+        """
         device = self._places[0].device
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
         places = [Place(*place.tolist()) for place in self._places]
         check_places(places, "all_reduce", self._ranks)
+        return places
 
 
 def _encoded_nbytes(wire: torch.Tensor, wire_dtype: str | None) -> int:

@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from pycomm._averaging import average_, ring_nbytes
+from pycomm._averaging import average_, ring_nbytes, weight_ratio
 from pycomm._ddp_options import ignored_names, reducible, sent_buffers
+from pycomm._ddp_weights import check_samples, check_weight
 from pycomm._model_check import (
     check_same_on_all_ranks,
     checksum_of,
@@ -90,9 +91,12 @@ class LocalSGD:
         init_sync: Whether to broadcast rank 0's parameters and buffers at construction. If not,
             ``DiLoCo`` and the others need equal parameters on all ranks.
         broadcast_buffers: Whether each sync replaces buffers by those of rank 0.
+        weight: "samples": a worker counts by its samples since the last sync, which ``step()``
+            gets. None: all workers count alike.
 
     Raises:
-        ValueError: ``sync_every`` is no whole number from 1, or no parameter is trainable.
+        ValueError: ``sync_every`` is no whole number from 1, no parameter is trainable, or
+            ``weight`` is neither None nor "samples".
         ConfigMismatchError: Ranks have another ``sync_every``, class or model; on all of them.
 
     Construction and each sync are collective and block. Not thread-safe.
@@ -106,7 +110,9 @@ class LocalSGD:
         process_group: Any = None,
         init_sync: bool = True,
         broadcast_buffers: bool = True,
+        weight: str | None = None,
     ) -> None:
+        check_weight(weight)
         if not isinstance(sync_every, int) or sync_every < 1:
             raise ValueError(f"sync_every={sync_every!r} is not a whole number from 1")
         self._model = model
@@ -120,6 +126,8 @@ class LocalSGD:
             raise ValueError("the model has no trainable parameter: there is nothing to average")
         self._sync_every = sync_every
         self._since_sync = 0
+        self._weight = weight
+        self._samples = 0.0  # since the last sync
         self._steps = 0
         self._syncs = 0
         self._wire_nbytes = 0
@@ -131,6 +139,7 @@ class LocalSGD:
                 "class": type(self).__name__,
                 "sync_every": sync_every,
                 "broadcast_buffers": broadcast_buffers,
+                "weight": weight,
             },
             parameters=self._parameters.items(),
             buffers=sent_buffers(model, ignored).items(),
@@ -141,14 +150,23 @@ class LocalSGD:
                 for tensor in [*mine.values(), *sent_buffers(model, ignored).values()]:
                     dist.broadcast(tensor.detach(), root, group=self._group)
 
-    def step(self) -> bool:
+    def step(self, samples: float | None = None) -> bool:
         """Counts one step; call it after the optimizer's, equally often on every rank.
 
         If a ``GradScaler`` skips the optimizer's step on one rank, still call it there.
 
+        Args:
+            samples: With ``weight="samples"``: how many this rank has trained on in this step, or
+                tokens; any finite number from 0. A worker that had none since the last sync counts
+                nothing in the next one, and takes its result.
+
         Returns:
             Whether it synced. Collective when it does.
+
+        Raises:
+            ValueError: ``samples`` is missing, or no such number, or not asked for.
         """
+        self._count(samples)
         self._take_unfrozen()
         self._steps += 1
         self._since_sync += 1
@@ -166,6 +184,27 @@ class LocalSGD:
         """
         self._sync(due=False)
 
+    def _count(self, samples: float | None) -> None:
+        if self._weight is None and samples is not None:
+            raise ValueError(
+                f'step(samples={samples!r}) needs {type(self).__name__}(…, weight="samples"), and '
+                "this one counts all ranks alike"
+            )
+        if self._weight is not None:
+            if samples is None:
+                raise ValueError(
+                    f'{type(self).__name__} with weight="samples" counts ranks by their samples. '
+                    "Say in each step: step(samples=len(batch))"
+                )
+            self._add_samples(check_samples("samples", samples))
+
+    def _add_samples(self, samples: float) -> None:
+        self._samples += samples
+
+    def _ratio(self) -> float:
+        """How much this rank counts in an average. Collective, if ranks are weighed."""
+        return 1.0 if self._weight is None else weight_ratio(self._samples, self._group)
+
     def _take_unfrozen(self) -> None:
         """Parameters that were frozen until now, and are trained."""
         for name in [name for name, each in self._frozen.items() if each.requires_grad]:
@@ -182,6 +221,7 @@ class LocalSGD:
                 self._syncs += 1
                 self._send_buffers()
         self._since_sync = 0
+        self._samples = 0.0
         self._seconds += time.perf_counter() - begin
 
     def _send_buffers(self) -> None:
@@ -193,7 +233,7 @@ class LocalSGD:
 
     def _average(self, due: bool) -> bool:
         """Syncs, always if it is ``due``. Returns whether it did. The same on all ranks."""
-        self._wire_nbytes += average_(self._parameters.values(), self._group)
+        self._wire_nbytes += average_(self._parameters.values(), self._group, self._ratio())
         return True
 
     def stats(self) -> SyncStats:
@@ -214,11 +254,16 @@ class LocalSGD:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a checkpoint besides the model's and the optimizer's; save each rank's."""
-        return {"since_sync": self._since_sync, "parameters": list(self._parameters)}
+        state: dict[str, Any] = {
+            "since_sync": self._since_sync,
+            "parameters": list(self._parameters),
+        }
+        return state if self._weight is None else {**state, "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of ``state_dict()``."""
         self._since_sync = int(part_of(state, "since_sync"))
+        self._samples = float(state.get("samples", 0.0))
         for name in state.get("parameters", ()):
             if name in self._frozen:  # unfrozen then, and trained since the last sync
                 self._add(name)
@@ -249,7 +294,7 @@ class DiLoCo(FixedParameters):
         local.sync()
 
     Args:
-        model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``.
+        model, sync_every, process_group, init_sync, broadcast_buffers, weight: As ``LocalSGD``.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks. By default
             SGD with learning rate 0.7 and Nesterov momentum 0.9, as in the paper.
 
@@ -270,6 +315,7 @@ class DiLoCo(FixedParameters):
         process_group: Any = None,
         init_sync: bool = True,
         broadcast_buffers: bool = True,
+        weight: str | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -277,6 +323,7 @@ class DiLoCo(FixedParameters):
             process_group=process_group,
             init_sync=init_sync,
             broadcast_buffers=broadcast_buffers,
+            weight=weight,
         )
         self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         make = nesterov if outer_optimizer is None else outer_optimizer
@@ -289,7 +336,7 @@ class DiLoCo(FixedParameters):
         moved = {
             name: anchor - self._parameters[name].detach() for name, anchor in self._anchor.items()
         }
-        self._wire_nbytes += average_(moved.values(), self._group)
+        self._wire_nbytes += average_(moved.values(), self._group, self._ratio())
         for name, anchor in self._anchor.items():
             anchor.grad = moved[name]
         self._outer.step()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pycomm._averaging import bits_of, float_of, ratios_of
 from pycomm._model_check import check_same_on_all_ranks, checksum_of, first_other
 from pycomm._outer_step import anchors_differ, have_moved
 from pycomm._saved_state import check_options, check_tensors, part_of
@@ -51,8 +52,8 @@ class SparseLoCo(FixedParameters):
         local.sync()
 
     Args:
-        model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``. Parameters
-            are real.
+        model, sync_every, process_group, init_sync, broadcast_buffers, weight: As ``LocalSGD``.
+            Parameters are real.
         top_k: Entries sent of each 4,096 neighbours of a parameter, a multiple of 16 from 16 to
             1024. A parameter is filled up to a multiple of 4,096: small ones are sent more densely.
         error_decay: The factor of the error before each sync, from 0 to 1; β in the paper.
@@ -71,7 +72,7 @@ class SparseLoCo(FixedParameters):
     times the largest parameter in float32, 14 bits for each entry of each rank, and, before it is
     sent, 6 more bytes twice for each entry of this rank.
 
-    Cost of a sync: an all-gather of 14 bits for each entry and 32 bytes; two passes over the
+    Cost of a sync: an all-gather of 14 bits for each entry and 40 bytes; two passes over the
     parameters, and a partial sort of every 4,096 neighbours, which takes the most time.
 
     Source: Sarfi and others, arXiv 2508.15706.
@@ -89,6 +90,7 @@ class SparseLoCo(FixedParameters):
         process_group: Any = None,
         init_sync: bool = True,
         broadcast_buffers: bool = True,
+        weight: str | None = None,
     ) -> None:
         _check_options(top_k, error_decay, outer_lr, outer_optimizer)
         for name, parameter in model.named_parameters():
@@ -102,6 +104,7 @@ class SparseLoCo(FixedParameters):
             process_group=process_group,
             init_sync=init_sync,
             broadcast_buffers=broadcast_buffers,
+            weight=weight,
         )
         self._top_k = top_k
         self._decay = float(error_decay)
@@ -134,19 +137,25 @@ class SparseLoCo(FixedParameters):
         positions, values = (torch.cat(list(each)) for each in zip(*chosen, strict=True))
         payload = pack(positions, values)
         del chosen, positions, values
-        arrived = self._exchange(payload, due)
+        arrived, ratios = self._exchange(payload, due)
         if not arrived:
             return False
+        counts = ratios[dist.get_rank(self._group)] != 0.0
         end, finite = 0, []
         for name, error in self._error.items():
             begin, end = end, end + len(error)
             where, what = unpack(rows_of(payload, self._top_k, begin, end), self._top_k)
+            if not counts:  # what it has sent has gone nowhere
+                what = torch.zeros_like(what)
             error.copy_(self._summed(name).scatter_add_(1, where, -what))
             numel = self._anchor[name].numel()
             error.view(-1)[numel:] = 0.0
             mean = torch.zeros_like(error)
-            for each in arrived:  # rank by rank: the same bits on all
-                mean.scatter_add_(1, *unpack(rows_of(each, self._top_k, begin, end), self._top_k))
+            # Rank by rank: the same bits on all.
+            for each, ratio in zip(arrived, ratios, strict=True):
+                if ratio != 0.0:  # else not even its NaN counts
+                    at, values = unpack(rows_of(each, self._top_k, begin, end), self._top_k)
+                    mean.scatter_add_(1, at, values if ratio == 1.0 else values * ratio)
             mean /= len(arrived)
             finite.append(mean.isfinite().all())
             anchor = self._anchor[name]
@@ -167,15 +176,17 @@ class SparseLoCo(FixedParameters):
         summed.view(-1)[: moved.numel()] += moved.to(summed.device, summed.dtype)
         return summed
 
-    def _exchange(self, payload: torch.Tensor, due: bool) -> list[torch.Tensor]:
-        """Those of all ranks; none if no rank has trained since the last sync.
+    def _exchange(self, payload: torch.Tensor, due: bool) -> tuple[list[torch.Tensor], list[float]]:
+        """Those of all ranks, and how much each counts; none if no rank has trained since the last
+        sync.
 
         The ranks compare, and so decide alike.
         """
         step = self._sync_every if due else 0  # sync() is allowed to ranks that had more batches
         moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())
-        place = torch.tensor([step, self._version, moved, checksum], device=payload.device)
+        weight = bits_of(1.0 if self._weight is None else self._samples)
+        place = torch.tensor([step, self._version, moved, checksum, weight], device=payload.device)
         header = place.view(torch.uint8)
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
@@ -199,8 +210,9 @@ class SparseLoCo(FixedParameters):
             raise anchors_differ(dist.get_global_rank(self._group, other), "all_gather")
         self._compared = True
         if not any(head[2] for head in heads):
-            return []
-        return [each[header.numel() :] for each in arrived]
+            return [], []
+        ratios = ratios_of([float_of(head[4]) for head in heads])
+        return [each[header.numel() :] for each in arrived], ratios
 
     def _sent_nbytes(self) -> int:
         return self._wire_nbytes * (dist.get_world_size(self._group) - 1)

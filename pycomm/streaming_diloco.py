@@ -40,6 +40,7 @@ from pycomm._outer_step import (
 )
 from pycomm._saved_state import check_options, check_outer, check_tensors, part_of
 from pycomm._wire_patterns import WireDtype, named_wire_dtype
+from pycomm.errors import UnsupportedError
 from pycomm.local_sgd import FixedParameters, nesterov
 
 __all__ = ["StreamingDiLoCo"]
@@ -65,7 +66,9 @@ class StreamingDiLoCo(FixedParameters):
         local.sync()
 
     Args:
-        model, sync_every, process_group, init_sync, broadcast_buffers: As ``LocalSGD``.
+        model, sync_every, process_group, init_sync, broadcast_buffers, weight: As ``LocalSGD``. A
+            fragment counts by the samples since its last launch; not with ``wire_dtype="fp16"``,
+            whose range the weighted sums may leave.
         fragments: Their number; the blocks of the model's longest ``ModuleList`` or ``Sequential``
             are dealt out in turn, other parameters to the lightest. Or a list of modules, one for
             each fragment, which together hold every trainable parameter once. ``sync_every`` is a
@@ -90,7 +93,7 @@ class StreamingDiLoCo(FixedParameters):
     Memory: one more copy of the parameters, the outer optimizer's state, and the largest fragment,
     in float32 if its own dtype is smaller.
 
-    Cost of a fragment: an all-gather of 32 bytes, and all-reduces of some 32 MiB each; two passes
+    Cost of a fragment: an all-gather of 40 bytes, and all-reduces of some 32 MiB each; two passes
     over its parameters in ``step()``, one at the launch and one at the landing. The first launch
     after construction or ``load_state_dict()`` also takes a checksum of its parameters.
 
@@ -113,6 +116,7 @@ class StreamingDiLoCo(FixedParameters):
         process_group: Any = None,
         init_sync: bool = True,
         broadcast_buffers: bool = True,
+        weight: str | None = None,
     ) -> None:
         mine = reducible(model, ignored_names(model))
         trained = {name: each for name, each in mine.items() if each.requires_grad}
@@ -120,12 +124,18 @@ class StreamingDiLoCo(FixedParameters):
         _check_steps(sync_every, len(parts), fragment_sync_delay)
         alpha = _alpha_of(fragment_update_alpha, fragment_sync_delay)
         wire = _wire_of(wire_dtype, process_group)
+        if weight is not None and wire == "fp16":
+            raise UnsupportedError(
+                f'wire_dtype="fp16" does not go with weight={weight!r}: sums of movements times '
+                'samples may be too large for it. Try: wire_dtype="bf16"'
+            )
         super().__init__(
             model,
             sync_every=sync_every,
             process_group=process_group,
             init_sync=init_sync,
             broadcast_buffers=broadcast_buffers,
+            weight=weight,
         )
         make = nesterov if outer_optimizer is None else outer_optimizer
         self._fragments = [
@@ -146,6 +156,7 @@ class StreamingDiLoCo(FixedParameters):
         self._scratch = Scratch()
         self._flight: Flight | None = None
         self._left = 0  # steps until it lands
+        self._samples_of = [0.0] * len(parts)  # by fragment, since its last launch
         device = next(iter(self._parameters.values())).device
         check_same_on_all_ranks(
             self._group,
@@ -164,16 +175,20 @@ class StreamingDiLoCo(FixedParameters):
         """The names of each fragment's parameters."""
         return [list(fragment.parameters) for fragment in self._fragments]
 
-    def step(self) -> bool:
+    def step(self, samples: float | None = None) -> bool:
         """Counts one step; call it after the optimizer's, equally often on every rank.
 
         Lands a fragment, or launches one, if this is its step. A launch is collective and does not
         wait; a landing waits if the fragment has not arrived.
 
+        Args:
+            samples: As ``LocalSGD.step``.
+
         Returns:
             Whether a fragment landed.
 
         Raises:
+            ValueError: As ``LocalSGD.step``.
             PycommError: The fragment in flight has failed, in the first step that notices. It is
                 dropped, as if it had never been launched: anchor, outer state and parameters are
                 as they were, and ``state_dict()`` works.
@@ -181,6 +196,7 @@ class StreamingDiLoCo(FixedParameters):
                 outer step; nothing was changed. On every rank alike.
         """
         begin = time.perf_counter()
+        self._count(samples)
         self._take_unfrozen()
         place = self._since_sync + 1
         self._steps += 1
@@ -227,6 +243,9 @@ class StreamingDiLoCo(FixedParameters):
         self._since_sync = 0
         self._seconds += time.perf_counter() - begin
 
+    def _add_samples(self, samples: float) -> None:
+        self._samples_of = [each + samples for each in self._samples_of]
+
     def _trained_fragments(self) -> list[Fragment]:
         """Those that some rank has trained since it sent them last.
 
@@ -254,7 +273,8 @@ class StreamingDiLoCo(FixedParameters):
     def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
         flight = Flight(fragment, self._scratch)
         try:
-            nbytes = flight.launch(self._group, self._wire_dtype, place)
+            weight = None if self._weight is None else self._samples_of[fragment.index]
+            nbytes = flight.launch(self._group, self._wire_dtype, place, weight)
         except BaseException:
             self._scratch = Scratch()  # operations that have begun may use the old one
             raise
@@ -266,6 +286,8 @@ class StreamingDiLoCo(FixedParameters):
         assert self._flight is not None
         try:
             self._flight.wait()
+            self._samples_of[self._flight.fragment.index] -= self._flight.weight
+            self._flight.weight = 0.0  # they count no more
         finally:
             if self._flight.failed:
                 self._flight = None
@@ -302,6 +324,7 @@ class StreamingDiLoCo(FixedParameters):
             "fragments": self.fragments,
             "outer": [copy.deepcopy(fragment.outer.state_dict()) for fragment in self._fragments],
             "versions": [fragment.version for fragment in self._fragments],
+            "samples_of": list(self._samples_of),
             "flight": flight,
         }
 
@@ -327,6 +350,7 @@ class StreamingDiLoCo(FixedParameters):
                 fragment.outer.load_state_dict(copy.deepcopy(state["outer"][number]))
                 fragment.version = int(state["versions"][number])
                 fragment.compared = False
+        self._samples_of = [float(each) for each in state["samples_of"]]
         if (flight := state["flight"]) is not None:
             self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
             self._left = int(flight["left"])
@@ -346,6 +370,8 @@ class StreamingDiLoCo(FixedParameters):
         anchors = {name: each for part in self._fragments for name, each in part.anchor.items()}
         check_tensors("anchor", part_of(state, "anchor"), anchors)
         outer, versions = part_of(state, "outer"), part_of(state, "versions")
+        if len(part_of(state, "samples_of")) != count:
+            raise ValueError(f"the state has samples of other than {count} fragments")
         if len(outer) != count or len(versions) != count:
             raise ValueError(
                 f"the state has {len(outer)} outer optimizers and {len(versions)} versions of "
