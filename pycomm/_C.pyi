@@ -141,6 +141,7 @@ class Reducer:
         error_feedback: bool,
         drops_nonfinite_steps: bool,
         weighs: bool,
+        may_be_weightless: bool,
         cuda_library: str,
     ) -> None: ...
     def _autograd_hook(self, *args: typing.Any, **kwargs: typing.Any) -> None: ...

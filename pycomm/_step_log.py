@@ -29,8 +29,9 @@ class StepLog(Protocol):
     """``model.step_log``: written by the wrapper, read by samplers.
 
     A step is on record once its backward pass has returned with averages, on the thread that called
-    it; never earlier, and not if it raised. All methods are called between backward passes, from
-    the thread that iterates over the loader, and none but ``gather`` blocks.
+    it; never earlier, and not if it raised, unless that was because no rank had samples. All
+    methods are called between backward passes, from the thread that iterates over the loader, and
+    none but ``gather`` blocks.
     """
 
     @property

@@ -190,6 +190,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             self.process_group = self._host_group
             from pycomm._ddp_sync import sync_when_due
 
+            self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
         self._overflows_before = self._overflows()  # of the group that reduces
         add_wrapper(self)
@@ -460,6 +461,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             error_feedback=self._error_feedback,
             drops_nonfinite_steps=self._drops_nonfinite_steps,
             weighs=self._weight is not None,
+            may_be_weightless=self._sync_every > 1,  # other hosts may have samples
             cuda_library=str(_extension.CUDA_LIBRARY),
         )
         self.logger = native.DdpLogger(self.reducer)

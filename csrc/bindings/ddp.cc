@@ -121,6 +121,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool error_feedback,
     bool drops_nonfinite_steps,
     bool weighs,
+    bool may_be_weightless,
     std::string cuda_library) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
@@ -138,6 +139,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.error_feedback = error_feedback;
   options.drops_nonfinite_steps = drops_nonfinite_steps;
   options.weighs = weighs;
+  options.may_be_weightless = may_be_weightless;
   options.cuda_library = std::move(cuda_library);
   return std::make_shared<Reducer>(
       std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
@@ -217,6 +219,7 @@ void bindReducer(py::module_& m) {
           py::arg("error_feedback"),
           py::arg("drops_nonfinite_steps"),
           py::arg("weighs"),
+          py::arg("may_be_weightless"),
           py::arg("cuda_library"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(

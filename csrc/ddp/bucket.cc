@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "c10d/call_tag.h"
 
@@ -45,10 +46,11 @@ size_t Bucket::wireNbytes() const {
   return wire_->nbytes(memory_.travelling());
 }
 
-void Bucket::beginStep(int divisor, double ratio) {
+void Bucket::beginStep(int divisor) {
   divisor_ = divisor;
-  ratio_ = ratio;
+  ratio_ = 1.0;
   pending_ = slots().size();
+  ahead_.clear();
   shadow_ = false;
   old_grads_.clear();
   packer_->begin();
@@ -68,15 +70,46 @@ void Bucket::pack(size_t slot, bool unused) {
   if (packsZeros()) {
     return; // seal() packs them
   }
+  keepOld(slot, unused);
+  packer_->pack(memory_, slots()[slot], packFactor());
+}
+
+// At once, although the factor is only guessed: the gradient is in the cache now, and a tensor that moves home leaves its memory to the next one.
+void Bucket::packAhead(size_t slot, bool unused, bool counts) {
+  const at::NoGradGuard no_grad;
+  noteStream();
+  if (!counts) {
+    ahead_.push_back({slot, 0.0});
+    return;
+  }
+  keepOld(slot, unused);
+  ahead_.push_back({slot, packer_->packAhead(memory_, slots()[slot], packFactor())});
+}
+
+void Bucket::setRatio(double ratio) {
+  const at::NoGradGuard no_grad;
+  ratio_ = ratio;
+  pending_ -= ahead_.size();
+  if (!packsZeros()) { // else seal() packs them
+    for (const Ahead& each : ahead_) {
+      if (each.factor != packFactor()) {
+        streams_differed_ = joinStreams() || streams_differed_;
+        packer_->repack(memory_, slots()[each.slot], each.factor, packFactor());
+      }
+    }
+  }
+  ahead_.clear();
+}
+
+void Bucket::keepOld(size_t slot, bool unused) {
   if (const at::Tensor& grad = slots()[slot].param.grad(); unused && wire_->encodes() && grad.defined()) {
     old_grads_[slot] = grad.clone();
   }
-  packer_->pack(memory_, slots()[slot], packFactor());
 }
 
 void Bucket::seal() {
   const at::NoGradGuard no_grad;
-  const bool streams_differ = joinStreams();
+  const bool streams_differ = joinStreams() || std::exchange(streams_differed_, false);
   if (packsZeros()) {
     packer_->packZeros(memory_);
   } else {

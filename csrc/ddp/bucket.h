@@ -20,6 +20,8 @@ namespace pycomm {
 ///
 ///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> write() -> commit()
 ///
+/// Slots may be packed before the ratio is known: packAhead() -> setRatio().
+///
 /// Not thread-safe; the reducer's mutex guards it.
 class Bucket {
  public:
@@ -45,19 +47,20 @@ class Bucket {
   /// The bytes of one all-reduce, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
 
-  /// `ratio`: see PassWeights; 0: zeros travel, whatever gradients there are.
-  void beginStep(int divisor, double ratio = 1.0);
+  void beginStep(int divisor);
   /// A step in which this rank has no data: zeros travel, and no .grad is read or written.
   void beginShadowStep(int divisor);
-  /// A gradient has come, on the current stream: pack() may follow on another one.
-  void noteStream();
-  /// Slots that have not been packed in this step.
+  /// Slots that have not been packed in this step, or only ahead.
   [[nodiscard]] size_t pending() const noexcept {
     return pending_;
   }
   /// Packs the gradient of one slot; a parameter without one counts as zero. `unused`: no gradient has come here since the last reduction,
   /// so there may be an old .grad, which stays if no rank has used the parameter.
   void pack(size_t slot, bool unused);
+  /// The same before setRatio(). `counts`: the ratio will not be 0.
+  void packAhead(size_t slot, bool unused, bool counts);
+  /// The ratio of this step, 1 until then: see PassWeights. 0: zeros travel, whatever gradients there are.
+  void setRatio(double ratio);
   /// After the last pack().
   void seal();
   /// `state`: a checksum of what all ranks must share. A rank with another one gets a mismatch, if the group compares operations.
@@ -87,13 +90,21 @@ class Bucket {
   [[nodiscard]] bool packsZeros() const noexcept {
     return shadow_ || ratio_ == 0.0;
   }
+  void keepOld(size_t slot, bool unused);
+  void noteStream();
   [[nodiscard]] bool joinStreams();
 
   std::unique_ptr<Wire> wire_;
   BucketMemory memory_;
   std::unique_ptr<Packer> packer_;
   std::vector<c10::Stream> streams_; ///< of a device: on which autograd has made gradients since the last seal()
+  bool streams_differed_ = false; ///< setRatio() has joined some
   size_t pending_ = 0;
+  struct Ahead {
+    size_t slot;
+    double factor; ///< packed with; 0: not packed
+  };
+  std::vector<Ahead> ahead_;
   std::map<size_t, at::Tensor> old_grads_; ///< of this step's unused slots, copied before they were packed; by slot
   int rank_;
   uint32_t tag_;

@@ -54,11 +54,15 @@ BucketPipeline::BucketPipeline(
       stats_(stats),
       recorder_(recorder),
       launched_(buckets.all().size()),
-      looks_(looks && buckets.keepsResiduals()) {}
+      looks_(looks && buckets.keepsResiduals()) {
+  for (const Bucket& bucket : buckets.all()) {
+    slot_count_ += bucket.slots().size();
+  }
+}
 
-void BucketPipeline::begin(int divisor, double ratio) {
+void BucketPipeline::begin(int divisor) {
   for (Bucket& bucket : buckets_.all()) {
-    bucket.beginStep(divisor, ratio);
+    bucket.beginStep(divisor);
   }
   beginStep();
 }
@@ -71,14 +75,25 @@ void BucketPipeline::beginShadow(int divisor) {
 }
 
 void BucketPipeline::beginStep() {
+  ahead_ = 0;
   first_unlaunched_ = 0;
   first_unfinished_ = 0;
   finite_ = true;
   finite_on_device_.clear();
 }
 
-void BucketPipeline::noteStream(size_t param) {
-  buckets_.all()[buckets_.placeOf(param).bucket].noteStream();
+void BucketPipeline::packAhead(size_t param, bool unused, bool counts) {
+  const BucketSet::Place place = buckets_.placeOf(param);
+  recorder_.gradient(place.bucket);
+  buckets_.all()[place.bucket].packAhead(place.slot, unused, counts);
+  ++ahead_;
+}
+
+void BucketPipeline::setRatio(double ratio) {
+  for (Bucket& bucket : buckets_.all()) {
+    bucket.setRatio(ratio);
+  }
+  ahead_ = 0;
 }
 
 void BucketPipeline::pack(size_t param, bool unused) {

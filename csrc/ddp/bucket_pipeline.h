@@ -16,7 +16,7 @@ namespace pycomm {
 /// The buckets of a reducer in one step. A bucket is launched when it and all buckets before it are full.
 /// Buckets are finished in the order of launching. All ranks do both in the same order.
 ///
-///     begin() -> pack() each gradient, launchFull() -> finishAll()
+///     begin() -> [packAhead() ... -> setRatio() ->] pack() each gradient, launchFull() -> finishAll()
 ///
 /// finishEnded() may come in between. After an error, begin() again is not enough: the network may still write into the buckets, which
 /// have to be cut again.
@@ -42,8 +42,8 @@ class BucketPipeline {
       StepRecorder& recorder,
       bool looks);
 
-  /// `divisor`: of the sums; the ranks that have data. `ratio`: see PassWeights.
-  void begin(int divisor, double ratio = 1.0);
+  /// `divisor`: of the sums; the ranks that have data.
+  void begin(int divisor);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
   /// A pass begins. `state`: see Bucket::allReduce().
@@ -52,8 +52,14 @@ class BucketPipeline {
   }
   /// See Bucket::pack().
   void pack(size_t param, bool unused);
-  /// See Bucket::noteStream().
-  void noteStream(size_t param);
+  /// See Bucket::packAhead().
+  void packAhead(size_t param, bool unused, bool counts);
+  /// See Bucket::setRatio().
+  void setRatio(double ratio);
+  /// Whether all gradients have come, and nothing but the ratio is awaited.
+  [[nodiscard]] bool allAhead() const noexcept {
+    return slot_count_ > 0 && ahead_ == slot_count_;
+  }
   /// Launches the buckets that are full. True if it launched the last one.
   [[nodiscard]] bool launchFull();
   [[nodiscard]] bool allLaunched() const noexcept;
@@ -95,6 +101,8 @@ class BucketPipeline {
   StepRecorder& recorder_;
   std::vector<Launched> launched_; ///< by bucket
   uint32_t state_ = 0;
+  size_t slot_count_ = 0;
+  size_t ahead_ = 0; ///< slots packed ahead, until setRatio()
   size_t first_unlaunched_ = 0;
   size_t first_unfinished_ = 0;
   bool looks_; ///< at the averages

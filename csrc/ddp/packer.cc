@@ -13,6 +13,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "c10d/cuda_staging.h"
@@ -41,10 +42,30 @@ void packByTorch(const at::Tensor& out, const at::Tensor& grad, double factor) {
   }
 }
 
+bool isPowerOfTwo(double factor) {
+  int exponent = 0;
+  return std::abs(std::frexp(factor, &exponent)) == 0.5;
+}
+
 /// Gradients in their own dtype. If .grad is a view of home already, it is scaled in place. If gradients are to be views and it is
 /// none, it becomes one.
 class HomePacker final : public Packer {
  public:
+  // A gradient that moved home is only there: two factors in turn round twice, unless the first is a power of two. In fp16 not even then,
+  // since many gradients there are subnormal.
+  [[nodiscard]] double packAhead(BucketMemory& memory, const Slot& slot, double guess) override {
+    const bool exact = !memory.gradsAreViews() || (isPowerOfTwo(guess) && memory.dtype() != at::kHalf);
+    const double factor = exact ? guess : 1.0;
+    pack(memory, slot, factor);
+    return factor;
+  }
+
+  void repack(BucketMemory& memory, const Slot& slot, double before, double factor) override {
+    const at::Tensor& grad = slot.param.grad();
+    const bool moved = memory.gradsAreViews() && grad.defined() && BucketMemory::isHome(grad, slot);
+    pack(memory, slot, moved ? factor / before : factor);
+  }
+
   void pack(BucketMemory& memory, const Slot& slot, double factor) override {
     at::Tensor& grad = slot.param.mutable_grad();
     const bool same_type = grad.defined() && grad.scalar_type() == memory.dtype();

@@ -33,6 +33,15 @@ class Packer {
   virtual void begin() {}
   /// The gradient of one slot has come: packs it, times `factor`. A parameter without one counts as zeros.
   virtual void pack(BucketMemory& memory, const Slot& slot, double factor) = 0;
+  /// As pack(), while the factor is only guessed. Returns the factor that the gradient was packed with, from which repack() goes on.
+  [[nodiscard]] virtual double packAhead(BucketMemory& memory, const Slot& slot, double guess) {
+    pack(memory, slot, guess);
+    return guess;
+  }
+  /// The factor is known: the slot, packed ahead times `before`, has the bits of pack() with `factor`.
+  virtual void repack(BucketMemory& memory, const Slot& slot, double /*before*/, double factor) {
+    pack(memory, slot, factor); // .grad is as it was
+  }
   /// All gradients have come. `streams_differ`: some were made on another stream than the current one.
   virtual void seal(BucketMemory& /*memory*/, double /*factor*/, bool /*streams_differ*/) {}
   /// Of a bucket with a tail: writes the ExponentCode of the largest magnitude packed since begin(), with this ratio, to its element `rank`, zeros

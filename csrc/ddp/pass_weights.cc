@@ -9,6 +9,7 @@
 #include <string>
 
 #include "c10d/call_tag.h"
+#include "c10d/work.h"
 #include "ddp/steps.h"
 
 namespace pycomm {
@@ -52,6 +53,11 @@ int64_t passesOf(const std::vector<PassWeights::Row>& rows, const JobRanks& job)
 
 } // namespace
 
+PassWeights::PassWeights(const std::vector<ReducedParam>& params)
+    : params_(params),
+      narrow_(std::any_of(params.begin(), params.end(), [](const auto& each) { return each.dtype == at::kHalf; })),
+      kept_(params.size()) {}
+
 void PassWeights::forwardBegan() noexcept {
   forward_began_ns_ = nowNs();
 }
@@ -69,7 +75,11 @@ void PassWeights::enter(Forward forward, const std::vector<bool>& trained) {
     sum_ = sum_.weight > 0 ? Accumulated() : sum_;
   }
   drops_ = now == 0.0;
+  share_ = 1.0;
   if (drops_) {
+    keepGradients(trained);
+  } else if (sum_.unit > now && sum_.passes > 0 && narrow_) {
+    share_ = now / sum_.unit;
     keepGradients(trained);
   } else if (sum_.passes > 0 && sum_.unit != now) {
     changeUnit(now, trained);
@@ -93,6 +103,7 @@ void PassWeights::changeUnit(double unit, const std::vector<bool>& trained) {
       grad.mul_(sum_.unit / unit);
     }
   }
+  sum_.alike = sum_.alike && sum_.unit == 0.0;
   sum_.unit = unit;
 }
 
@@ -110,6 +121,7 @@ void PassWeights::begin(double weight) {
       " and ",
       now,
       "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
+  share_ = known ? share_ : 1.0;
   entered_.reset();
   set_.reset();
   drops_ = now == 0.0;
@@ -117,7 +129,7 @@ void PassWeights::begin(double weight) {
   sum_.leading += drops_ && sum_.weight == 0.0 ? 1 : 0;
   sum_.weight += now;
   ++sum_.passes;
-  sum_.unit = drops_ ? sum_.unit : now;
+  sum_.unit = drops_ || share_ != 1.0 ? sum_.unit : now;
   endPass();
   pass_began_ns_ = forward_began_ns_;
   last_gradient_ns_ = nowNs();
@@ -132,16 +144,34 @@ void PassWeights::endPass() noexcept {
 
 void PassWeights::came(size_t param) {
   last_gradient_ns_ = nowNs();
-  if (!drops_) {
+  if (!drops_ && share_ == 1.0) {
     return;
   }
   const at::NoGradGuard no_grad;
   at::Tensor& grad = params_[param].tensor.mutable_grad();
+  if (!drops_) {
+    takeShare(grad, kept_[param]);
+    return;
+  }
   if (!kept_[param].defined() || !grad.defined() || grad.is_sparse()) {
     grad = kept_[param];
   } else {
     grad.copy_(kept_[param]);
   }
+}
+
+// `before` plus the share of what has come: in float32, as these may differ much in size.
+void PassWeights::takeShare(at::Tensor& grad, at::Tensor& before) const {
+  if (!grad.defined()) {
+    return;
+  }
+  if (before.defined()) {
+    const at::Tensor old = before.to(at::kFloat);
+    grad.copy_(old + (grad.to(at::kFloat) - old).mul_(share_));
+  } else {
+    grad.mul_(share_);
+  }
+  before = grad.clone(); // another one may come in this pass
 }
 
 void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
@@ -154,12 +184,19 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
   const CallTag about(CallTag::of("the weights of ranks"));
-  work_ = group.allreduce(tensors);
+  c10d::AllreduceOptions options;
+  options.asyncOp = !rows_.is_cpu();
+  work_ = group.allreduce(tensors, options);
+  (void)ended(); // the row leaves
 }
 
+// The thread of backward runs the operation itself: another one would take its core for that.
 bool PassWeights::ended() const {
-  // A device is not asked: an answer costs a query of an event.
-  return work_ != nullptr && rows_.is_cpu() && work_->isCompleted() && work_->isSuccess();
+  if (work_ == nullptr || !rows_.is_cpu()) { // a device's answer costs a query of an event
+    return false;
+  }
+  auto* const ours = dynamic_cast<PycommWork*>(work_.get());
+  return (ours != nullptr ? ours->poll() : work_->isCompleted()) && work_->isSuccess();
 }
 
 std::optional<double> PassWeights::await(const JobRanks& job) {
@@ -205,6 +242,7 @@ void PassWeights::giveUp() {
   endPass();
   compute_ns_ = 0;
   sum_ = {};
+  share_ = 1.0;
   drops_ = weightless_ = stray_ = cannot_follow_ = false;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
 }

@@ -26,10 +26,11 @@ namespace pycomm {
 ///     ratio = N * k * unit / W        W = sum(w_ri),  .grad = sum(w_ri * g_ri) / unit
 ///
 /// in place of 1, and everything behind that, wires and residuals included, is as without weights. `unit` is the weight of the rank's last pass,
-/// so that nothing is multiplied while it stays the same. A rank without weight packs zeros, whatever its gradients hold.
+/// so that nothing is multiplied while it stays the same; with fp16 parameters the largest one's, since .grad in a small unit leaves the range of
+/// fp16. A rank without weight packs zeros, whatever its gradients hold.
 ///
-/// W comes from one small all-reduce, in which each rank writes a row of its own. The first gradient of a pass that reduces launches it, and
-/// packing waits for it, while backward goes on.
+/// W comes from one small all-reduce, in which each rank writes a row of its own. The first gradient of a pass that reduces launches it;
+/// launching buckets waits for it, while backward goes on. The thread of backward runs it: each gradient looks whether it has ended.
 ///
 ///     [set()] -> enter() by the graph, before a gradient -> begin() by the first gradient -> came() by each
 ///             -> and in a pass that reduces: launch() -> ended() -> await() -> commit()
@@ -58,7 +59,7 @@ class PassWeights {
     bool last = true; ///< none came after it, so what set() says is of it
   };
 
-  explicit PassWeights(const std::vector<ReducedParam>& params) : params_(params), kept_(params.size()) {}
+  explicit PassWeights(const std::vector<ReducedParam>& params);
 
   /// The weight of the next pass, whatever its forward pass says.
   void set(double weight) noexcept {
@@ -76,6 +77,10 @@ class PassWeights {
   /// Whether enter() came and begin() did not.
   [[nodiscard]] bool entered() const noexcept {
     return entered_.has_value();
+  }
+  /// After begin(): whether this rank's passes since the reduction before have any weight.
+  [[nodiscard]] bool counts() const noexcept {
+    return sum_.weight != 0.0;
   }
   /// The first gradient of a pass has come. `weight`: if the graph was not entered. Throws if gradients that are accumulated have another
   /// weight then.
@@ -102,12 +107,12 @@ class PassWeights {
   [[nodiscard]] bool awaited() const noexcept {
     return work_ != nullptr || weightless_;
   }
-  /// Whether await() would neither wait nor throw for the network's sake.
+  /// Whether await() would neither wait nor throw for the network's sake. Also lets the operation go on.
   [[nodiscard]] bool ended() const;
   /// Waits for the rows, and returns the ratio; nothing if no rank has any weight. Throws the operation's error, and one of its own if ranks
   /// have different numbers of passes.
   [[nodiscard]] std::optional<double> await(const JobRanks& job);
-  /// The step is over: it is on record.
+  /// The step is over, also if no rank has any weight: it is on record.
   void commit();
   /// The pass under way reduces nothing, and no pass is accumulated.
   void giveUp();
@@ -155,18 +160,21 @@ class PassWeights {
   void endPass() noexcept;
   void keepGradients(const std::vector<bool>& trained);
   void changeUnit(double unit, const std::vector<bool>& trained);
+  void takeShare(at::Tensor& grad, at::Tensor& before) const;
 
   static constexpr size_t kStepsKept = 4096;
 
   const std::vector<ReducedParam>& params_;
+  bool narrow_; ///< some are fp16
   std::optional<double> set_;
   std::optional<double> entered_; ///< the weight of the pass that will begin
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double total_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
+  double share_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
   bool cannot_follow_ = false;
   bool stray_ = false;
-  std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight
+  std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight, or with a share
 
   at::Tensor rows_; ///< int64: each rank's Row, as bits
   c10::intrusive_ptr<c10d::Work> work_; ///< null unless rows_ is reduced now

@@ -92,7 +92,6 @@ void Reducer::makeBuckets() {
 void Reducer::resetStep() {
   pipeline_->begin(group_.size());
   pass_.reset();
-  unpacked_.clear();
 }
 
 void Reducer::prepareForForward() {

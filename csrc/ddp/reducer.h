@@ -182,10 +182,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] PassWeights::Forward forwardOf(const ForwardMark& mark) const noexcept {
     return {mark.weight, mark.number == forwards_};
   }
-  void pack(size_t index);
   [[nodiscard]] PassWeights& weights();
-  /// How many gradients the buckets of a pass have.
-  [[nodiscard]] size_t slotCount() const;
   [[nodiscard]] bool packWeighed();
   [[nodiscard]] bool launchWeighed();
   void giveUpWeightless();
@@ -239,7 +236,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::optional<PassWeights> weights_; ///< if ranks are weighed
   double forward_weight_ = 1.0; ///< of the last forward pass
   int64_t forwards_ = 0;
-  std::vector<size_t> unpacked_; ///< parameters that are ready and wait for weights
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
 

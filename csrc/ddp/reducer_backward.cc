@@ -174,7 +174,7 @@ void Reducer::completeGradient(size_t index) {
   }
   markReady(index);
   launchFull();
-  if (pipeline_->allLaunched() || (!unpacked_.empty() && unpacked_.size() == slotCount())) {
+  if (pipeline_->allLaunched() || pipeline_->allAhead()) {
     queueFinish();
   }
 }
@@ -259,38 +259,21 @@ void Reducer::markReady(size_t index, bool came) {
   if (came && !state_.now().ordered && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
-  if (weights_.has_value()) {
-    pipeline_->noteStream(index);
-  }
-  if (weights_.has_value() && (weights_->awaited() || !unpacked_.empty())) {
-    unpacked_.push_back(index);
+  const bool unused = used_.has_value() && used_->mayBeUnused(index);
+  if (weights_.has_value() && weights_->awaited()) {
+    pipeline_->packAhead(index, unused, weights_->counts());
   } else {
-    pack(index);
+    pipeline_->pack(index, unused);
   }
 }
 
-void Reducer::pack(size_t index) {
-  pipeline_->pack(index, used_.has_value() && used_->mayBeUnused(index));
-}
-
-size_t Reducer::slotCount() const {
-  size_t count = 0;
-  for (const Bucket& bucket : buckets_.all()) {
-    count += bucket.slots().size();
-  }
-  return count;
-}
-
-// The weights have come, or are waited for now. False if no rank has any: then nothing is packed in this pass.
+// The weights have come, or are waited for now. False if no rank has any: then nothing was packed in this pass.
 bool Reducer::packWeighed() {
   const std::optional<double> ratio = weights_->await(group_.job());
   if (!ratio.has_value()) {
     return false;
   }
-  pipeline_->begin(group_.size(), *ratio);
-  for (const size_t index : std::exchange(unpacked_, {})) {
-    pack(index);
-  }
+  pipeline_->setRatio(*ratio);
   return true;
 }
 
@@ -301,15 +284,16 @@ void Reducer::giveUpWeightless() {
     values.accumulated = 0;
     ++values.passes;
   });
-  weights_->giveUp();
+  weights_->commit(); // a sampler has dealt a batch for it
   if (used_.has_value()) {
     used_->clear();
   }
   recorder_.drop();
   resetStep();
+  stats_.steps += options_.may_be_weightless ? 1 : 0;
   show();
   TORCH_CHECK_VALUE(
-      false,
+      options_.may_be_weightless,
       "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "
       "wrapper can go on with the next step");
 }
@@ -331,12 +315,13 @@ void Reducer::queueFinish() {
 void Reducer::finish() {
   raising([&] {
     const std::lock_guard lock(mutex_);
-    if (!pass_.reducing() || (!pipeline_->allLaunched() && unpacked_.size() < slotCount())) {
+    if (!pass_.reducing() || (!pipeline_->allLaunched() && !pipeline_->allAhead())) {
       return; // of a static graph whose first pass was local
     }
     recorder_.backwardEnded();
-    if (!unpacked_.empty() && !launchWeighed()) {
+    if (pipeline_->allAhead() && !launchWeighed()) {
       giveUpWeightless();
+      return;
     }
     finishBuckets();
     recorder_.end();
@@ -389,6 +374,7 @@ void Reducer::passWithoutBatch(bool reduces) {
     recorder_.backwardEnded();
     if (!launchWeighed()) {
       giveUpWeightless();
+      return;
     }
     finishBuckets();
     recorder_.end();

@@ -40,6 +40,8 @@ struct ReducerOptions {
   bool error_feedback = true; ///< of codecs: the loss is added to the next step's gradients
   bool drops_nonfinite_steps = true; ///< the program does, so error feedback keeps nothing of one
   bool weighs = false; ///< ranks count by the weights of their passes: see PassWeights
+  bool may_be_weightless =
+      false; ///< a step in which no rank of the group has weight is one without averages, and no error
   std::string cuda_library; ///< see makePacker()
 };
 

@@ -56,8 +56,8 @@ constexpr int kTopAim = 9;
 constexpr int kTopHighest = 15;
 constexpr int kTopLowest = 0;
 
-// 2^s and 2^-s must both be normal fp32 numbers.
-constexpr int kExponentLimit = 126;
+// 2^-s must be a normal fp32 number, and so must 2^s times a ratio of PassWeights, which is up to ranks * passes.
+constexpr int kExponentLimit = 100;
 
 constexpr int kAllZeroCode = 0;
 

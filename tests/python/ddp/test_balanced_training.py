@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -69,14 +71,14 @@ def trained(rank: int, world_size: int, workers: int) -> dict[str, Any]:
     }
 
 
-def alone() -> torch.Tensor:
+def alone(steps: int = 40) -> torch.Tensor:
     """One process with the whole batches, in the sampler's order of indices."""
     from pycomm._deal import epoch_order
 
     net, data = Slowed(0), Numbers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     order = epoch_order(NUMEL, seed=0, epoch=0, shuffle=True).tolist()
-    for step in range(40):
+    for step in range(steps):
         batch = order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
         inputs = torch.stack([data[i][0] for i in batch])
         targets = torch.stack([data[i][1] for i in batch])
@@ -98,3 +100,117 @@ def test_a_slow_rank_gets_fewer_samples_and_weights_are_those_of_one_process(wor
     assert fast["steps"] == slow["steps"] == 40
     assert torch.equal(fast["weight"], slow["weight"])
     assert torch.allclose(fast["weight"], alone(), rtol=0, atol=1e-12)
+
+
+class VirtualTimes:
+    """A wrapper's log whose seconds follow from the samples: no clock decides the shares."""
+
+    def __init__(self, model: Any, per_sample: Sequence[tuple[int, Sequence[float]]]) -> None:
+        self._log = model.step_log
+        self._per_sample = per_sample
+        self.step_log = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    def records(self, since: int) -> list[Any]:
+        from pycomm._step_log import StepRecord
+
+        found = self._log.records(0)
+        told = []
+        for step in range(since, len(found)):
+            seconds = [math.nan] * self._log.world_size
+            if step > 0:
+                each = next(s for begin, s in reversed(self._per_sample) if step - 1 >= begin)
+                seconds = [1.0 + b * n for b, n in zip(each, found[step - 1].samples, strict=True)]
+            told.append(StepRecord(found[step].passes, found[step].samples, seconds))
+        return told
+
+
+def trained_by_virtual_times(rank: int, world_size: int) -> dict[str, Any]:
+    import pycomm
+
+    model = wrap(Slowed(0), weight="samples")
+    # The second rank is four times as slow, and later the first is.
+    times = VirtualTimes(model, [(0, (1.0, 4.0)), (50, (4.0, 1.0))])
+    sampler = pycomm.BalancedSampler(Numbers(), global_batch=GLOBAL_BATCH, model=times, lookahead=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sizes = []
+    for inputs, targets in DataLoader(Numbers(), batch_sampler=sampler):
+        if len(sizes) == 60:  # a step without any samples, as of a batch that is all padding
+            model.samples = 0
+            with pytest.raises(ValueError, match="no rank has any samples"):
+                (model(inputs) - targets).square().mean().backward()
+            sizes.append(len(inputs))
+            continue
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        sizes.append(len(inputs))
+        if len(sizes) == 59:
+            weight = model.module.layer.weight.detach().clone()
+        if len(sizes) == 80:
+            break
+    return {"sizes": sizes, "weight": weight, "steps": model.step_log.steps}
+
+
+def test_shares_follow_virtual_times_and_a_step_without_samples_is_a_batch() -> None:
+    found = ranks.run_ranks(2, trained_by_virtual_times, timeout_s=120, preload=ranks.TORCH_DDP)
+    first, second = found.values()
+    assert all(a + b == GLOBAL_BATCH for a, b in zip(first["sizes"], second["sizes"], strict=True))
+    assert first["sizes"][40] == pytest.approx(38, abs=1)  # 1 + 38 and 1 + 4 * 10: nearly best
+    assert first["sizes"][75] == pytest.approx(10, abs=1)
+    assert first["steps"] == second["steps"] == 80
+    assert torch.equal(first["weight"], second["weight"])
+    assert torch.allclose(first["weight"], alone(59), rtol=0, atol=1e-12)
+
+
+class Deep(nn.Module):
+    """Not linear, so that an error of a step grows in those after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        kind = torch.float64
+        self.layers = nn.Sequential(
+            nn.Linear(6, 32, dtype=kind), nn.Tanh(), nn.LayerNorm(32, dtype=kind), nn.Linear(32, 2)
+        ).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def hundred_steps(rank: int, world_size: int) -> torch.Tensor:
+    import pycomm
+
+    model = wrap(Deep(), weight="samples")
+    times = VirtualTimes(model, [(0, (1.0, 3.0, 2.0)), (40, (5.0, 1.0, 1.0))])
+    sampler = pycomm.BalancedSampler(Numbers(), global_batch=36, model=times, lookahead=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sizes = set()
+    for step, (inputs, targets) in enumerate(DataLoader(Numbers(), batch_sampler=sampler)):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        sizes.add(len(inputs))
+        if step == 99:
+            break
+    assert len(sizes) > 2
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def test_a_hundred_steps_are_those_of_one_process() -> None:
+    from pycomm._deal import epoch_order
+
+    found = ranks.run_ranks(3, hundred_steps, timeout_s=120, preload=ranks.TORCH_DDP)
+    net, data = Deep(), Numbers()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    order = epoch_order(NUMEL, seed=0, epoch=0, shuffle=True).tolist()
+    for step in range(100):
+        inputs, targets = zip(*(data[i] for i in order[step * 36 : step * 36 + 36]), strict=True)
+        optimizer.zero_grad()
+        (net(torch.stack(inputs)) - torch.stack(targets)).square().mean().backward()
+        optimizer.step()
+    whole = torch.cat([each.detach().flatten() for each in net.parameters()])
+    for mine in found.values():
+        assert torch.allclose(mine, whole, rtol=0, atol=1e-9)

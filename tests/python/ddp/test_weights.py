@@ -149,21 +149,21 @@ def test_equal_weights_have_the_bits_of_no_weights(world_size: int) -> None:
 def equal_in_each_wire(rank: int, world_size: int) -> list[str]:
     """The same over passes that accumulate, in each wire, with a weight that binary cannot hold."""
     wrong = []
-    for wire in WIRES:
+    for dtype, wire in [*((torch.float32, wire) for wire in WIRES), (torch.float64, None)]:
         for accumulate in (1, 3, 10):
             models = [
-                wrap(Net(torch.float32), wire_dtype=wire, weight=weight, accumulate=accumulate)
+                wrap(Net(dtype), wire_dtype=wire, weight=weight, accumulate=accumulate)
                 for weight in (None, "samples")
             ]
             for step in range(20 if accumulate == 10 else 9):
-                batch = batch_of(rank, step, 6, torch.float32)
+                batch = batch_of(rank, step, 6, dtype)
                 models[1].samples = 0.1
                 for model in models:
                     if step % accumulate == 0:
                         model.zero_grad()
                     loss_of(model, batch).backward()
                 if not torch.equal(*map(gradients, models)):
-                    wrong.append(f"{wire}, accumulate={accumulate}, step {step}")
+                    wrong.append(f"{dtype}, {wire}, accumulate={accumulate}, step {step}")
     return wrong
 
 
@@ -429,18 +429,21 @@ def synced(rank: int, world_size: int) -> tuple[float, bool]:
     alone = [copy.deepcopy(net) for _ in range(world_size)]
     for step in range(6):
         optimizer.zero_grad()
-        loss_of(model, batch_of(rank, step, 1 + samples_of(rank, step), torch.float64)).backward()
+        if samples_of(rank, step) == 0:
+            model.no_batch()
+        else:
+            loss_of(model, batch_of(rank, step, samples_of(rank, step), torch.float64)).backward()
         optimizer.step()
         for r, single in enumerate(alone):
+            if samples_of(r, step) == 0:
+                continue
             single.zero_grad()
-            loss_of(single, batch_of(r, step, 1 + samples_of(r, step), torch.float64)).backward()
+            loss_of(single, batch_of(r, step, samples_of(r, step), torch.float64)).backward()
             with torch.no_grad():
                 for each in single.parameters():
                     each -= 0.1 * each.grad
         if step % 2 == 1:
-            weights = [
-                sum(1 + samples_of(r, s) for s in (step - 1, step)) for r in range(world_size)
-            ]
+            weights = [sum(samples_of(r, s) for s in (step - 1, step)) for r in range(world_size)]
             with torch.no_grad():
                 for same in zip(*(single.parameters() for single in alone), strict=True):
                     mean = sum(w * each for w, each in zip(weights, same, strict=True)) / sum(
@@ -489,7 +492,7 @@ def test_sparse_gradients() -> None:
 
 
 def test_samples_are_counted_by_the_first_dimension() -> None:
-    from pycomm._ddp_weights import count_samples
+    from pycomm._ddp_weights import add_first_dimensions, count_samples
 
     batch, labels = torch.zeros(5, 9), torch.zeros(5, dtype=torch.long)
     scalar = torch.tensor(3.0)
@@ -500,7 +503,14 @@ def test_samples_are_counted_by_the_first_dimension() -> None:
     assert number == 5
     assert "argument 0[1]['image'], [5, 9]" in how
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
+    for args in ((batch,), (scalar, {"x": [batch, scalar]}), ((0, "text", {"y": (labels, None)}),)):
+        sizes: set[int] = set()
+        add_first_dimensions(args, sizes)
+        assert sizes == {count_samples(args, {})[0]} == {5}
     for args in ((batch, batch.T), (packed,)):
+        sizes = set()
+        add_first_dimensions(args, sizes)
+        assert len(sizes) == 2
         with pytest.raises(ValueError, match=r"cannot tell .*model\.samples = n"):
             count_samples(args, {})
     for args in ((), (scalar,), ("text",)):
@@ -540,10 +550,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "log and sync_every",
         lambda: wrap(Net(torch.float32), weight="samples", sync_every=2).step_log,
     )
-    tried(
-        "no_batch and sync_every",
-        lambda: wrap(Net(torch.float32), weight="samples", sync_every=2).no_batch(),
-    )
     tried("join", lambda: model.join().__enter__())
     return found
 
@@ -558,7 +564,6 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         assert "is not a finite number from 0" in found[f"samples {bad}"]
     assert "no_batch()" in found["join"]
     assert "SyncBatchNorm of the other ranks waits" in found["no_batch and BatchNorm"]
-    assert "no_batch() cannot follow" in found["no_batch and sync_every"]
     assert "BalancedSampler cannot follow" in found["log and sync_every"]
 
 

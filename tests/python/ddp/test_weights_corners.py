@@ -1,0 +1,435 @@
+"""``weight="samples"`` with other uses of gradients, beside one process or by hand."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import time
+from typing import Any
+
+import ddp_shapes
+import pytest
+import ranks
+import torch
+from ddp_rig import all_ranks, wrap
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+
+
+def make_net(dtype: torch.dtype = torch.float64, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(9, width, dtype=dtype), nn.Tanh(), nn.Linear(width, 2, dtype=dtype)
+    )
+
+
+def batch_of(rank: int, step: int, samples: int, dtype: torch.dtype = torch.float64) -> Any:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(samples, 9, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(batch) - batch[:, :2]).square().mean()
+    return loss
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return torch.cat([each.to_dense().flatten().double() for each in found])
+
+
+def alone(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The gradients of one process."""
+    single = copy.deepcopy(net)
+    single.zero_grad()
+    loss_of(single, batch).backward()
+    return gradients(single)
+
+
+def off_by(mine: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest error, by the largest value; infinite if something is not finite."""
+    off = float((mine - right).abs().max() / right.abs().max())
+    return off if math.isfinite(off) else math.inf
+
+
+# Models of all shapes
+
+BATCHES = ((4, 1, 2), (1, 3, 4), (2, 4, 1), (3, 3, 3), (0, 4, 2))  # by step and rank
+OF_A_BATCH = {"alternating"}  # its graph follows from the batch's first sample
+
+
+def beside_the_union(rank: int, world_size: int) -> dict[str, float]:
+    found = {}
+    for name, shape in ddp_shapes.SHAPES.items():
+        net = ddp_shapes.make(name)
+        norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        if name in OF_A_BATCH or any(isinstance(layer, norms) for layer in net.modules()):
+            continue
+        model = wrap(copy.deepcopy(net), weight="samples", **shape.options)
+        # Of a model with bfloat16 inside, gradients of all dtypes are as coarse.
+        coarse = max(2.0**13 * (each.dtype == torch.bfloat16) for each in net.parameters()) or 1.0
+        worst = 0.0
+        for step, sizes in enumerate(BATCHES):
+            parts = [ddp_shapes.batch_of(name, r, step)[: sizes[r]] for r in range(world_size)]
+            model.zero_grad()
+            if len(parts[rank]) == 0:
+                model.no_batch()
+            else:
+                shape.loss(model, parts[rank]).backward()
+            single = copy.deepcopy(net)
+            shape.loss(single, torch.cat(parts)).backward()
+            for mine, right in zip(model.parameters(), single.parameters(), strict=True):
+                if right.grad is None or not right.numel():
+                    continue
+                assert mine.grad is not None, (name, step)
+                wide = [real(each.grad) for each in (mine, right)]
+                scale = max(float(wide[1].abs().max()), 1e-3)
+                worst = max(worst, float((wide[0] - wide[1]).abs().max()) / scale / coarse)
+        found[name] = worst
+    return found
+
+
+def real(grad: torch.Tensor) -> torch.Tensor:
+    dense = grad.to_dense()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_unequal_batches_of_all_shapes_of_models(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, beside_the_union, timeout_s=300, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert len(results) > 30
+        assert {name: off for name, off in results.items() if off > 1e-5} == {}
+
+
+# Passes that accumulate
+
+
+def passes(rank: int, world_size: int) -> dict[str, float]:
+    """k * sum(w g) / sum(w), where the ranks' sums of weights are equal and passes' are not."""
+    found = {}
+    for name, weights in {
+        "alike on ranks": ((24.0, 7.0, 3.0), (24.0, 7.0, 3.0)),
+        "alike in sum": ((24.0, 7.0, 3.0), (3.0, 24.0, 7.0)),
+        "alike but for a leading 0": ((0.0, 7.0, 7.0), (7.0, 0.0, 7.0)),
+    }.items():
+        net = make_net()
+        model = wrap(copy.deepcopy(net), weight="samples", accumulate=3)
+        right = torch.zeros(1, dtype=torch.float64)
+        for step in range(3):
+            model.samples = weights[rank][step]
+            loss_of(model, batch_of(rank, step, 5)).backward()
+            for r in range(world_size):
+                right = right + weights[r][step] * alone(net, batch_of(r, step, 5))
+        total = sum(map(sum, weights))
+        found[name] = off_by(gradients(model), 3 * right / total)
+
+    # By hand, without no_sync(): what was reduced is equal on all ranks, and stays as it is.
+    net = make_net()
+    model = wrap(copy.deepcopy(net), weight="samples")
+    right = torch.zeros(1, dtype=torch.float64)
+    for step in range(3):
+        sizes = [(2, 5), (0, 3), (7, 1)][step]
+        if sizes[rank] == 0:
+            model.no_batch()
+        else:
+            loss_of(model, batch_of(rank, step, sizes[rank])).backward()
+        union = torch.cat([batch_of(r, step, sizes[r]) for r in range(world_size)])
+        right = right + alone(net, union)
+    found["kept over reductions"] = off_by(gradients(model), right)
+    return found
+
+
+def test_passes_are_weighed_apart_even_if_the_ranks_sums_are_alike() -> None:
+    found = ranks.run_ranks(2, passes, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert {name: off for name, off in results.items() if off > 1e-13} == {}
+
+
+def narrow_passes(rank: int, world_size: int) -> dict[str, float]:
+    """fp16 parameters: .grad in the unit of a pass that weighs a millionth would be infinite."""
+    found = {}
+    for weights in ((1e6, 1.0), (1.0, 1e6), (1e6, 1e-3, 1e3)):
+        net = make_net(torch.float16)
+        model = wrap(copy.deepcopy(net), weight="samples", accumulate=len(weights))
+        right = torch.zeros(1, dtype=torch.float64)
+        for step, weight in enumerate(weights):
+            batch = batch_of(rank, step, 4, torch.float16)
+            model.samples = weight
+            loss_of(model, batch).backward()
+            for r in range(world_size):
+                wide = alone(
+                    copy.deepcopy(net).double(), batch_of(r, step, 4, torch.float16).double()
+                )
+                right = right + weight * wide
+        right = len(weights) * right / (world_size * sum(weights))
+        found[str(weights)] = off_by(gradients(model), right)
+    return found
+
+
+def test_fp16_gradients_of_passes_whose_weights_are_far_apart() -> None:
+    found = ranks.run_ranks(2, narrow_passes, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert {name: off for name, off in results.items() if not off < 5e-3} == {}
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer that is frozen now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(40, 6, sparse=True, dtype=torch.float64)
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(words)).square().mean(dim=1)
+
+
+def sparse_and_frozen(rank: int, world_size: int) -> list[float]:
+    net = Words()
+    model = wrap(copy.deepcopy(net), weight="samples", accumulate=2)
+    weights = ((3, 5), (4, 1))  # by pass and rank
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        model.module.layer.requires_grad_(step % 2 == 0)
+        single = copy.deepcopy(net)
+        single.layer.requires_grad_(step % 2 == 0)
+        total = sum(map(sum, weights))
+        for number, sizes in enumerate(weights):
+            model(torch.arange(sizes[rank]) * (number + 2) % 40).mean().backward()
+            for size in sizes:
+                loss = single(torch.arange(size) * (number + 2) % 40).mean()
+                (2 * size / total * loss).backward()
+        found.append(off_by(gradients(model), gradients(single)))
+    return found
+
+
+def test_sparse_gradients_and_frozen_parameters_over_passes() -> None:
+    found = ranks.run_ranks(2, sparse_and_frozen, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert max(results) < 1e-13
+
+
+def resumed(rank: int, world_size: int) -> list[bool]:
+    """A run that is cut after each of its passes continues with the bits of the other one."""
+    sizes = ((3, 0), (5, 2), (4, 4), (1, 7), (2, 2), (6, 1))
+    same = []
+    for cut, wire in itertools.product(range(1, 6), (None, "int8", "fp16")):
+        models = []
+        for cuts in (False, True):
+            options = {"weight": "samples", "accumulate": 3, "wire_dtype": wire}
+            model = wrap(make_net(torch.float32, width=300), **options)
+            for number, each in enumerate(sizes):
+                if number % 3 == 0:
+                    model.zero_grad()
+                if cuts and number == cut:
+                    state, grads = model.communication_state_dict(), gradients_of(model)
+                    model = wrap(make_net(torch.float32, width=300), **options)
+                    model.load_communication_state_dict(state)
+                    for one, grad in zip(model.parameters(), grads, strict=True):
+                        one.grad = grad
+                if each[rank] == 0:
+                    model.no_batch()
+                else:
+                    loss_of(model, batch_of(rank, number, each[rank], torch.float32)).backward()
+            models.append(model)
+        same.append(torch.equal(*map(gradients, models)))
+    return same
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+
+def test_a_run_that_is_cut_between_passes_continues_bit_by_bit() -> None:
+    found = ranks.run_ranks(2, resumed, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert results == [True] * 15
+
+
+# Wires, hooks and scalers
+
+
+def tiny_gradients(rank: int, world_size: int) -> float:
+    """Of fp16 on the wire: 2^s times a ratio of 4 is beyond fp32 for s = 126."""
+    net = make_net(torch.float32)
+    model = wrap(copy.deepcopy(net), weight="samples", wire_dtype="fp16")
+    weights = [1.0] + [0.0] * (world_size - 1)
+    off = 0.0
+    for step in range(3):
+        model.zero_grad()
+        model.samples = weights[rank]
+        factor = 2.0**-121.5 / float(alone(net, batch_of(0, step, 5, torch.float32)).abs().max())
+        (loss_of(model, batch_of(rank, step, 5, torch.float32)) * factor).backward()
+        right = torch.zeros(1, dtype=torch.float64)
+        for r in range(world_size):
+            grads = alone(net, batch_of(r, step, 5, torch.float32))
+            right = right + weights[r] * factor * grads / sum(weights)
+        off = max(off, off_by(gradients(model), right))
+    return off
+
+
+def test_the_smallest_gradients_times_the_largest_ratio() -> None:
+    found = ranks.run_ranks(4, tiny_gradients, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found.values()) < 0.05  # few bits are left of such numbers in fp16
+
+
+def hook_and_no_weight(rank: int, world_size: int) -> dict[str, float]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    found = {}
+    hooks: dict[str, tuple[Any, Any, float]] = {
+        "allreduce": (default_hooks.allreduce_hook, None, 1e-6),
+        "fp16": (default_hooks.fp16_compress_hook, None, 2e-3),
+        "powersgd": (
+            powerSGD_hook.powerSGD_hook,
+            powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=100),
+            1e-6,
+        ),
+    }
+    for name, (hook, state, bound) in hooks.items():
+        net = make_net(torch.float32)
+        model = wrap(copy.deepcopy(net), weight="samples")
+        model.register_comm_hook(state, hook)
+        for step, sizes in enumerate(((3, 0, 5), (0, 4, 1), (2, 2, 0))):
+            model.zero_grad()
+            if sizes[rank] == 0 and step == 1:
+                model.samples = 0
+                (loss_of(model, batch_of(rank, step, 2, torch.float32)) * math.nan).backward()
+            elif sizes[rank] == 0:
+                model.no_batch()
+            else:
+                loss_of(model, batch_of(rank, step, sizes[rank], torch.float32)).backward()
+            parts = [batch_of(r, step, sizes[r], torch.float32) for r in range(world_size)]
+            off = off_by(gradients(model), alone(net, torch.cat(parts)))
+            found[name] = max(found.get(name, 0.0), off / bound)
+    return found
+
+
+def test_comm_hooks_beside_ranks_without_weight() -> None:
+    found = ranks.run_ranks(3, hook_and_no_weight, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert {name: off for name, off in results.items() if not off < 1} == {}
+
+
+def scaled(rank: int, world_size: int) -> dict[str, Any]:
+    """A GradScaler, of which all ranks drop the step in which one rank has an Inf."""
+    net = make_net(torch.float32)
+    model = wrap(copy.deepcopy(net), weight="samples", wire_dtype="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    worst = 0.0
+    scales = []
+    for step, sizes in enumerate(((3, 6), (1, 5), (4, 0), (2, 2))):
+        optimizer.zero_grad()
+        before = [each.detach().clone() for each in model.parameters()]
+        if sizes[rank] == 0:
+            model.no_batch()
+        else:
+            loss = loss_of(model, batch_of(rank, step, sizes[rank], torch.float32))
+            scaler.scale(loss * (math.inf if step == 1 and rank == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        if step != 1:
+            single = make_net(torch.float32)
+            single.load_state_dict(model.module.state_dict())
+            parts = [batch_of(r, step, sizes[r], torch.float32) for r in range(world_size)]
+            worst = max(worst, off_by(gradients(model), alone(single, torch.cat(parts))))
+        scaler.step(optimizer)
+        scaler.update()
+        kept = all(map(torch.equal, before, model.parameters()))
+        scales.append((kept, scaler.get_scale()))
+    flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+    same = all(torch.equal(flat, each) for each in all_ranks(flat))
+    return {"worst": worst, "steps": scales, "same": same}
+
+
+def test_a_grad_scaler() -> None:
+    found = ranks.run_ranks(2, scaled, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert results["worst"] < 3e-2
+        assert results["steps"] == [(False, 1024.0), (True, 512.0), (False, 512.0), (False, 512.0)]
+        assert results["same"]
+
+
+def compiled(rank: int, world_size: int) -> list[float]:
+    net = make_net()
+    model = wrap(copy.deepcopy(net), weight="samples")
+    fast = torch.compile(model, backend="aot_eager", dynamic=True)
+    found = []
+    for step, sizes in enumerate(((3, 6), (1, 5), (4, 2), (2, 2))):
+        model.zero_grad()
+        loss_of(fast, batch_of(rank, step, sizes[rank])).backward()
+        parts = [batch_of(r, step, sizes[r]) for r in range(world_size)]
+        found.append(off_by(gradients(model), alone(net, torch.cat(parts))))
+    return found
+
+
+def test_a_compiled_wrapper() -> None:
+    found = ranks.run_ranks(2, compiled, timeout_s=200, preload=(*ranks.TORCH_DDP, "torch._dynamo"))
+    for results in found.values():
+        assert max(results) < 1e-13
+
+
+# When the weights come
+
+
+def at_other_times(rank: int, world_size: int) -> list[str]:
+    """The others' weights come after all gradients of rank 0, or before most of them."""
+    wrong = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for options in ({}, {"gradient_as_bucket_view": False}, {"wire_dtype": "fp16"}):
+            if dtype != torch.float32 and "wire_dtype" in options:
+                continue
+            seen = []
+            for late in ("the others", "rank 0"):
+                net = nn.Sequential(*(nn.Linear(9, 9, dtype=dtype) for _ in range(4)))
+                torch.manual_seed(5)
+                for each in net.parameters():
+                    nn.init.normal_(each)
+                model = wrap(net, weight="samples", bucket_cap_mb=1e-4, **options)
+                for step in range(3):
+                    model.zero_grad()
+                    model.samples = (5, 3, 11)[rank]
+                    loss = model(batch_of(rank, step, 4, dtype)).square().mean() / 30
+                    loss = loss * (1e-3 if dtype == torch.float16 else 1.0)  # subnormal ones
+                    torch.distributed.barrier()
+                    if late == "the others" and rank != 0:
+                        time.sleep(0.05)
+                    if late == "rank 0" and rank == 0:
+                        net[2].weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.05))
+                    loss.backward()
+                seen.append(gradients(model))
+            if not torch.equal(*seen):
+                wrong.append(f"{dtype} {options}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bits_do_not_depend_on_when_the_weights_come(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, at_other_times, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[]] * world_size
+
+
+def kept_without_samples(rank: int, world_size: int) -> list[bool]:
+    """A step without samples on any rank leaves what is in .grad, bit by bit."""
+    kept = []
+    for options in ({}, {"gradient_as_bucket_view": False}, {"wire_dtype": "int8"}):
+        model = wrap(make_net(torch.float32), weight="samples", **options)
+        loss_of(model, batch_of(rank, 0, 3, torch.float32)).backward()
+        before = gradients(model)
+        model.samples = 0
+        with pytest.raises(ValueError, match="no rank has any samples"):
+            loss_of(model, batch_of(rank, 1, 3, torch.float32)).backward()
+        kept.append(torch.equal(before, gradients(model)))
+    return kept
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_without_samples_leaves_gradients_as_they_were(world_size: int) -> None:
+    found = ranks.run_ranks(world_size, kept_without_samples, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert results == [True] * 3
