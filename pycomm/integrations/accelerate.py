@@ -35,6 +35,7 @@ def make_accelerator(
     *,
     wrapper: str = "pycomm",
     wire_dtype: WireDtype = None,
+    weight: str | None = None,
     group_options: Mapping[str, Any] | None = None,
     process_group: Mapping[str, Any] | None = None,
     **options: Any,
@@ -47,6 +48,7 @@ def make_accelerator(
     Args:
         wrapper: "pycomm" for ``pycomm.DistributedDataParallel``, "torch" for torch's own.
         wire_dtype: For pycomm's wrapper: what gradients travel as.
+        weight: The same: "samples" for ranks that count by their samples.
         group_options: Further arguments of ``init_process_group``, such as ``timeout``.
         process_group: The old name of ``group_options``, until 0.3.
         options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
@@ -60,8 +62,11 @@ def make_accelerator(
     """
     if wrapper not in _WRAPPERS:
         raise ValueError(f"wrapper={wrapper!r}: choose one of {', '.join(_WRAPPERS)}")
-    if wire_dtype is not None and wrapper != "pycomm":
-        raise ValueError("wire_dtype needs wrapper='pycomm': torch's has no such option")
+    own = {"wire_dtype": wire_dtype, "weight": weight}
+    if wrapper != "pycomm" and (
+        given := [name for name, value in own.items() if value is not None]
+    ):
+        raise ValueError(f"{given[0]} needs wrapper='pycomm': torch's has no such option")
     if options.setdefault("cpu", True) is not True:
         raise ValueError(
             "make_accelerator is for CPU training. Try, on GPUs: Accelerator("
@@ -75,7 +80,7 @@ def make_accelerator(
     kind = _wrapping_accelerator() if wrapper == "pycomm" else accelerate.Accelerator
     accelerator = kind(**options)
     if wrapper == "pycomm":
-        accelerator.pycomm_wire_dtype = wire_dtype
+        accelerator.pycomm_options = own
     check_distributed(accelerator.state)
     return accelerator
 
@@ -163,7 +168,7 @@ def _wrapping_accelerator() -> type[Any]:
     class PycommAccelerator(Accelerator):  # type: ignore[misc]
         """Puts pycomm's wrapper where Accelerate puts torch's."""
 
-        pycomm_wire_dtype: WireDtype = None
+        pycomm_options: Mapping[str, Any] = {}
 
         def prepare_model(
             self,
@@ -180,9 +185,7 @@ def _wrapping_accelerator() -> type[Any]:
                 return prepared
             handler = self.ddp_handler
             options = handler.to_kwargs() if handler is not None else {}
-            wrapped = DistributedDataParallel(
-                prepared, wire_dtype=self.pycomm_wire_dtype, **options
-            )
+            wrapped = DistributedDataParallel(prepared, **self.pycomm_options, **options)
             if handler is not None:
                 handler.register_comm_hook(wrapped)
             # Else prepare() would do it all again. Module's annotations know no plain attributes.

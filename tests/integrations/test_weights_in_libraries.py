@@ -1,0 +1,177 @@
+"""``weight="samples"`` in Lightning, Accelerate and the Trainer: batches that are not equal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from test_libraries import EPOCHS, LR, SAMPLES, TRAINER_OPTIONS, Samples, WithLoss, assert_as_alone
+from torch import nn
+from torch.utils.data import DataLoader
+from training import BATCH, make_model, parameters_of
+from versions import require
+
+pytestmark = pytest.mark.needs_native
+
+PRELOAD = ("torch._dynamo", "lightning.pytorch", "accelerate", "transformers.trainer")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    for library in ("Lightning", "Accelerate", "HF Trainer"):
+        require(library)
+
+
+class Parts:
+    """A batch sampler: of each 8 samples, 6 are the first rank's."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(0, SAMPLES, BATCH):
+            whole = list(range(begin, begin + BATCH))
+            yield whole[:6] if self.rank == 0 else whole[6:]
+
+
+def loader_of(rank: int) -> DataLoader[Any]:
+    return DataLoader(Samples(), batch_sampler=Parts(rank))
+
+
+# Lightning
+
+
+def fit(rank: int, world_size: int, how: str) -> Any:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from pycomm.integrations.lightning import make_strategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            if how == "said":
+                self.trainer.model.samples = len(batch["inputs"])
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
+            return batch if how == "a dict" else {**batch, "turned": batch["inputs"].T}
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return nn.functional.mse_loss(self.model(batch["inputs"]), batch["labels"])
+
+        def on_train_end(self) -> None:
+            self.trained = parameters_of(self.model)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=LR)
+
+    module = Module()
+    with contextlib.redirect_stderr(io.StringIO()):
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=make_strategy(weight="samples"),
+            max_epochs=EPOCHS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        try:
+            trainer.fit(module, loader_of(rank))
+        except ValueError as error:
+            return str(error)
+    return module.trained
+
+
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(how, marks=case(fit, how, launcher="torchrun")) for how in ("a dict", "said")],
+)
+@pytest.mark.integration("Lightning", "unequal batches with weight='samples', as one process")
+def test_lightning(how: str, values: list[Any]) -> None:
+    assert_as_alone(values)
+
+
+@case(fit, "leaves that disagree", launcher="torchrun")
+@pytest.mark.integration("Lightning", "a batch whose samples cannot be counted")
+def test_lightning_with_leaves_that_disagree(values: list[Any]) -> None:
+    for text in values:
+        assert "cannot tell how many samples forward got: argument 0['inputs']" in text
+        assert "argument 0['turned']" in text and "model.samples = n" in text
+
+
+# Accelerate
+
+
+def accelerate_loop(rank: int, world_size: int) -> Any:
+    from accelerate.data_loader import prepare_data_loader
+
+    from pycomm.integrations.accelerate import make_accelerator
+
+    accelerator = make_accelerator(weight="samples")
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+    loader = prepare_data_loader(
+        loader_of(rank), accelerator.device, num_processes=1, process_index=0
+    )
+    for _ in range(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            out = model(batch["inputs"])
+            accelerator.backward(nn.functional.mse_loss(out, batch["labels"]))
+            optimizer.step()
+    return parameters_of(accelerator.unwrap_model(model))
+
+
+@case(accelerate_loop, launcher="torchrun")
+@pytest.mark.integration("Accelerate", "unequal batches with weight='samples', as one process")
+def test_accelerate(values: list[Any]) -> None:
+    assert_as_alone(values)
+
+
+# Hugging Face Trainer
+
+
+def trainer_loop(rank: int, world_size: int) -> Any:
+    from transformers import Trainer
+
+    import pycomm
+    from pycomm.integrations.transformers import make_training_arguments
+
+    class Weighed(Trainer):
+        def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+            if not training or isinstance(model, pycomm.DistributedDataParallel):
+                return model
+            return pycomm.DistributedDataParallel(model, weight="samples")
+
+        def get_train_dataloader(self) -> Any:
+            return loader_of(rank)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        arguments = make_training_arguments(
+            **{**TRAINER_OPTIONS, "output_dir": folder, "average_tokens_across_devices": False}
+        )
+        trainer = Weighed(model=WithLoss(), args=arguments, train_dataset=Samples())
+        trainer.train()
+        wrapped = type(trainer.model_wrapped) is pycomm.DistributedDataParallel
+        return wrapped, parameters_of(trainer.model.model)
+
+
+@case(trainer_loop, launcher="torchrun")
+@pytest.mark.integration("HF Trainer", "unequal batches with weight='samples', as one process")
+def test_trainer(values: list[Any]) -> None:
+    assert [wrapped for wrapped, _ in values] == [True, True]
+    assert_as_alone([parameters for _, parameters in values])
