@@ -145,9 +145,10 @@ class SparseLoCo(FixedParameters):
         for name, error in self._error.items():
             begin, end = end, end + len(error)
             where, what = unpack(rows_of(payload, self._top_k, begin, end), self._top_k)
-            if not counts:  # what it has sent has gone nowhere
-                what = torch.zeros_like(what)
-            error.copy_(self._summed(name).scatter_add_(1, where, -what))
+            if counts:
+                error.copy_(self._summed(name).scatter_add_(1, where, -what))
+            else:  # what it has sent has gone nowhere, and it has trained on nothing
+                error.mul_(self._decay)
             numel = self._anchor[name].numel()
             error.view(-1)[numel:] = 0.0
             mean = torch.zeros_like(error)

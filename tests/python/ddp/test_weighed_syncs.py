@@ -234,7 +234,8 @@ def without_weight(rank: int, world_size: int) -> dict[str, bool]:
         with torch.no_grad():
             for each in net.parameters():
                 each += math.nan if rank == 1 else 1.0
-        local.step(0 if rank == 1 else 3)
+        for samples in (0 if rank == 1 else 3, 2):  # and nothing of it is left for the next round
+            local.step(samples)
         found[method] = all(bool(each.isfinite().all()) for each in net.parameters())
     return found
 
