@@ -159,7 +159,11 @@ void HostPlane::release(Operation& operation) noexcept {
 bool HostPlane::drive(const Operation& operation, Deadline deadline) {
   {
     const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
-    if (!lock.owns_lock() || ending_.load(std::memory_order_seq_cst)) {
+    if (ending_.load(std::memory_order_seq_cst)) {
+      return false;
+    }
+    if (!lock.owns_lock()) {
+      wakeWorker(); // who has it may be in poll(), which looks at nothing when it lets go
       return false;
     }
     run([&] { return operation.done(); }, deadline, config_.spin_us);
@@ -177,8 +181,8 @@ void HostPlane::poll() noexcept {
   const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
   if (lock.owns_lock() && !ending_.load(std::memory_order_seq_cst)) {
     uint64_t blocked = 0;
-    (void)queue_.step(blocked);
-  } // else the thread that has it looks once more after it has let go
+    (void)step(blocked);
+  }
 }
 
 void HostPlane::wakeWorker() {
