@@ -5,7 +5,7 @@
 namespace pycomm {
 namespace {
 
-// The lane may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (RollCall).
+// The lane may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (waiting.h).
 constexpr size_t kMostQuestions = 64 << 10;
 
 } // namespace

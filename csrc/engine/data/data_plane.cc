@@ -69,11 +69,10 @@ void DataPlane::follow(const std::shared_ptr<Operation>& operation) {
 }
 
 void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) {
-  const std::shared_ptr<Operation> operation = exchange_.watched().unfollow(op_id);
+  const std::shared_ptr<Operation> operation = exchange_.unfollow(op_id);
   if (operation == nullptr) {
     return; // the group has failed meanwhile
   }
-  exchange_.ends().endInProtocol(op_id);
   if (error) {
     operation->finish(recordInAnyCase(identity_, [&] { return errorOf(*operation, *error, identity_); }));
   } else {
@@ -131,7 +130,7 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   } catch (...) { // no memory to say it: the group's cause itself is known
   }
   exchange_.ends().endAll(
-      [&](const Operation& operation, const Transfer* transfer) { return ends.errorIn(operation, transfer, cause); });
+      [&](const Operation& operation, const OperationRow* row) { return ends.errorIn(operation, row, cause); });
 }
 
 void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) noexcept {
@@ -147,7 +146,7 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) n
     return; // every operation has ended with that
   }
   exchange_.ends().endAll(
-      [&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
+      [&](const Operation& operation, const OperationRow*) { return errorOf(operation, reason, identity_); });
   if (exchange_.links().sayGoodbyes()) {
     end_.goodbyesQueued(exchange_.links().isClosing(), Clock::now());
   }

@@ -11,8 +11,8 @@
 #include "base/error.h"
 #include "engine/data/exchange.h"
 #include "engine/data/plane_end.h"
-#include "engine/data/protocol.h"
 #include "engine/data/reporter.h"
+#include "engine/data/tables.h"
 #include "engine/links/host_rings.h"
 #include "engine/links/peer_links.h"
 #include "engine/loop/loop.h"
@@ -36,7 +36,7 @@ class DataPlane final : public Loop::Ticker {
 
   /// Parts that the simulator replaces.
   struct Options : PeerLinks::Options {
-    Protocol::Config limits; ///< of flow control; who takes part is filled in from the identity
+    Limits limits;
   };
 
   DataPlane(GroupIdentity identity, Loop& lane, Events events, Options options);

@@ -5,25 +5,13 @@
 #include <utility>
 
 #include "base/fault_point.h"
+#include "engine/data/matching.h"
+#include "engine/data/waiting.h"
 
 namespace pycomm {
-namespace {
-
-Protocol::Config protocolConfig(const GroupIdentity& identity, Protocol::Config config) {
-  config.rank = identity.rank;
-  config.job = identity.job;
-  config.size = identity.size;
-  config.group = identity.hash;
-  config.epoch = identity.epoch;
-  config.hosts = identity.hosts;
-  return config;
-}
-
-} // namespace
-
 Exchange::Exchange(
     const GroupIdentity& identity,
-    const Protocol::Config& limits,
+    const Limits& limits,
     const PeerLinks::Options& links,
     Loop& lane,
     PlaneEnd& end,
@@ -31,20 +19,19 @@ Exchange::Exchange(
     : identity_(identity),
       end_(end),
       reporter_(reporter),
-      protocol_(protocolConfig(identity, limits)),
       staging_(lane.stagingMemory()),
+      tables_(identity, limits),
       transfers_(
-          identity,
-          protocol_,
+          tables_,
           staging_,
           lane,
           [this](int peer, OutFrame&& frame) { outgoing_.push(peer, std::move(frame)); }),
       links_(identity, links, lane, staging_, *this),
       outgoing_(identity.rank, links_, end, reporter),
-      messages_(identity, Messages::Limits{limits.eager_nbytes, limits.max_ahead}, protocol_, lane, *this),
-      departures_(identity, links_, transfers_, messages_, reporter),
-      watched_(identity, protocol_),
-      ends_(identity, protocol_, links_, outgoing_, transfers_, messages_, watched_, reporter) {}
+      messages_(tables_, lane, *this),
+      departures_(identity, links_, tables_, messages_, reporter),
+      watched_(tables_),
+      ends_(tables_, links_, outgoing_, transfers_, messages_, watched_, reporter) {}
 
 // ---- operations begin
 
@@ -64,22 +51,24 @@ void Exchange::post(const std::shared_ptr<Operation>& operation) {
 void Exchange::start(const std::shared_ptr<Operation>& operation) {
   const Operation::Request& request = operation->request();
   const TimePoint now = Clock::now();
-  Transfer& transfer = transfers_.add(operation, now);
+  OperationRow& row = transfers_.add(operation, now);
   act();
-  if (protocol_.failed()) { // an unexpected frame does not fit it: it ends when the group's failure comes back
+  if (tables_.failed) { // an unexpected frame does not fit it: it ends when the group's failure comes back
     return;
   }
-  transfer.start();
-  transfers_.replayUnexpected(transfer);
+  row.transfer->start();
+  transfers_.replayUnexpected(row);
   departures_.posted(request.schedule.get(), false, now);
   act();
-  finishIfComplete(request.id.id);
+  finishIfComplete(row);
 }
 
 void Exchange::inputArrived(uint64_t op_id) {
-  if (transfers_.inputArrived(op_id)) {
+  OperationRow* const row = tables_.find(op_id);
+  if (row != nullptr && row->transfer != nullptr) {
+    row->transfer->inputArrived();
     act();
-    finishIfComplete(op_id);
+    finishIfComplete(*row);
   }
 }
 
@@ -104,11 +93,21 @@ void Exchange::follow(const std::shared_ptr<Operation>& operation) {
   });
 }
 
+std::shared_ptr<Operation> Exchange::unfollow(uint64_t op_id) noexcept {
+  const auto found = tables_.entered.find(op_id);
+  if (found == tables_.entered.end() || found->second.runs != OperationRow::Runs::Elsewhere) {
+    return nullptr;
+  }
+  auto node = tables_.entered.extract(found);
+  ends_.endInTables(node.mapped());
+  return std::move(node.mapped().operation);
+}
+
 // ---- frames arrive
 
 Sink Exchange::onHeader(int peer, const FrameHeader& header) {
   Sink sink;
-  if (!end_.running() || protocol_.failed() || header.type == FrameType::Goodbye) {
+  if (!end_.running() || tables_.failed || header.type == FrameType::Goodbye) {
     return sink;
   }
   const TimePoint now = Clock::now();
@@ -119,26 +118,30 @@ Sink Exchange::onHeader(int peer, const FrameHeader& header) {
     act();
     return sink;
   }
-  if (ours && header.kind == static_cast<uint8_t>(Collective::Send) &&
-      !messages_.arrived(peer, header, transfers_.runs(header.op_id))) {
-    act();
-    return sink;
+  OperationRow* row = tables_.find(header.op_id);
+  if (ours && header.kind == static_cast<uint8_t>(Collective::Send)) {
+    if (!messages_.arrived(peer, header, row != nullptr && row->transfer != nullptr)) {
+      act();
+      return sink;
+    }
+    row = row != nullptr ? row : tables_.find(header.op_id); // a receive that waited for it may have begun
   }
-  if (!transfers_.runs(header.op_id)) {
+  if (row == nullptr) {
     watched_.recall(header);
+    row = watched_.host() != nullptr ? tables_.find(header.op_id) : nullptr;
   }
-  const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
+  const matching::Verdict verdict = matching::arrived(tables_, row, peer, header, now);
   act();
   switch (verdict) {
-    case Protocol::Verdict::Accept:
-      if (!protocol_.failed()) {
-        sink = transfers_.place(peer, header, now);
+    case matching::Verdict::Accept:
+      if (!tables_.failed) {
+        sink = transfers_.place(*row, peer, header, now);
       }
       break;
-    case Protocol::Verdict::Hold:
+    case matching::Verdict::Hold:
       sink = transfers_.placeUnexpected(header);
       break;
-    case Protocol::Verdict::Ignore:
+    case matching::Verdict::Ignore:
       messages_.beginQueued(peer); // it may have brought room
       break;
   }
@@ -146,7 +149,7 @@ Sink Exchange::onHeader(int peer, const FrameHeader& header) {
 }
 
 void Exchange::onFrame(int peer, const FrameHeader& header, Sink sink) {
-  if (end_.failed() || protocol_.failed()) {
+  if (end_.failed() || tables_.failed) {
     return;
   }
   if (header.type == FrameType::Goodbye) {
@@ -155,9 +158,12 @@ void Exchange::onFrame(int peer, const FrameHeader& header, Sink sink) {
     departures_.saidGoodbye(peer);
     return;
   }
-  if (header.type == FrameType::Data && transfers_.arrived(peer, header, std::move(sink))) {
-    act();
-    finishIfComplete(header.op_id);
+  if (header.type == FrameType::Data) {
+    OperationRow* const row = tables_.find(header.op_id);
+    if (transfers_.arrived(row, peer, header, std::move(sink))) {
+      act();
+      finishIfComplete(*row);
+    }
   }
 }
 
@@ -166,11 +172,17 @@ void Exchange::onFrame(int peer, const FrameHeader& header, Sink sink) {
 void Exchange::onSent(const std::vector<OutFrame>& frames) {
   for (const OutFrame& frame : frames) {
     PYCOMM_FAULT_POINT("frame.written");
-    if (transfers_.sent(frame)) {
-      finishIfComplete(frame.header.op_id);
-    }
+    sent(frame);
   }
   act();
+}
+
+void Exchange::sent(const OutFrame& frame) {
+  OperationRow* const row = frame.step < 0 ? nullptr : tables_.find(frame.header.op_id);
+  if (row != nullptr && row->transfer != nullptr) {
+    row->transfer->sent(static_cast<uint32_t>(frame.step));
+    finishIfComplete(*row);
+  }
 }
 
 // Frames first: other ranks wait for them.
@@ -190,7 +202,7 @@ bool Exchange::work() {
     const Transfers::Worked worked = transfers_.work(static_cast<size_t>(std::max<int64_t>(turn_left_, 0)));
     turn_left_ -= static_cast<int64_t>(worked.nbytes);
     act();
-    finishIfComplete(worked.op_id);
+    finishIfComplete(*worked.row);
   }
   return true;
 }
@@ -207,33 +219,32 @@ void Exchange::deliverToSelf() {
     turn_left_ -= 2 * static_cast<int64_t>(sink.into.nbytes);
   }
   onFrame(identity_.rank, header, std::move(sink));
-  if (transfers_.sent(frame)) {
-    finishIfComplete(frame.header.op_id);
-  }
+  sent(frame);
   act();
 }
 
 // ---- what follows
 
 void Exchange::act() {
-  for (std::vector<Protocol::Action> actions = protocol_.takeActions(); !actions.empty();
-       actions = protocol_.takeActions()) {
-    for (Protocol::Action& action : actions) {
+  while (!tables_.actions.empty() || !tables_.credit_actions.empty()) {
+    for (Action& action : tables_.takeActions()) {
       switch (action.kind) {
-        case Protocol::Action::Kind::Send:
-          if (action.way == RollCall::Way::OpenLink) {
+        case Action::Kind::Send:
+          if (action.way == Action::Way::OpenLink) {
             outgoing_.ask(action.peer, action.header);
           } else {
-            outgoing_.send(action.peer, action.header, action.way == RollCall::Way::Needed);
+            outgoing_.send(action.peer, action.header, action.way == Action::Way::Needed);
           }
           break;
-        case Protocol::Action::Kind::MaySend:
-          transfers_.sendFrames(action.op_id, action.peer);
+        case Action::Kind::MaySend:
+          if (const OperationRow* const row = tables_.find(action.op_id); row != nullptr && row->transfer != nullptr) {
+            row->transfer->sendFrames(action.peer);
+          }
           break;
-        case Protocol::Action::Kind::Fail:
+        case Action::Kind::Fail:
           reporter_.notice(std::move(action.record));
           break;
-        case Protocol::Action::Kind::Overdue:
+        case Action::Kind::Overdue:
           overdue(action.op_id);
           break;
       }
@@ -241,18 +252,26 @@ void Exchange::act() {
   }
 }
 
-void Exchange::finishIfComplete(uint64_t op_id) {
-  const std::unique_ptr<Transfer> complete = transfers_.takeComplete(op_id);
-  if (complete != nullptr) {
-    ends_.endInProtocol(op_id);
-    complete->operation().finish(std::nullopt);
-    messages_.ended(complete->operation()); // begins others, which may throw
+void Exchange::finishIfComplete(OperationRow& row) {
+  if (!Transfers::isComplete(row)) {
+    return;
   }
+  const auto node = tables_.entered.extract(row.id().id);
+  const std::shared_ptr<Operation>& operation = node.mapped().operation;
+  transfers_.ended();
+  ends_.endInTables(node.mapped());
+  operation->finish(std::nullopt);
+  messages_.ended(*operation); // begins others, which may throw
 }
 
-// The deadline of an operation in the roll call has passed.
+// The deadline of an operation that is entered has passed.
 void Exchange::overdue(uint64_t op_id) {
-  std::optional<ErrorRecord> late = transfers_.runs(op_id) ? transfers_.overdue(op_id) : watched_.overdue(op_id);
+  OperationRow* const row = tables_.find(op_id);
+  if (row == nullptr) {
+    return;
+  }
+  std::optional<ErrorRecord> late =
+      row->transfer != nullptr ? std::optional(transfers_.overdue(*row)) : watched_.overdue(*row);
   if (late) {
     reporter_.notice(std::move(*late));
   }
@@ -260,7 +279,7 @@ void Exchange::overdue(uint64_t op_id) {
 
 void Exchange::tick(TimePoint now) {
   turn_left_ = kTurnNbytes;
-  protocol_.tick(now);
+  waiting::tick(tables_, now);
   act();
   messages_.tick(now);
   for (ErrorRecord& late : watched_.overdueHeld(now)) {
@@ -275,14 +294,22 @@ void Exchange::tick(TimePoint now) {
 Exchange::Usage Exchange::usage() const {
   Usage usage;
   static_cast<Messages::Usage&>(usage) = messages_.usage();
-  static_cast<WatchedOperations::Usage&>(usage) = watched_.usage();
-  usage.transfers = transfers_.size();
-  usage.unexpected_frames = transfers_.unexpectedFrames();
+  usage.held = watched_.held();
+  for (const auto& entry : tables_.entered) {
+    const OperationRow& row = entry.second;
+    usage.transfers += row.runs == OperationRow::Runs::Here ? 1 : 0;
+    usage.on_host += row.runs == OperationRow::Runs::InSharedMemory ? 1 : 0;
+    usage.followed += row.runs == OperationRow::Runs::Elsewhere ? 1 : 0;
+    usage.unexpected_frames += row.unexpected.size();
+  }
+  for (const auto& entry : tables_.others) {
+    usage.unexpected_frames += entry.second.unexpected == nullptr ? 0 : entry.second.unexpected->frames.size();
+  }
   usage.frames = outgoing_.frames();
   usage.refused = ends_.refused();
   usage.shared_links = links_.sharedLinks();
   usage.staging_nbytes = staging_.takenNbytes();
-  usage.protocol = protocol_.usage();
+  usage.tables = tables_.usage();
   return usage;
 }
 
@@ -291,7 +318,7 @@ TimePoint Exchange::nextTick() const noexcept {
     return Loop::Ticker::kAtOnce;
   }
   return std::min(
-      {protocol_.nextTick(),
+      {waiting::nextTick(tables_),
        messages_.nextTick(),
        watched_.nextDeadline(),
        departures_.nextTick(),

@@ -12,8 +12,8 @@
 #include "engine/data/outgoing.h"
 #include "engine/data/peer_departures.h"
 #include "engine/data/plane_end.h"
-#include "engine/data/protocol.h"
 #include "engine/data/reporter.h"
+#include "engine/data/tables.h"
 #include "engine/data/transfers.h"
 #include "engine/data/usage.h"
 #include "engine/data/watched_operations.h"
@@ -26,13 +26,13 @@
 namespace pycomm {
 
 /// Runs the operations of one group on its lane, and moves their frames. It takes each event to the parts that it concerns, and does what
-/// they ask for, in order. Example: a frame arrives. Messages starts a waiting receive. Protocol compares the descriptor with the operation of
-/// that id. Transfers names the step and where the payload goes. When the payload is complete, Protocol grants credit and PeerLinks sends
-/// it.
+/// they ask for, in order. Example: a frame arrives, and its operation's row is looked up. Messages starts a waiting receive.
+/// matching::arrived() compares the descriptor. Transfers names the step and where the payload goes. When the payload is complete,
+/// credit.cc lists a grant as an action, and PeerLinks sends it.
 ///
 /// Each part owns one state:
-///   Protocol           which operations the ranks have entered, and how much may be sent
-///   Transfers          operations under way, and unexpected frames
+///   Tables             which operations the ranks have entered, how far they have come, and how much may be sent
+///   Transfers          the work of operations under way
 ///   Messages           messages that have not begun
 ///   WatchedOperations  operations that run elsewhere, or not yet
 ///   OperationEnds      operations that cannot begin; how operations end together
@@ -44,10 +44,10 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
  public:
   using Usage = pycomm::Usage;
 
-  /// All of these outlive this. `limits`: of flow control; who takes part is filled in from the identity.
+  /// All of these but `limits` outlive this.
   Exchange(
       const GroupIdentity& identity,
-      const Protocol::Config& limits,
+      const Limits& limits,
       const PeerLinks::Options& links,
       Loop& lane,
       PlaneEnd& end,
@@ -75,6 +75,8 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
   void stuck(const std::shared_ptr<Operation>& operation, uint64_t lacking);
   void hostEnded(const OperationId& id, const Descriptor& descriptor);
   void follow(const std::shared_ptr<Operation>& operation);
+  /// Another library has ended it. Null if the group had ended it before.
+  [[nodiscard]] std::shared_ptr<Operation> unfollow(uint64_t op_id) noexcept;
   /// A question or an answer has arrived on a control link.
   void heardQuestion(int peer, const FrameHeader& question) {
     static_cast<void>(onHeader(peer, question));
@@ -160,7 +162,7 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
     }
   }
   void start(const std::shared_ptr<Operation>& operation);
-  void finishIfComplete(uint64_t op_id);
+  void finishIfComplete(OperationRow& row);
   void act();
   void overdue(uint64_t op_id);
   void flush();
@@ -170,12 +172,14 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
   /// Some of it, if this turn has room for it. Whether there was any.
   bool work();
   void deliverToSelf();
+  /// The frame has left.
+  void sent(const OutFrame& frame);
 
   const GroupIdentity& identity_;
   PlaneEnd& end_;
   const Reporter& reporter_;
-  Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
+  Tables tables_;
   Transfers transfers_;
   PeerLinks links_;
   Outgoing outgoing_;

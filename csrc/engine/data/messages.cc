@@ -4,6 +4,8 @@
 #include <exception>
 #include <vector>
 
+#include "engine/data/credit.h"
+#include "engine/data/matching.h"
 #include "engine/report/failure_text.h"
 #include "schedule/make_schedule.h"
 
@@ -67,16 +69,16 @@ void Messages::postReceive(const std::shared_ptr<Operation>& message) {
 }
 
 bool Messages::goesEagerly(const Operation& message) const noexcept {
-  return static_cast<int64_t>(message.request().input.nbytes) <= limits_.eager_nbytes;
+  return static_cast<int64_t>(message.request().input.nbytes) <= tables_.limits.eager_nbytes;
 }
 
 bool Messages::hasPlace(int peer, const Operation& message) const {
   if (!goesEagerly(message)) {
     const auto queue = sends_.find(peer);
-    return queue == sends_.end() || queue->second.announced.size() < limits_.max_ahead / 4;
+    return queue == sends_.end() || queue->second.announced.size() < tables_.limits.max_ahead / 4;
   }
   const std::vector<Edge>& edges = message.request().schedule->outgoing;
-  return protocol_.hasRoom(peer, edges.front().nbytes, edges.front().steps.size());
+  return credit::hasRoom(tables_, peer, edges.front().nbytes, edges.front().steps.size());
 }
 
 // ---- beginning
@@ -100,7 +102,7 @@ void Messages::beginQueued(int peer) {
     return;
   }
   SendQueue& waiting = queue->second;
-  while (!waiting.empty() && hasPlace(peer, *waiting.first()) && !protocol_.failed()) {
+  while (!waiting.empty() && hasPlace(peer, *waiting.first()) && !tables_.failed) {
     const std::shared_ptr<Operation> next = waiting.takeFirst();
     lane_.addBusy(-1);
     begin(next, !goesEagerly(*next));
@@ -151,7 +153,7 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   const int to = mine ? peer : identity_.rank;
   const PointToPoint::Name name{header.op_id, header.digest};
   if (header.root != from || !names_.isNameOf(from, to, name)) {
-    protocol_.violated(peer, header, "a message that has the name of another operation");
+    matching::violated(tables_, peer, header, "a message that has the name of another operation");
     return false;
   }
   if (reply && mine && !running && names_.hasSent(peer, header.digest)) {
@@ -159,7 +161,8 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   }
   const bool asks = header.type == FrameType::Waiting && header.aux == 0; // else it answers
   const bool announces = header.type == FrameType::Data || asks;
-  const bool known = running || protocol_.hasSpoken(peer, header.op_id) || protocol_.hasEnded(header.op_id);
+  const bool known =
+      running || matching::isKnown(tables_, peer, header.op_id) || matching::hasEnded(tables_, header.op_id);
   if (announces && !known && !mine) {
     not_entered_.erase(peer);
     names_.arrived(peer, header.tag, name);

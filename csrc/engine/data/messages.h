@@ -12,10 +12,9 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "engine/data/point_to_point.h"
-#include "engine/data/protocol.h"
 #include "engine/data/send_queue.h"
+#include "engine/data/tables.h"
 #include "engine/loop/loop.h"
-#include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
 namespace pycomm {
@@ -43,19 +42,14 @@ class Messages {
     [[nodiscard]] virtual bool isAway(int peer) const noexcept = 0;
     virtual void notice(ErrorRecord record) = 0;
   };
-  struct Limits {
-    int64_t eager_nbytes = 0; ///< as Credits::Config, like the next
-    size_t max_ahead = 0;
-  };
 
-  /// The identity, the protocol, the loop and the owner outlive this.
-  Messages(const GroupIdentity& identity, Limits limits, Protocol& protocol, Loop& lane, Owner& owner)
-      : identity_(identity),
-        limits_(limits),
-        protocol_(protocol),
+  /// The tables, the loop and the owner outlive this.
+  Messages(Tables& tables, Loop& lane, Owner& owner)
+      : tables_(tables),
+        identity_(tables.identity),
         lane_(lane),
         owner_(owner),
-        names_(identity.rank, identity.size, identity.hash) {}
+        names_(tables.identity.rank, tables.identity.size, tables.identity.hash) {}
 
   // ---- events
   /// Begins the message, or keeps it.
@@ -120,9 +114,8 @@ class Messages {
   void checkDeadlines(TimePoint now);
   [[nodiscard]] ErrorRecord noMessage(const Operation& operation, uint64_t ticket) const;
 
-  const GroupIdentity& identity_;
-  const Limits limits_;
-  Protocol& protocol_;
+  Tables& tables_;
+  const GroupIdentity& identity_; ///< the tables'
   Loop& lane_;
   Owner& owner_;
   PointToPoint names_;

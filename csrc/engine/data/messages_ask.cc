@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "engine/data/messages.h"
+#include "engine/data/waiting.h"
 
 namespace pycomm {
 namespace {
@@ -20,7 +21,7 @@ constexpr size_t kMaxWanted = 64;
 } // namespace
 
 size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
-  const size_t room = limits_.max_ahead / 2;
+  const size_t room = tables_.limits.max_ahead / 2;
   return queue.announced.size() < room ? std::min(kMaxWanted, room - queue.announced.size()) : 0;
 }
 
@@ -28,7 +29,7 @@ size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
 // gives them credit. If none is, it is answered, and the next message under that tag begins at once.
 void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
-    not_entered_[peer] = Protocol::lastText(header, peer, identity_.job);
+    not_entered_[peer] = waiting::lastText(header, peer, identity_.job);
     return;
   }
   SendQueue& queue = sends_[peer];
@@ -56,7 +57,7 @@ void Messages::asked(int peer, const FrameHeader& header) {
   }
   if (wanted.empty()) {
     queue.miss(header.tag);
-    protocol_.answerNotEntered(peer, PointToPoint::kAskId);
+    waiting::answerNotEntered(tables_, peer, PointToPoint::kAskId, Action::Way::BulkLink);
   }
 }
 
@@ -69,7 +70,7 @@ void Messages::ask(int peer, uint32_t tag) {
   question.kind = static_cast<uint8_t>(Collective::Send);
   question.root = peer;
   question.tag = tag;
-  protocol_.asked(peer);
+  ++tables_.peer(peer).asked;
   owner_.ask(peer, question);
 }
 

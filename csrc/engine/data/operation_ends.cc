@@ -1,7 +1,10 @@
 #include "engine/data/operation_ends.h"
 
+#include <algorithm>
+#include <map>
 #include <utility>
 
+#include "engine/data/matching.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -15,16 +18,19 @@ void OperationEnds::thrown(int peer, const std::exception_ptr& exception) noexce
 }
 
 void OperationEnds::cannotBegin(const std::shared_ptr<Operation>& operation) noexcept {
-  if (!transfers_.has(*operation) && !messages_.has(*operation) && !watched_.has(*operation) &&
+  const auto row = std::find_if(tables_.entered.begin(), tables_.entered.end(), [&](const auto& entry) {
+    return entry.second.operation == operation;
+  });
+  if (row == tables_.entered.end() && !messages_.has(*operation) && !watched_.holds(*operation) &&
       !refused_.has(*operation)) {
     refused_.add(operation, std::current_exception());
   }
 }
 
-// What the protocol keeps of an operation must not keep the operation from ending.
-void OperationEnds::endInProtocol(uint64_t op_id) noexcept {
+// Want of memory for the history must not keep an operation from ending.
+void OperationEnds::endInTables(OperationRow& row) noexcept {
   try {
-    protocol_.ended(op_id);
+    matching::ended(tables_, row);
   } catch (...) {
     thrown(-1, std::current_exception());
   }
@@ -37,25 +43,43 @@ void OperationEnds::stopTouchingMemory() noexcept {
   links_.stopTouchingMemory();
 }
 
+// Operations in shared memory are forgotten: the HostPlane ends them itself, as another thread still touches their memory.
 void OperationEnds::endAll(const Why& why) noexcept {
-  const auto end = [&](Operation& operation, const Transfer* transfer) {
-    operation.finish(recordInAnyCase(identity_, [&] { return why(operation, transfer); }));
+  const auto end = [&](Operation& operation, const OperationRow* row) {
+    operation.finish(recordInAnyCase(identity_, [&] { return why(operation, row); }));
+  };
+  const auto end_begun = [&](std::map<uint64_t, OperationRow>& rows, OperationRow::Runs runs) {
+    for (auto& entry : rows) {
+      OperationRow& row = entry.second;
+      if (row.runs == runs) {
+        endInTables(row);
+        end(*row.operation, &row);
+      }
+    }
   };
   stopTouchingMemory();
-  watched_.endAll([&](Operation& operation) {
-    endInProtocol(operation.request().id.id);
-    end(operation, nullptr);
-  });
-  transfers_.endAll([&](const Transfer& transfer) {
-    endInProtocol(transfer.operation().request().id.id);
-    end(transfer.operation(), &transfer);
-  });
+  transfers_.dropWork();
+  auto rows = std::exchange(tables_.entered, {});
+  for (auto& entry : tables_.others) {
+    if (entry.second.unexpected != nullptr) {
+      entry.second.unexpected->frames.clear();
+    }
+  }
+  for (const auto& entry : rows) {
+    if (entry.second.runs == OperationRow::Runs::Here) {
+      transfers_.ended();
+    }
+  }
+  end_begun(rows, OperationRow::Runs::Elsewhere);
+  watched_.endHeld([&](Operation& operation) { end(operation, nullptr); });
+  end_begun(rows, OperationRow::Runs::Here);
   messages_.endAll([&](Operation& operation) { end(operation, nullptr); });
   refused_.endAll([&](Operation& operation) { end(operation, nullptr); });
 }
 
-ErrorRecord OperationEnds::errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause)
+ErrorRecord OperationEnds::errorIn(const Operation& operation, const OperationRow* row, const ErrorRecord& cause)
     const {
+  const Transfer* const transfer = row == nullptr ? nullptr : row->transfer.get();
   ErrorRecord record = errorOf(operation, cause, identity_);
   if (transfer != nullptr) {
     record.bytes_done = transfer->bytesArrived();
@@ -70,18 +94,26 @@ ErrorRecord OperationEnds::errorIn(const Operation& operation, const Transfer* t
 }
 
 std::optional<ErrorRecord> OperationEnds::errorOfOldest(const ErrorRecord& cause) const {
-  const Transfer* const transfer = transfers_.oldest();
+  const OperationRow* oldest = nullptr;
+  for (const auto& entry : tables_.entered) {
+    const OperationRow& row = entry.second;
+    if (row.runs == OperationRow::Runs::Here &&
+        (oldest == nullptr || row.operation->issuedAt() < oldest->operation->issuedAt())) {
+      oldest = &row;
+    }
+  }
   const Operation* const message = messages_.oldest();
-  if (transfer != nullptr && (message == nullptr || transfer->operation().issuedAt() <= message->issuedAt())) {
-    return errorIn(transfer->operation(), transfer, cause);
+  if (oldest != nullptr && (message == nullptr || oldest->operation->issuedAt() <= message->issuedAt())) {
+    return errorIn(*oldest->operation, oldest, cause);
   }
   return message == nullptr ? std::nullopt : std::optional(errorIn(*message, nullptr, cause));
 }
 
 const Operation* OperationEnds::unfinished() const noexcept {
-  const Operation* const operation = transfers_.first();
-  if (operation != nullptr) {
-    return operation;
+  for (const auto& entry : tables_.entered) {
+    if (entry.second.runs == OperationRow::Runs::Here) {
+      return entry.second.operation.get();
+    }
   }
   const Operation* const message = messages_.oldest();
   return message != nullptr && message->request().peer != PointToPoint::kAnyRank ? message : nullptr;

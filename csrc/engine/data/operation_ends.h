@@ -10,13 +10,12 @@
 #include "base/error.h"
 #include "engine/data/messages.h"
 #include "engine/data/outgoing.h"
-#include "engine/data/protocol.h"
 #include "engine/data/refused_operations.h"
 #include "engine/data/reporter.h"
+#include "engine/data/tables.h"
 #include "engine/data/transfers.h"
 #include "engine/data/watched_operations.h"
 #include "engine/links/peer_links.h"
-#include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
 namespace pycomm {
@@ -28,34 +27,33 @@ class OperationEnds {
  public:
   /// All of these outlive this.
   OperationEnds(
-      const GroupIdentity& identity,
-      Protocol& protocol,
+      Tables& tables,
       PeerLinks& links,
       Outgoing& outgoing,
       Transfers& transfers,
       Messages& messages,
       WatchedOperations& watched,
       const Reporter& reporter)
-      : identity_(identity),
-        protocol_(protocol),
+      : tables_(tables),
+        identity_(tables.identity),
         links_(links),
         outgoing_(outgoing),
         transfers_(transfers),
         messages_(messages),
         watched_(watched),
         reporter_(reporter),
-        refused_(identity) {}
+        refused_(tables.identity) {}
 
-  /// The error of an operation that ends with others. The transfer is null if the operation is not under way.
-  using Why = std::function<ErrorRecord(const Operation&, const Transfer*)>;
+  /// The error of an operation that ends with others. The row is null if it is not entered.
+  using Why = std::function<ErrorRecord(const Operation&, const OperationRow*)>;
 
   // ---- events
   /// An exception becomes the group's failure; `peer` is to blame, -1 for nobody.
   void thrown(int peer, const std::exception_ptr& exception) noexcept;
   /// The operation ends with the group's failure, which the exception that is being handled becomes; see RefusedOperations.
   void cannotBegin(const std::shared_ptr<Operation>& operation) noexcept;
-  /// The protocol forgets an operation that ends.
-  void endInProtocol(uint64_t op_id) noexcept;
+  /// Of an operation that ends, and whose row is out of the table.
+  void endInTables(OperationRow& row) noexcept;
   /// The one way in which operations end together.
   void endAll(const Why& why) noexcept;
   /// Ends operations that cannot begin if their deadline has passed.
@@ -68,7 +66,7 @@ class OperationEnds {
     return refused_.nextDeadline();
   }
   /// The group's cause as the error of one operation, with how far it has come.
-  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause)
+  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const OperationRow* row, const ErrorRecord& cause)
       const;
   /// The same of the operation or message that was issued first; nothing if there is none.
   [[nodiscard]] std::optional<ErrorRecord> errorOfOldest(const ErrorRecord& cause) const;
@@ -82,8 +80,8 @@ class OperationEnds {
  private:
   void stopTouchingMemory() noexcept;
 
-  const GroupIdentity& identity_;
-  Protocol& protocol_;
+  Tables& tables_;
+  const GroupIdentity& identity_; ///< the tables'
   PeerLinks& links_;
   Outgoing& outgoing_;
   Transfers& transfers_;

@@ -27,7 +27,7 @@ class Outgoing {
   void push(int peer, OutFrame&& frame);
   /// A frame without payload. If an operation `needs` it, it fails the group if it cannot be sent; else that is logged.
   void send(int peer, const FrameHeader& header, bool needs);
-  /// Over the bulk link if there is one, else over control links: see RollCall::Way.
+  /// Over the bulk link if there is one, else over control links: see Action::Way.
   void ask(int peer, const FrameHeader& question);
   /// Those that ask() has for control links.
   void sendQuestions();

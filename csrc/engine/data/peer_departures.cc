@@ -69,13 +69,23 @@ Departures::Reading PeerDepartures::reading(int peer) const noexcept {
 }
 
 const Operation* PeerDepartures::owing(int peer) const noexcept {
-  const Operation* const operation = transfers_.owing(peer);
-  return operation != nullptr ? operation : messages_.firstTo(peer);
+  for (const auto& entry : tables_.entered) {
+    const EdgeRow* const edge = entry.second.to(peer);
+    if (edge != nullptr && edge->done < edge->frames) {
+      return entry.second.operation.get();
+    }
+  }
+  return messages_.firstTo(peer);
 }
 
 const Operation* PeerDepartures::awaiting(int peer) const noexcept {
-  const Operation* const operation = transfers_.awaiting(peer);
-  return operation != nullptr ? operation : messages_.firstFrom(peer);
+  for (const auto& entry : tables_.entered) {
+    const EdgeRow* const edge = entry.second.from(peer);
+    if (edge != nullptr && edge->done < edge->frames) {
+      return entry.second.operation.get();
+    }
+  }
+  return messages_.firstFrom(peer);
 }
 
 const Operation* PeerDepartures::awaitingAnyone() const noexcept {

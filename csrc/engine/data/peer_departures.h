@@ -4,7 +4,7 @@
 #include "base/error.h"
 #include "engine/data/messages.h"
 #include "engine/data/reporter.h"
-#include "engine/data/transfers.h"
+#include "engine/data/tables.h"
 #include "engine/links/peer_links.h"
 #include "engine/monitor/departures.h"
 #include "engine/operation/group_identity.h"
@@ -21,12 +21,12 @@ class PeerDepartures final : private Departures::Dealings {
   PeerDepartures(
       const GroupIdentity& identity,
       const PeerLinks& links,
-      const Transfers& transfers,
+      const Tables& tables,
       const Messages& messages,
       const Reporter& reporter)
       : identity_(identity),
         links_(links),
-        transfers_(transfers),
+        tables_(tables),
         messages_(messages),
         reporter_(reporter),
         departures_(identity, *this) {}
@@ -60,7 +60,7 @@ class PeerDepartures final : private Departures::Dealings {
 
   const GroupIdentity& identity_;
   const PeerLinks& links_;
-  const Transfers& transfers_;
+  const Tables& tables_;
   const Messages& messages_;
   const Reporter& reporter_;
   Departures departures_;

@@ -17,7 +17,7 @@ class SimGroup final : private Closing::Steps {
  public:
   struct Settings {
     GroupIdentity identity;
-    Protocol::Config limits;
+    Limits limits;
     Membership::Config membership;
     SimLoop::Pace lane_pace;
   };

@@ -66,7 +66,7 @@ class LaneLink final : public Link {
 /// Rank 0 of some; the test is the others, and the clock.
 class LoneLane {
  public:
-  explicit LoneLane(int size = 3, Protocol::Config limits = {}) : identity(identityOf(size)) {
+  explicit LoneLane(int size = 3, Limits limits = {}) : identity(identityOf(size)) {
     Clock::simulate(&now_);
     DataPlane::Events events;
     events.noticed = [this](ErrorRecord record) {
@@ -422,7 +422,7 @@ TEST(LaneRules, ALateQuestionIsComparedWithTheLast256OperationsThatHaveEnded) {
     other.numel = 99;
     lane.receive(1, other);
     EXPECT_EQ(has(lane.noticed, ErrorCode::CollectiveMismatch), since == 255) << since;
-    EXPECT_LE(lane.plane->usage().protocol.history, 256U);
+    EXPECT_LE(lane.plane->usage().tables.history, 256U);
   }
 }
 
@@ -435,7 +435,7 @@ TEST(LaneRules, AMessageIsNeverKeptAsPastAndACollectiveIs) {
     EXPECT_EQ(lane.takeDataFrames(1).size(), 1U);
     ASSERT_TRUE(operation->done());
     ASSERT_FALSE(operation->error());
-    EXPECT_EQ(lane.plane->usage().protocol.past, is_message ? 0U : 1U);
+    EXPECT_EQ(lane.plane->usage().tables.past, is_message ? 0U : 1U);
   }
 }
 
@@ -474,7 +474,7 @@ TEST(LaneRules, OfManyOperationsThe64OldestAskAndAllDerivedOnes) {
 }
 
 TEST(LaneRules, RoomThatComesBackGoesToTheOldestOperationsInOrder) {
-  Protocol::Config limits;
+  Limits limits;
   limits.eager_nbytes = 1000;
   limits.eager_pool_nbytes = 4 * (1000 + static_cast<int64_t>(sizeof(FrameHeader)));
   LoneLane lane(2, limits);
@@ -509,7 +509,7 @@ TEST(LaneRules, NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet)
   lane.receive(2, LoneLane::frameOf(*lane.broadcast(5), FrameType::Waiting));
   EXPECT_EQ(lane.noticed.size(), 1U) << "the first error wins";
   EXPECT_TRUE(lane.takeAsked().empty()) << "and no question is answered";
-  EXPECT_EQ(lane.plane->usage().protocol.unexpected, 0U);
+  EXPECT_EQ(lane.plane->usage().tables.unexpected, 0U);
   EXPECT_FALSE(operation->done()) << "it ends with the group's cause, which the ranks have yet to agree on";
 }
 
@@ -527,7 +527,7 @@ TEST(LaneRules, AClosingRankTakesNoNewFramesButFinishesThoseUnderWayAndReadsGood
   const std::string frame = bytesOf(data) + std::string(40, '\1');
   in.coming = frame.substr(0, 80); // the header has come, a part of the payload has not
   lane.loop.ready(kInFd, EPOLLIN);
-  ASSERT_EQ(lane.plane->usage().protocol.unexpected, 1U);
+  ASSERT_EQ(lane.plane->usage().tables.unexpected, 1U);
 
   lane.plane->close(LoneLane::because(ErrorCode::ShutDown), [] {});
   FrameHeader other = data;
@@ -538,8 +538,35 @@ TEST(LaneRules, AClosingRankTakesNoNewFramesButFinishesThoseUnderWayAndReadsGood
   in.coming = frame.substr(80) + bytesOf(other) + std::string(40, '\1') + bytesOf(goodbye);
   lane.loop.ready(kInFd, EPOLLIN);
   EXPECT_EQ(lane.left, std::vector<int>{1});
-  EXPECT_EQ(lane.plane->usage().protocol.unexpected, 1U) << "nothing of operation 2";
+  EXPECT_EQ(lane.plane->usage().tables.unexpected, 1U) << "nothing of operation 2";
   EXPECT_TRUE(lane.noticed.empty()) << lane.noticed.front().text();
+}
+
+TEST(LaneRules, AllOperationsEndOnceOldestFirstAndNoFrameStaysHeld) {
+  constexpr int kInFd = 2000;
+  LoneLane lane(2);
+  LaneWire in;
+  lane.plane->adopt(1, std::make_unique<LaneLink>(in, kInFd));
+  FrameHeader data = LoneLane::frameOf(*lane.broadcast(3), FrameType::Data, kEagerFlag);
+  data.payload_nbytes = 40;
+  in.coming = bytesOf(data) + std::string(40, '\1');
+  lane.loop.ready(kInFd, EPOLLIN);
+  std::vector<uint64_t> ended;
+  for (const uint64_t id : {2, 1}) { // each waits for credit
+    const auto operation = lane.broadcast(id, Deadline::never(), 1 << 20);
+    operation->onDone([&lane, &ended, id] {
+      EXPECT_EQ(lane.plane->usage().transfers, 0U) << "none is found while they end";
+      ended.push_back(id);
+    });
+    lane.plane->post(operation);
+  }
+  EXPECT_EQ(lane.plane->usage().transfers, 2U);
+  EXPECT_EQ(lane.plane->usage().unexpected_frames, 1U);
+  EXPECT_EQ(lane.plane->usage().staging_nbytes, 40U);
+  lane.plane->fail(LoneLane::because(ErrorCode::Aborted));
+  EXPECT_EQ(ended, (std::vector<uint64_t>{1, 2}));
+  EXPECT_EQ(lane.plane->usage().unexpected_frames, 0U);
+  EXPECT_EQ(lane.plane->usage().staging_nbytes, 0U);
 }
 
 // ---- want of memory
