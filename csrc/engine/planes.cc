@@ -85,11 +85,7 @@ void Planes::onAsked(int from, const FrameHeader& question) {
 
 void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
   onData([hello, link = std::move(link)](DataPlane& data) mutable {
-    if (hello.shared) {
-      data.adoptShared(hello.rank, std::move(link));
-    } else {
-      data.adopt(hello.rank, std::move(link));
-    }
+    data.adopt(hello.rank, std::move(link), hello.shared);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <exception>
 #include <vector>
 
+#include "engine/data/data_plane.h"
 #include "engine/data/messages.h"
 #include "engine/data/waiting.h"
 
@@ -29,10 +30,10 @@ size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
 // gives them credit. If none is, it is answered, and the next message under that tag begins at once.
 void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
-    not_entered_[peer] = waiting::lastText(header, peer, identity_.job);
+    tables_.peer(peer).lacked = waiting::lastText(header, peer, identity_.job);
     return;
   }
-  SendQueue& queue = sends_[peer];
+  SendQueue& queue = queueOf(peer);
   const size_t most = std::max<size_t>(mostAnnounced(queue), 1); // one it has a receive for
   std::vector<std::shared_ptr<Operation>> wanted;
   wanted.reserve(most); // what is taken out of the queue must not be lost to an exception
@@ -71,7 +72,7 @@ void Messages::ask(int peer, uint32_t tag) {
   question.root = peer;
   question.tag = tag;
   ++tables_.peer(peer).asked;
-  owner_.ask(peer, question);
+  plane_.send(peer, question, false); // it may be lost: the receive asks again
 }
 
 // Also if an earlier receive from that rank under that tag has waited for long: its pause is not that of the next.
@@ -126,9 +127,11 @@ void Messages::askWhatIsDue(TimePoint now) {
     }
     ++asked;
     for (int peer = 0; peer < identity_.size; ++peer) {
-      const bool may_have =
-          ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && owner_.hasOpenedLink(peer));
-      if (may_have && !owner_.isAway(peer)) {
+      const PeerRow& row = tables_.peer(peer);
+      const bool opened =
+          row.reading != PeerRow::Reading::NotOpened; // a rank that never opened a link here has no message
+      const bool may_have = ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && opened);
+      if (may_have && !row.isAway()) {
         ask(peer, ask_for.tag);
       }
     }

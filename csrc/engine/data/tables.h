@@ -8,12 +8,14 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "engine/data/send_queue.h"
 #include "engine/links/channel.h"
 #include "engine/operation/descriptor.h"
 #include "engine/operation/group_identity.h"
@@ -96,7 +98,7 @@ struct OperationRow {
     return const_cast<OperationRow*>(this)->to(peer);
   }
 
-  /// Who runs it.
+  /// The part that runs it.
   enum class Runs {
     Here, ///< the event loop, by `transfer`
     InSharedMemory, ///< the HostPlane
@@ -167,6 +169,46 @@ struct PeerRow {
   size_t ahead = 0; ///< edges that have credit, while nothing shows that the peer has entered their operations
   size_t limits = 0; ///< unexpected operations for which it has given credit
 
+  // Messages: messages.h.
+  uint64_t sent = 0; ///< messages to it that have been named
+  size_t receives = 0; ///< of messages from it that have not come
+  std::unique_ptr<SendQueue> queue; ///< messages to it; null: there were none
+  std::string
+      lacked; ///< when it had no message under a tag that was asked for: what it had done last; "": it has not said so
+
+  // Whether it is there: leaving.h.
+  /// The state of the link that it opened to this rank.
+  enum class Reading : uint8_t { NotOpened, Open, Ended };
+  Reading reading = Reading::NotOpened;
+  /// Here -> Lost -> Left, or Here -> Left.
+  enum class Presence : uint8_t {
+    Here,
+    Lost, ///< the link to it broke while nothing was due, and it said no goodbye
+    Left, ///< it said goodbye
+  };
+  Presence presence = Presence::Here;
+  struct Suspicion {
+    /// AwaitsGoodbye -> AwaitsLink, or AwaitsGoodbye -> Doubted; a suspicion may also begin as AwaitsLink.
+    enum class State {
+      AwaitsGoodbye, ///< a link broke: a goodbye may explain it
+      AwaitsLink, ///< the link that the peer opened may be on its way
+      Doubted, ///< nothing here needs the peer: only ranks with a control link to it know whether it is alive
+    };
+    State state;
+    ErrorRecord record; ///< the failure if nothing explains it until then
+    TimePoint due;
+  };
+  /// Its broken links, and what may explain them.
+  struct Trouble {
+    std::optional<ErrorRecord> lost; ///< what broke, if it is Lost
+    std::optional<ErrorRecord> changed; ///< bytes of it came changed; only if it has Left
+    std::optional<Suspicion> suspicion;
+  };
+  std::unique_ptr<Trouble> trouble; ///< null as a rule
+  [[nodiscard]] bool isAway() const noexcept {
+    return presence != Presence::Here;
+  }
+
   // Places of unexpected operations: matching.h.
   size_t collectives = 0; ///< unexpected operations that it has sent something about
   size_t messages = 0; ///< the same of messages, which have places of their own
@@ -178,6 +220,8 @@ struct Action {
   enum class Kind {
     Send, ///< a frame without payload to `peer`
     Fail, ///< the group has failed: `record`
+    Notice, ///< the same, but what arrives still counts
+    Doubt, ///< the group has failed if `record.peer` is still there: see Membership::doubted
     Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
     MaySend, ///< operation `op_id` may be able to send to `peer` now
   };
@@ -208,7 +252,7 @@ struct CreditAction {
 };
 
 /// Everything that one rank knows of the operations and the ranks of its group: a table of operations and one of ranks. The functions of
-/// matching.h, credit.h and waiting.h change the rows; they know neither links nor a clock. What follows from an event they list as
+/// matching.h, credit.h, waiting.h and leaving.h change the rows; they know neither links nor a clock. What follows from an event they list as
 /// actions, which the owner takes when the event is over: so nothing that it does on the way can change a row under their hands.
 ///
 /// An operation's row: others (unexpected) -> entered -> others (over). Its address does not change while it is entered.
@@ -283,7 +327,14 @@ struct Tables {
   TimePoint next_asks = TimePoint::max(); ///< when the oldest operation that may not ask yet wants to
   TimePoint next_deadline = TimePoint::max(); ///< no operation's is earlier
 
+  // Of messages and their senders.
+  std::map<uint64_t, std::shared_ptr<Operation>> receives; ///< without a message yet, by ticket
+  size_t receives_from_any = 0; ///< of these
+  size_t away = 0; ///< ranks that are not Here
+  size_t suspicions = 0; ///< ranks that are under suspicion
+
   std::vector<Action> actions; ///< of matching and waiting
+  std::vector<Action> leaving_actions;
   std::vector<CreditAction> credit_actions;
   bool failed = false; ///< a Fail action was made: nothing counts any more
 };

@@ -17,7 +17,7 @@ struct Usage : Messages::Usage {
   size_t followed = 0; ///< operations of another library
   size_t transfers = 0;
   size_t unexpected_frames = 0;
-  size_t frames = 0; ///< that have not left yet: see Outgoing
+  size_t frames = 0; ///< that have not left yet: to this rank itself, or questions for control links
   size_t staging_nbytes = 0;
   size_t refused = 0; ///< operations that cannot begin
   uint64_t host_pending = 0; ///< of the HostPlane; the data plane does not know it

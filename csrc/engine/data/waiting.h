@@ -7,7 +7,7 @@
 #include "base/job_ranks.h"
 #include "engine/data/tables.h"
 
-/// Who has not entered an operation yet, and which deadlines have passed.
+/// The questions of an operation that waits: which ranks have not entered it yet. And all deadlines of entered operations.
 ///
 /// A rank that has waited 2 ms sends a question (Waiting) to the ranks on unfinished edges of its operation, once. They compare the
 /// descriptor, or answer that they have not entered the operation (NotEntered). After 200 ms it asks all ranks, so that an error names

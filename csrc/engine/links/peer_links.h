@@ -96,10 +96,6 @@ class PeerLinks final {
   }
 
   // ---- questions
-  /// The peer has opened a link to this rank, at some time.
-  [[nodiscard]] bool isOpened(int peer) const noexcept {
-    return in_.isOpened(peer);
-  }
   /// This rank has opened a link to the peer, and frames can leave on it.
   [[nodiscard]] bool isWriting(int peer) const noexcept {
     return out_.isWriting(peer);

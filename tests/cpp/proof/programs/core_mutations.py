@@ -36,7 +36,7 @@ def _digest(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 MUTATIONS = [
     _rule(
         "1: the lane ends operations of the host plane",
-        "operation_ends.cc",
+        "ends.cc",
         "  end_begun(rows, OperationRow::Runs::Elsewhere);\n",
         "  end_begun(rows, OperationRow::Runs::Elsewhere);\n"
         "  end_begun(rows, OperationRow::Runs::InSharedMemory);\n",
@@ -54,8 +54,8 @@ MUTATIONS = [
         "3: a followed operation has edges to everyone",
         "watched_operations.cc",
         "  matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());\n",
-        "  OperationRow& row =\n"
-        "      matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());\n"
+        "  const auto runs = OperationRow::Runs::Elsewhere;\n"
+        "  OperationRow& row = matching::entered(tables_, operation, runs, Clock::now());\n"
         "  for (int peer = 0; peer < tables_.identity.size; ++peer) {\n"
         "    if (peer != tables_.identity.rank) {\n"
         "      row.incoming.emplace_back().peer = peer;\n    }\n  }\n",
@@ -78,31 +78,32 @@ MUTATIONS = [
     # ---- operations that cannot begin
     _rule(
         "5: what cannot begin ends at once",
-        "refused_operations.cc",
-        "    operations_.push_back(operation);\n",
-        "    end(*operation, exception);\n",
+        "ends.cc",
+        "    refused_.push_back(operation);\n",
+        "    endRefused(*operation, std::current_exception());\n",
         _REFUSED,
-        "RefusedOperationsTest.OperationsEndWithTheGroup",
+        "DataPlaneRefused.OperationsEndWithTheGroupOldestFirst",
         "NoMemory.AnOperationThatCannotBeginEndsNoSoonerThanItsGroup",
     ),
     _rule(
         "5: a lost failure leaves what cannot begin for ever",
         "data_plane.cc",
-        "  exchange_.ends().endLate(now);\n",
+        "  endRefusedLate(now);\n",
         "",
         _REFUSED,
     ),
     _rule(
         "5: what cannot be remembered never ends",
-        "refused_operations.cc",
-        "  } catch (...) { // no memory to remember it\n    end(*operation, exception);\n",
-        "  } catch (...) {\n    static_cast<void>(exception);\n",
-        "RefusedOperationsTest.WithoutMemoryToRememberItAnOperationEndsAtOnce",
+        "ends.cc",
+        "  } catch (...) { // no memory to remember it\n"
+        "    endRefused(*operation, std::current_exception());\n",
+        "  } catch (...) {\n",
+        "DataPlaneRefused.WithoutMemoryToRememberItAnOperationEndsAtOnce",
     ),
     _rule(
         "5: a failure that cannot be reported ends nothing",
-        "operation_ends.cc",
-        "    refused_.endWith(exception);\n",
+        "ends.cc",
+        "      endRefused(*operation, exception);\n",
         "",
         "LaneRules.WhatCannotBeginEndsAtOnceIfNothingCanBeReported",
     ),
@@ -249,17 +250,17 @@ MUTATIONS = [
     ),
     _rule(
         "13: a closing rank takes new frames",
-        "exchange.cc",
-        "  if (!end_.running() || tables_.failed || header.type == FrameType::Goodbye) {",
-        "  if (end_.failed() || tables_.failed || header.type == FrameType::Goodbye) {",
+        "data_plane.cc",
+        "  if (!running() || tables_.failed || header.type == FrameType::Goodbye) {",
+        "  if (failure_ || tables_.failed || header.type == FrameType::Goodbye) {",
         _CLOSING,
     ),
     _rule(
         "13: a closing rank reads nothing more",
-        "exchange.cc",
-        "  if (end_.failed() || tables_.failed) {\n    return;\n  }\n"
+        "data_plane.cc",
+        "  if (failure_ || tables_.failed) {\n    return;\n  }\n"
         "  if (header.type == FrameType::Goodbye) {",
-        "  if (!end_.running() || tables_.failed) {\n    return;\n  }\n"
+        "  if (!running() || tables_.failed) {\n    return;\n  }\n"
         "  if (header.type == FrameType::Goodbye) {",
         _CLOSING,
     ),
@@ -326,7 +327,7 @@ MUTATIONS = [
     ),
     _rule(
         "16: both ends of a message to oneself are one operation",
-        "exchange.cc",
+        "data_plane.cc",
         "    header.op_id ^= PointToPoint::kSelfBit;\n",
         "",
         "LaneRules.AMessageToOneselfIsTwoOperationsWhoseIdsDifferInOneBit",

@@ -184,19 +184,19 @@ MUTATIONS = [
     ),
     Mutation(
         "unexpected frames are not replayed",
-        "exchange.cc",
+        "data_plane.cc",
         "  transfers_.replayUnexpected(row);\n",
         "",
     ),
     Mutation(
         "operations end before the links stop",
-        "operation_ends.cc",
+        "ends.cc",
         "  stopTouchingMemory();\n  transfers_",
         "  transfers_",
     ),
     Mutation(
         "a broken link counts at once",
-        "departures.cc",
+        "leaving.cc",
         "std::move(gone), now + kGoodbyeWithin}",
         "std::move(gone), now}",
     ),
@@ -223,9 +223,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a control goodbye does not wait for the bulk link",
-        "departures.cc",
-        "awaiting != nullptr && reading == Reading::Ended;",
-        "awaiting != nullptr;",
+        "leaving.cc",
+        "awaiting_it != nullptr && row.reading == Reading::Ended;",
+        "awaiting_it != nullptr;",
     ),
     Mutation(
         "staged bytes are not copied",
@@ -310,12 +310,12 @@ MUTATIONS = [
     Mutation(
         "a receive does not ask for its message",
         "messages_ask.cc",
-        "if (may_have && !owner_.isAway(peer)) {",
+        "if (may_have && !row.isAway()) {",
         "if (false) {",
     ),
     Mutation(
         "a question to oneself is taken for a message",
-        "exchange.cc",
+        "data_plane.cc",
         "if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) {",
         "if (header.op_id != 0) {",
     ),
@@ -334,23 +334,23 @@ MUTATIONS = [
     ),
     Mutation(
         "links end at once when a group has failed",
-        "plane_end.cc",
-        "    ends_at_ = std::max(ends_at_, failed_at_ + kNews);\n",
-        "",
+        "ends.cc",
+        "    ends_at_ = std::max(ends_at_, failed_at_ + kNews);\n    return;",
+        "    return;",
         survives="news has 5 ms of a lead, and where it takes longer no cause is judged",
     ),
     Mutation(
         "a goodbye ends a receive from any rank",
-        "departures.cc",
-        "    if (dealings_.reading(peer) == Reading::Open) {\n      return nullptr;\n    }\n",
+        "leaving.cc",
+        "    if (peer.reading == Reading::Open) {\n      return nullptr;\n    }\n",
         "",
         survives="the message is read before the blame comes back as the group's failure",
     ),
     Mutation(
         "no deadline for a receive from any rank",
         "messages.cc",
-        "    if (isOver(*entry.second)) {\n      owner_.notice(noMessage(",
-        "    if (isOver(*entry.second) && false) {\n      owner_.notice(noMessage(",
+        "    if (isOver(*entry.second)) {\n      plane_.notice(noMessage(",
+        "    if (isOver(*entry.second) && false) {\n      plane_.notice(noMessage(",
     ),
     Mutation(
         "a failure does not reach the data plane",
@@ -374,7 +374,7 @@ MUTATIONS = [
     Mutation(
         "receives that have their message are kept",
         "messages.cc",
-        "    unmatched_.erase(match.ticket); // only now",
+        "    tables_.receives.erase(match.ticket); // only now",
         "    // only now",
     ),
     Mutation(
@@ -417,15 +417,15 @@ MUTATIONS = [
     ),
     Mutation(
         "the last question for a control link stays",
-        "outgoing.cc",
-        "if (!questions_.empty() && end_.running()) {",
-        "if (questions_.size() > 1 && end_.running()) {",
+        "data_plane.cc",
+        "if (!questions_.empty() && running()) {",
+        "if (questions_.size() > 1 && running()) {",
     ),
     Mutation(
         "operations that are released are kept as held",
         "data_plane.cc",
-        "if (exchange_.watched().release(operation)) {",
-        "if (exchange_.watched().holds(*operation)) {",
+        "if (watched_.release(operation)) {",
+        "if (watched_.holds(*operation)) {",
         survives="no simulated operation is held; Held.SeveralAreReleasedInAnyOrder notices it",
     ),
     Mutation(
