@@ -24,7 +24,7 @@ std::string heldText(const Usage& usage) {
   check("refused operations", usage.refused);
   check("operations in shared memory", usage.host_pending);
   const Tables::Usage& tables = usage.tables;
-  check("operations in the roll call", tables.operations);
+  check("operations that are entered", tables.operations);
   check("unexpected operations", tables.unexpected);
   check("places of unexpected operations", tables.places_taken);
   check("bytes in pools", static_cast<uint64_t>(tables.eager_in));
