@@ -203,15 +203,15 @@ MUTATIONS = [
     Mutation(
         "late bytes arrive in a group that closes",
         "in_links.cc",
-        "  for (const auto& port : ports_) {\n    if (port != nullptr) {\n"
-        "      port->channel.stopTouchingMemory();\n    }\n  }\n",
+        "  for (PeerLink& peer : peers_) {\n    if (peer.in != nullptr) {\n"
+        "      peer.in->channel.stopTouchingMemory();\n    }\n  }\n",
         "",
     ),
     Mutation(
         "what is queued leaves after a group was closed",
         "out_links.cc",
-        "  for (const auto& port : ports_) {\n    if (port != nullptr) {\n"
-        "      port->channel.stopTouchingMemory();\n    }\n  }\n",
+        "  for (PeerLink& peer : peers_) {\n    if (peer.out != nullptr) {\n"
+        "      peer.out->channel.stopTouchingMemory();\n    }\n  }\n",
         "",
     ),
     Mutation(
