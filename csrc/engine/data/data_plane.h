@@ -193,7 +193,6 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
     return !failure_ && !closing_;
   }
   void thrown(int peer, const std::exception_ptr& exception) noexcept;
-  void refuse(const std::shared_ptr<Operation>& operation, const std::exception_ptr& exception) noexcept;
   void endRefused(Operation& operation, const std::exception_ptr& exception) const noexcept;
   /// Ends operations that cannot begin if their deadline has passed: the failure was lost, for want of memory on its way.
   void endRefusedLate(TimePoint now) noexcept;

@@ -61,10 +61,11 @@ void DataPlane::cannotBegin(const std::shared_ptr<Operation>& operation) noexcep
   if (is_entered || is_refused || messages_.has(*operation) || watched_.holds(*operation)) {
     return;
   }
+  const std::exception_ptr cause = std::current_exception(); // the handler below has one of its own
   try {
     refused_.push_back(operation);
   } catch (...) { // no memory to remember it
-    endRefused(*operation, std::current_exception());
+    endRefused(*operation, cause);
   }
 }
 

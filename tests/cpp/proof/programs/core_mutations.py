@@ -95,9 +95,15 @@ MUTATIONS = [
     _rule(
         "5: what cannot be remembered never ends",
         "ends.cc",
-        "  } catch (...) { // no memory to remember it\n"
-        "    endRefused(*operation, std::current_exception());\n",
+        "  } catch (...) { // no memory to remember it\n    endRefused(*operation, cause);\n",
         "  } catch (...) {\n",
+        "DataPlaneRefused.WithoutMemoryToRememberItAnOperationEndsAtOnce",
+    ),
+    _rule(
+        "5: what cannot be remembered ends with that, and not with its cause",
+        "ends.cc",
+        "    endRefused(*operation, cause);\n",
+        "    endRefused(*operation, std::current_exception());\n",
         "DataPlaneRefused.WithoutMemoryToRememberItAnOperationEndsAtOnce",
     ),
     _rule(
