@@ -73,11 +73,7 @@ void keepPast(Tables& tables, const EdgeRow& edge, uint64_t op_id, bool message)
 
 // ---- the life of an operation
 
-void entered(
-    Tables& tables,
-    OperationRow& row,
-    const PreparedSchedule& schedule,
-    const OtherRow::Unexpected* unexpected) {
+void entered(Tables& tables, OperationRow& row, const PreparedSchedule& schedule, const UnexpectedRow* unexpected) {
   const auto add = [](std::vector<EdgeRow>& rows, const std::vector<Edge>& edges) {
     rows.reserve(edges.size());
     for (const Edge& edge : edges) {

@@ -25,11 +25,7 @@ enum class Permission { No, Eager, Credit };
 
 // ---- events
 /// Gives the row its edges. `unexpected`: what came of the operation before; null if nothing did.
-void entered(
-    Tables& tables,
-    OperationRow& row,
-    const PreparedSchedule& schedule,
-    const OtherRow::Unexpected* unexpected);
+void entered(Tables& tables, OperationRow& row, const PreparedSchedule& schedule, const UnexpectedRow* unexpected);
 void ended(Tables& tables, OperationRow& row);
 /// As if it had not been entered. Takes no memory.
 void forget(Tables& tables, OperationRow& row) noexcept;

@@ -514,8 +514,8 @@ DataPlane::Usage DataPlane::usage() const {
     usage.followed += row.runs == OperationRow::Runs::Elsewhere ? 1 : 0;
     usage.unexpected_frames += row.unexpected.size();
   }
-  for (const auto& entry : tables_.others) {
-    usage.unexpected_frames += entry.second.unexpected == nullptr ? 0 : entry.second.unexpected->frames.size();
+  for (const auto& entry : tables_.unexpected) {
+    usage.unexpected_frames += entry.second.frames.size();
   }
   usage.frames = to_self_.size() + questions_.size();
   usage.refused = refused_.size();

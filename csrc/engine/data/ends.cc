@@ -132,10 +132,8 @@ void DataPlane::endAll(const Why& why) noexcept {
   stopTouchingMemory();
   transfers_.dropWork();
   auto rows = std::exchange(tables_.entered, {});
-  for (auto& entry : tables_.others) {
-    if (entry.second.unexpected != nullptr) {
-      entry.second.unexpected->frames.clear();
-    }
+  for (auto& entry : tables_.unexpected) {
+    entry.second.frames.clear();
   }
   for (const auto& entry : rows) {
     if (entry.second.runs == OperationRow::Runs::Here) {

@@ -11,8 +11,6 @@
 namespace pycomm::matching {
 namespace {
 
-using Over = OtherRow::Over;
-
 /// In an all_to_all each pair of ranks agrees on a number of elements of its own. Frames of it say in `numel` how many the
 /// sender has for this peer, and that is what the peer compares with what it expects from the sender.
 Descriptor expectedFrom(const OperationRow& row, int peer) {
@@ -33,44 +31,41 @@ void compare(Tables& tables, const Descriptor& mine, int peer, const Descriptor&
 
 // ---- operations that are over
 
-// What else is known of an operation that is forgotten here may still be needed.
-void drop(Tables& tables, uint64_t op_id, Over was) {
-  const auto found = tables.others.find(op_id);
-  if (found == tables.others.end() || found->second.over != was) {
-    return;
+// Both or neither. False if it is there already.
+template <typename Insert>
+bool keepLast(std::deque<uint64_t>& order, uint64_t op_id, const Insert& insert) {
+  order.push_back(op_id);
+  bool is_new = false;
+  try {
+    is_new = insert();
+  } catch (...) {
+    order.pop_back();
+    throw;
   }
-  found->second.over = Over::No;
-  if (found->second.unexpected == nullptr) {
-    tables.others.erase(found);
+  if (!is_new) {
+    order.pop_back();
   }
+  return is_new;
 }
 
 // Its number says when a counted operation was, as a message's does.
-void age(Tables& tables, uint64_t op_id) {
-  const auto found = tables.others.find(op_id);
-  if (found == tables.others.end() || found->second.over != Over::Lately) {
+void age(Tables& tables, uint64_t op_id, const Descriptor& descriptor) {
+  if ((op_id & kDerivedIdBit) == 0 || descriptor.kind == Collective::Send) {
     return;
   }
-  if ((op_id & kDerivedIdBit) == 0 || found->second.descriptor.kind == Collective::Send) {
-    drop(tables, op_id, Over::Lately);
-    return;
-  }
-  tables.forgotten.push_back(op_id);
-  found->second.over = Over::LongAgo;
-  if (tables.forgotten.size() > Tables::kForgotten) {
-    drop(tables, tables.forgotten.front(), Over::LongAgo);
-    tables.forgotten.pop_front();
+  keepLast(tables.forgotten_order, op_id, [&] { return tables.forgotten.insert(op_id).second; });
+  if (tables.forgotten_order.size() > Tables::kForgotten) {
+    tables.forgotten.erase(tables.forgotten_order.front());
+    tables.forgotten_order.pop_front();
   }
 }
 
 void remember(Tables& tables, uint64_t op_id, const Descriptor& descriptor) {
-  OtherRow& row = tables.others[op_id];
-  row.descriptor = descriptor;
-  row.over = Over::Lately;
-  tables.recent.push_back(op_id);
-  if (tables.recent.size() > Tables::kRecent) {
-    age(tables, tables.recent.front());
-    tables.recent.pop_front();
+  keepLast(tables.recent_order, op_id, [&] { return tables.recent.insert_or_assign(op_id, descriptor).second; });
+  if (tables.recent_order.size() > Tables::kRecent) {
+    const auto oldest = tables.recent.extract(tables.recent_order.front());
+    tables.recent_order.pop_front();
+    age(tables, oldest.key(), oldest.mapped());
   }
 }
 
@@ -82,8 +77,8 @@ void noteEntered(Tables& tables, const OperationId& id, const Descriptor& descri
 
 /// Null unless it ended here not long ago.
 const Descriptor* ofLate(const Tables& tables, uint64_t op_id) noexcept {
-  const auto found = tables.others.find(op_id);
-  return found == tables.others.end() || found->second.over != Over::Lately ? nullptr : &found->second.descriptor;
+  const auto found = tables.recent.find(op_id);
+  return found == tables.recent.end() ? nullptr : &found->second;
 }
 
 // ---- operations that are unexpected
@@ -92,20 +87,15 @@ size_t& places(PeerRow& peer, const Descriptor& descriptor) noexcept {
   return descriptor.kind == Collective::Send ? peer.messages : peer.collectives;
 }
 
-/// The operation is entered here now, or went another way: it is not unexpected any more. Null if it was not.
-std::unique_ptr<OtherRow::Unexpected> take(Tables& tables, uint64_t op_id) noexcept {
-  const auto found = tables.others.find(op_id);
-  if (found == tables.others.end() || found->second.unexpected == nullptr) {
-    return nullptr;
-  }
-  std::unique_ptr<OtherRow::Unexpected> taken = std::move(found->second.unexpected);
-  if (found->second.over == Over::No) {
-    tables.others.erase(found);
-  }
-  for (const auto& [rank, ahead] : taken->peers) {
-    PeerRow& peer = tables.peer(rank);
-    --places(peer, ahead.descriptor);
-    peer.limits -= ahead.limit == kNoLimit ? 0 : 1;
+/// The operation is entered here now, or went another way: it is not unexpected any more. Empty if it was not.
+std::map<uint64_t, UnexpectedRow>::node_type take(Tables& tables, uint64_t op_id) noexcept {
+  auto taken = tables.unexpected.extract(op_id);
+  if (!taken.empty()) {
+    for (const auto& [rank, ahead] : taken.mapped().peers) {
+      PeerRow& peer = tables.peer(rank);
+      --places(peer, ahead.descriptor);
+      peer.limits -= ahead.limit == kNoLimit ? 0 : 1;
+    }
   }
   return taken;
 }
@@ -175,10 +165,11 @@ OperationRow& entered(
   row.operation = operation;
   row.deadline = request.deadline;
   row.since = now;
-  const std::unique_ptr<OtherRow::Unexpected> unexpected = take(tables, request.id.id);
+  auto taken = take(tables, request.id.id);
+  UnexpectedRow* const unexpected = taken.empty() ? nullptr : &taken.mapped();
   try {
     const bool here = runs == OperationRow::Runs::Here;
-    credit::entered(tables, row, here ? *request.schedule : no_edges, unexpected.get());
+    credit::entered(tables, row, here ? *request.schedule : no_edges, unexpected);
     noteEntered(tables, request.id, request.descriptor);
     waiting::entered(tables, row);
     if (unexpected != nullptr) {
@@ -214,13 +205,12 @@ void passed(Tables& tables, const OperationId& id, const Descriptor& descriptor)
   if (tables.find(id.id) != nullptr || hasEnded(tables, id.id)) {
     return;
   }
-  const std::unique_ptr<OtherRow::Unexpected> unexpected = take(tables, id.id);
   remember(tables, id.id, descriptor);
   if (id.sequence > tables.highest_sequence) { // entered later than the last one that was entered here
     noteEntered(tables, id, descriptor);
   }
-  if (unexpected != nullptr) {
-    for (const auto& [peer, ahead] : unexpected->peers) {
+  if (const auto taken = take(tables, id.id); !taken.empty()) {
+    for (const auto& [peer, ahead] : taken.mapped().peers) {
       compare(tables, descriptor, peer, ahead.descriptor, id);
     }
   }
@@ -286,15 +276,22 @@ Verdict arrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& 
 }
 
 AheadOfUs* keep(Tables& tables, int peer, const FrameHeader& header, TimePoint now) {
-  OtherRow& row = tables.others[header.op_id];
-  if (row.unexpected == nullptr) {
-    row.unexpected = std::make_unique<OtherRow::Unexpected>();
-    row.unexpected->since = now;
-  }
-  OtherRow::Unexpected& unexpected = *row.unexpected;
-  unexpected.last = now;
+  const auto [row_at, is_new_row] = tables.unexpected.try_emplace(header.op_id);
+  UnexpectedRow& row = row_at->second;
+  const auto place = [&] {
+    try {
+      return row.peers.try_emplace(peer);
+    } catch (...) {
+      if (is_new_row) {
+        tables.unexpected.erase(row_at);
+      }
+      throw;
+    }
+  };
+  const auto [at, is_new] = place();
   const Descriptor theirs = Descriptor::readFrom(header);
-  const auto [at, is_new] = unexpected.peers.try_emplace(peer);
+  row.since = is_new_row ? now : row.since;
+  row.last = now;
   AheadOfUs& ahead = at->second;
   ahead.answered_late = false;
   if (is_new) {
@@ -310,7 +307,7 @@ AheadOfUs* keep(Tables& tables, int peer, const FrameHeader& header, TimePoint n
 bool hasPlace(const Tables& tables, int peer, uint64_t op_id, bool message) {
   const size_t places = tables.limits.places();
   const PeerRow& asks = tables.peer(peer);
-  return tables.unexpected(op_id) != nullptr ||
+  return tables.findUnexpected(op_id) != nullptr ||
       (message ? asks.messages < places + asks.asked : asks.collectives < places);
 }
 
@@ -363,7 +360,7 @@ FrameHeader headerFor(const Tables& tables, const OperationRow* row, FrameType t
 }
 
 bool isKnown(const Tables& tables, int peer, uint64_t op_id) noexcept {
-  const OtherRow::Unexpected* const unexpected = tables.unexpected(op_id);
+  const UnexpectedRow* const unexpected = tables.findUnexpected(op_id);
   return (unexpected != nullptr && unexpected->peers.count(peer) != 0) || tables.find(op_id) != nullptr;
 }
 
@@ -375,8 +372,7 @@ bool isBehind(const Tables& tables, uint64_t op_id) noexcept {
   if ((op_id & kDerivedIdBit) == 0) {
     return static_cast<int64_t>(op_id) <= tables.highest_sequence;
   }
-  const auto found = tables.others.find(op_id);
-  return found != tables.others.end() && found->second.over == Over::LongAgo;
+  return tables.forgotten.count(op_id) != 0;
 }
 
 void writeLast(const Tables& tables, FrameHeader& header) {

@@ -1,5 +1,8 @@
 #include "engine/data/tables.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "engine/data/matching.h"
 #include "engine/data/transfer.h"
 
@@ -55,13 +58,12 @@ std::vector<Action> Tables::takeActions() {
 Tables::Usage Tables::usage() const noexcept {
   Usage usage;
   usage.operations = entered.size();
-  for (const auto& entry : others) {
-    usage.unexpected += entry.second.unexpected != nullptr ? 1 : 0;
-  }
-  usage.history = recent.size();
-  usage.forgotten = forgotten.size();
+  usage.unexpected = unexpected.size();
+  usage.history = std::max(recent.size(), recent_order.size());
+  usage.forgotten = std::max(forgotten.size(), forgotten_order.size());
   for (const PeerRow& peer : peers) {
     usage.places_taken += peer.collectives + peer.messages;
+    usage.unexpected_credit += peer.limits;
     usage.eager_in += peer.eager_in;
     usage.past += peer.past.size();
     usage.ahead += peer.ahead;

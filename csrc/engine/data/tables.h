@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -132,22 +133,12 @@ struct AheadOfUs {
   bool answered_late = false; ///< by a stand-off, since it last asked
 };
 
-/// An operation that is not under way here: it is unexpected, or over. An old one that other ranks speak of may be both.
-struct OtherRow {
-  struct Unexpected {
-    std::map<int, AheadOfUs> peers; ///< by rank: the lowest that differs is named
-    TimePoint since; ///< when the first frame arrived
-    TimePoint last; ///< when the last one did
-    std::vector<UnexpectedFrame> frames;
-  };
-  std::unique_ptr<Unexpected> unexpected; ///< null: no rank has sent anything about it
-  enum class Over : uint8_t {
-    No,
-    Lately, ///< one of the last kRecent: its descriptor is kept, for comparison
-    LongAgo, ///< a derived id, of the last kForgotten before those: only that it has ended is known
-  };
-  Over over = Over::No;
-  Descriptor descriptor; ///< if it has ended lately
+/// An operation that other ranks have sent something about, and that is not entered here. It may have ended here long ago.
+struct UnexpectedRow {
+  std::map<int, AheadOfUs> peers; ///< by rank: the lowest that differs is named. Never empty
+  TimePoint since; ///< when the first frame arrived
+  TimePoint last; ///< when the last one did
+  std::vector<UnexpectedFrame> frames;
 };
 
 /// A rank of the group.
@@ -255,7 +246,7 @@ struct CreditAction {
 /// matching.h, credit.h, waiting.h and leaving.h change the rows; they know neither links nor a clock. What follows from an event they list as
 /// actions, which the owner takes when the event is over: so nothing that it does on the way can change a row under their hands.
 ///
-/// An operation's row: others (unexpected) -> entered -> others (over). Its address does not change while it is entered.
+/// An operation's row: unexpected -> entered -> recent -> forgotten. Its address does not change while it is entered.
 /// Thread: the owner's; no locks.
 struct Tables {
   static constexpr size_t kRecent = 256;
@@ -278,9 +269,12 @@ struct Tables {
     return const_cast<Tables*>(this)->find(op_id);
   }
   /// What other ranks have sent about an operation that is not entered here; null if nothing.
-  [[nodiscard]] OtherRow::Unexpected* unexpected(uint64_t op_id) const noexcept {
-    const auto found = others.find(op_id);
-    return found == others.end() ? nullptr : found->second.unexpected.get();
+  [[nodiscard]] UnexpectedRow* findUnexpected(uint64_t op_id) noexcept {
+    const auto found = unexpected.find(op_id);
+    return found == unexpected.end() ? nullptr : &found->second;
+  }
+  [[nodiscard]] const UnexpectedRow* findUnexpected(uint64_t op_id) const noexcept {
+    return const_cast<Tables*>(this)->findUnexpected(op_id);
   }
   [[nodiscard]] PeerRow& peer(int rank) noexcept {
     return peers[static_cast<size_t>(rank)];
@@ -299,6 +293,7 @@ struct Tables {
     size_t operations = 0;
     size_t unexpected = 0; ///< operations that are not entered here
     size_t places_taken = 0; ///< of unexpected operations
+    size_t unexpected_credit = 0; ///< see PeerRow::limits
     size_t history = 0; ///< operations that have ended and are kept
     size_t forgotten = 0; ///< derived ids of older ones
     int64_t eager_in = 0; ///< bytes in the pools of all peers
@@ -312,12 +307,14 @@ struct Tables {
   const Limits limits;
 
   std::map<uint64_t, OperationRow> entered; ///< by id, oldest first, derived ones last
-  std::unordered_map<uint64_t, OtherRow> others; ///< by id; no row is empty
+  std::map<uint64_t, UnexpectedRow> unexpected; ///< by id, as `entered`
   std::vector<PeerRow> peers; ///< by rank
 
   // Of what has been entered and is over: matching.h.
-  std::deque<uint64_t> recent; ///< ids of `others` that have ended lately, oldest first
-  std::deque<uint64_t> forgotten; ///< the same of those that have ended long ago
+  std::unordered_map<uint64_t, Descriptor> recent; ///< by id: the last kRecent that have ended, for comparison
+  std::deque<uint64_t> recent_order; ///< their ids, oldest first
+  std::unordered_set<uint64_t> forgotten; ///< derived ids of the last kForgotten before those
+  std::deque<uint64_t> forgotten_order; ///< the same, oldest first
   OperationId last_entered;
   std::optional<Descriptor> last_descriptor;
   int64_t highest_sequence = 0; ///< of the counted operations that were entered

@@ -79,7 +79,7 @@ Sink Transfers::placeUnexpected(const FrameHeader& header) {
 
 bool Transfers::arrived(OperationRow* row, int peer, const FrameHeader& header, Sink&& sink) {
   if (row == nullptr || row->transfer == nullptr) {
-    OtherRow::Unexpected* const unexpected = sink.unexpected ? tables_.unexpected(header.op_id) : nullptr;
+    UnexpectedRow* const unexpected = sink.unexpected ? tables_.findUnexpected(header.op_id) : nullptr;
     if (unexpected != nullptr) {
       unexpected->frames.push_back(UnexpectedFrame{peer, header, std::move(sink.staging)});
     }

@@ -140,14 +140,10 @@ void checkDeadlines(Tables& tables, TimePoint now) {
 // rank's operation reached it a moment ago: the question whose answer led here.
 void standOff(Tables& tables, const OperationRow& row, int peer, TimePoint now) {
   const auto patience = milliseconds(tables.limits.standoff_after_ms);
-  if (waited(row, now) < patience || row.isMessage()) {
+  if (waited(row, now) < patience || row.isMessage() || tables.peer(peer).collectives == 0) {
     return;
   }
-  for (auto& [op_id, other] : tables.others) {
-    if (other.unexpected == nullptr) {
-      continue;
-    }
-    OtherRow::Unexpected& unexpected = *other.unexpected;
+  for (auto& [op_id, unexpected] : tables.unexpected) { // the oldest counted one first
     const auto found = unexpected.peers.find(peer);
     const bool derived = ((op_id | row.id().id) & kDerivedIdBit) != 0;
     if (found == unexpected.peers.end() || found->second.descriptor.kind == Collective::Send || !derived ||
@@ -202,7 +198,7 @@ void announce(Tables& tables, OperationRow& row) {
   }
 }
 
-void correct(Tables& tables, const OperationRow& row, const OtherRow::Unexpected& unexpected) {
+void correct(Tables& tables, const OperationRow& row, const UnexpectedRow& unexpected) {
   for (const auto& [peer, ahead] : unexpected.peers) {
     if (ahead.refused) {
       FrameHeader has_come = matching::headerFor(tables, &row, FrameType::Waiting, peer);

@@ -31,7 +31,7 @@ void entered(Tables& tables, const OperationRow& row);
 /// A frame shows that the peer has entered it.
 void came(OperationRow& row, int peer);
 /// Tells the ranks that asked before this rank entered the operation that it has. It may end here before they ask again.
-void correct(Tables& tables, const OperationRow& row, const OtherRow::Unexpected& unexpected);
+void correct(Tables& tables, const OperationRow& row, const UnexpectedRow& unexpected);
 /// Of a message that is entered.
 void announce(Tables& tables, OperationRow& row);
 /// A question (Waiting) has arrived.

@@ -1,6 +1,9 @@
 // What a rank remembers of operations that have ended.
 #include <gtest/gtest.h>
 
+#include <new>
+
+#include "allocations.h"
 #include "engine/data/rank_tables.h"
 
 namespace pycomm::testing {
@@ -78,7 +81,8 @@ TEST_F(HistoryTest, RemembersThatOlderOnesHaveEndedToo) {
   EXPECT_FALSE(isBehind(kDerivedIdBit | ended));
   EXPECT_EQ(rank.usage().history, Tables::kRecent);
   EXPECT_EQ(rank.usage().forgotten, Tables::kForgotten);
-  EXPECT_EQ(rank.tables.others.size(), Tables::kRecent + Tables::kForgotten);
+  EXPECT_EQ(rank.tables.recent.size(), Tables::kRecent);
+  EXPECT_EQ(rank.tables.forgotten.size(), Tables::kForgotten);
 }
 
 TEST_F(HistoryTest, OneThatIsReportedLateIsTheLastOnlyIfNoneIsLater) {
@@ -98,8 +102,52 @@ TEST_F(HistoryTest, RemembersTheLast256ThatHaveEnded) {
   EXPECT_FALSE(hasEnded(1));
   EXPECT_TRUE(hasEnded(2));
   EXPECT_TRUE(hasEnded(257));
-  EXPECT_EQ(rank.tables.others.at(257).descriptor, numbered(257));
-  EXPECT_EQ(rank.tables.others.size(), 256U);
+  EXPECT_EQ(rank.tables.recent.at(257), numbered(257));
+  EXPECT_EQ(rank.tables.recent.size(), 256U);
+}
+
+// Each allocation of an end fails once, while operations are remembered, age and are forgotten.
+TEST_F(HistoryTest, WithoutMemoryNoHalfOfAnOperationIsRemembered) {
+  int strikes = 0;
+  for (uint64_t i = 0; i < 3 * Tables::kRecent; ++i) {
+    enter(derived(i));
+    failAllocation(1 + static_cast<int64_t>(i % 4));
+    try {
+      rank.ended(kDerivedIdBit | i);
+    } catch (const std::bad_alloc&) {
+      ++strikes;
+    }
+    failAllocation(0);
+    ASSERT_EQ(rank.tables.recent.size(), rank.tables.recent_order.size()) << i;
+    ASSERT_EQ(rank.tables.forgotten.size(), rank.tables.forgotten_order.size()) << i;
+    ASSERT_LE(rank.tables.recent.size(), Tables::kRecent) << i;
+  }
+  EXPECT_GE(strikes, 100);
+}
+
+TEST_F(HistoryTest, WithoutMemoryToRememberItOneThatPassedIsStillUnexpected) {
+  FrameHeader question;
+  question.type = FrameType::Waiting;
+  question.op_id = 4;
+  numbered(1).writeTo(question);
+  EXPECT_TRUE(rank.keepUnexpected(1, question, TimePoint()));
+  bool threw = true;
+  int strikes = 0;
+  for (int64_t nth = 1; threw; ++nth) {
+    ASSERT_LT(nth, 100);
+    failAllocation(nth);
+    try {
+      threw = false;
+      rank.passed(counted(4), numbered(1));
+    } catch (const std::bad_alloc&) {
+      threw = true;
+    }
+    failAllocation(0);
+    strikes += threw ? 1 : 0;
+    EXPECT_EQ(rank.isUnexpected(4), threw) << nth;
+    EXPECT_EQ(hasEnded(4), !threw) << nth;
+  }
+  EXPECT_GE(strikes, 1);
 }
 
 } // namespace

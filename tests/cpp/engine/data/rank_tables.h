@@ -117,7 +117,7 @@ class RankTables {
     return row == nullptr ? std::nullopt : waiting::missing(*row, peer);
   }
   [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
-    return tables.unexpected(op_id) != nullptr;
+    return tables.findUnexpected(op_id) != nullptr;
   }
   [[nodiscard]] Tables::Usage usage() const {
     return tables.usage();

@@ -77,7 +77,7 @@ struct TransfersTest : ::testing::Test {
     return matching::arrived(tables, tables.find(header.op_id), 0, header, now);
   }
   [[nodiscard]] size_t unexpectedFrames(uint64_t op_id) const {
-    const OtherRow::Unexpected* const unexpected = tables.unexpected(op_id);
+    const UnexpectedRow* const unexpected = tables.findUnexpected(op_id);
     return unexpected == nullptr ? 0 : unexpected->frames.size();
   }
   /// The frame of the operation arrives before that.

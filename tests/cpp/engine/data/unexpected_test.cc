@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <new>
 
+#include "allocations.h"
 #include "engine/data/rank_tables.h"
 
 namespace pycomm::testing {
@@ -48,7 +50,7 @@ TEST_F(UnexpectedTest, EachRanksDescriptorIsKeptUntilTheOperationIsEntered) {
   EXPECT_TRUE(keep(3, 7));
   now += std::chrono::seconds(1);
   rank.asked(1, headerOf(7, Collective::Barrier), now);
-  const OtherRow::Unexpected* const kept = rank.tables.unexpected(7);
+  const UnexpectedRow* const kept = rank.tables.findUnexpected(7);
   ASSERT_NE(kept, nullptr);
   EXPECT_EQ(kept->peers.size(), 2U);
   EXPECT_EQ(kept->since, first);
@@ -59,6 +61,37 @@ TEST_F(UnexpectedTest, EachRanksDescriptorIsKeptUntilTheOperationIsEntered) {
   EXPECT_FALSE(rank.isUnexpected(7));
   EXPECT_EQ(rank.usage().places_taken, 0U);
   EXPECT_EQ(rank.tables.find(7)->came, (std::set<int>{1, 3}));
+}
+
+TEST_F(UnexpectedTest, WithoutMemoryNothingIsKept) {
+  bool threw = true;
+  int strikes = 0;
+  for (int64_t nth = 1; threw; ++nth) {
+    ASSERT_LT(nth, 100);
+    failAllocation(nth);
+    try {
+      threw = false;
+      EXPECT_TRUE(keep(3, 7));
+    } catch (const std::bad_alloc&) {
+      threw = true;
+    }
+    failAllocation(0);
+    strikes += threw ? 1 : 0;
+    EXPECT_EQ(rank.usage().unexpected, threw ? 0U : 1U) << nth;
+    EXPECT_EQ(rank.usage().places_taken, threw ? 0U : 1U) << nth;
+  }
+  EXPECT_GE(strikes, 2);
+}
+
+TEST(UnexpectedCredit, CountsUntilTheOperationIsEntered) {
+  RankTables::Config config;
+  config.size = 2;
+  config.hosts.resize(2);
+  RankTables rank(config);
+  EXPECT_EQ(rank.granted(7, 1, 100), nullptr);
+  EXPECT_EQ(rank.usage().unexpected_credit, 1U);
+  rank.posted(OperationId{7, 7}, Descriptor(), PreparedSchedule(), Clock::now());
+  EXPECT_EQ(rank.usage().unexpected_credit, 0U);
 }
 
 TEST_F(UnexpectedTest, APeerMayNotContradictItself) {

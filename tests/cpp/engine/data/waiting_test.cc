@@ -308,6 +308,20 @@ TEST_F(StandOffTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
 }
 
+TEST_F(StandOffTest, OfSeveralTheOldestIsNamed) {
+  const uint64_t mine = kDerivedIdBit | 1;
+  roll.posted(OperationId{mine, -1}, barrierOf(), PreparedSchedule(), at(0));
+  for (const uint64_t sequence : {2, 4, 7, 9}) {
+    for (const int ms : {200, 9900}) {
+      EXPECT_TRUE(roll.keepUnexpected(1, rollFrame(sequence, barrierOf()), at(ms)));
+    }
+  }
+  roll.answered(1, rollFrame(mine, barrierOf(), FrameType::NotEntered), at(10200));
+  const std::vector<Action> failures = taken(Kind::Fail);
+  ASSERT_EQ(failures.size(), 1U);
+  EXPECT_NE(failures[0].record.summary.find(" #2"), std::string::npos) << failures[0].record.summary;
+}
+
 // The last question to all comes when the other has heard of this operation for that long, also if it heard of it in the first round.
 TEST_F(StandOffTest, TheLastQuestionFindsItOver) {
   enter(1);
@@ -401,7 +415,7 @@ TEST_F(WaitingTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
 
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(9)), at(1)));
   EXPECT_TRUE(roll.isUnexpected(2));
-  EXPECT_EQ(roll.tables.unexpected(2)->peers.count(3), 1U);
+  EXPECT_EQ(roll.tables.findUnexpected(2)->peers.count(3), 1U);
   enter(2);
   const std::vector<Action> failures = taken(Kind::Fail);
   ASSERT_EQ(failures.size(), 1U);

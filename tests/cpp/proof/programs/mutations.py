@@ -399,9 +399,9 @@ MUTATIONS = [
     Mutation(
         "operations that were unexpected are kept",
         "matching.cc",
-        "  if (found->second.over == Over::No) {\n    tables.others.erase(found);\n  }\n  for",
-        "  if (found->second.over == Over::No) {\n"
-        "    found->second.unexpected = std::make_unique<OtherRow::Unexpected>();\n  }\n  for",
+        "  auto taken = tables.unexpected.extract(op_id);\n",
+        "  auto taken = tables.unexpected.extract(op_id);\n"
+        "  if (!taken.empty()) {\n    tables.unexpected.try_emplace(op_id);\n  }\n",
     ),
     Mutation(
         "past operations of peers have no bound",
@@ -431,7 +431,7 @@ MUTATIONS = [
     Mutation(
         "forgotten operations have no bound",
         "matching.cc",
-        "  if (tables.forgotten.size() > Tables::kForgotten) {\n",
+        "  if (tables.forgotten_order.size() > Tables::kForgotten) {\n",
         "  if (false) {\n",
         survives="no seed has 32,768 operations of callbacks; "
         "HistoryTest.RemembersThatOlderOnesHaveEndedToo notices it, a unit test",
