@@ -150,7 +150,8 @@ OperationRow& entered(
     Tables& tables,
     const std::shared_ptr<Operation>& operation,
     OperationRow::Runs runs,
-    TimePoint now) {
+    TimePoint now,
+    const std::function<void(OperationRow&)>& build) {
   static const PreparedSchedule no_edges;
   const Operation::Request& request = operation->request();
   const auto [at, is_new] = tables.entered.try_emplace(request.id.id);
@@ -165,15 +166,18 @@ OperationRow& entered(
   row.operation = operation;
   row.deadline = request.deadline;
   row.since = now;
-  auto taken = take(tables, request.id.id);
-  UnexpectedRow* const unexpected = taken.empty() ? nullptr : &taken.mapped();
+  const UnexpectedRow* const unexpected = tables.findUnexpected(request.id.id);
+  const auto actions = static_cast<std::ptrdiff_t>(tables.actions.size());
+  const auto credit_actions = static_cast<std::ptrdiff_t>(tables.credit_actions.size());
+  const bool had_failed = tables.failed;
   try {
+    if (build) {
+      build(row);
+    }
     const bool here = runs == OperationRow::Runs::Here;
     credit::entered(tables, row, here ? *request.schedule : no_edges, unexpected);
-    noteEntered(tables, request.id, request.descriptor);
     waiting::entered(tables, row);
     if (unexpected != nullptr) {
-      row.unexpected = std::move(unexpected->frames);
       for (const auto& [peer, ahead] : unexpected->peers) {
         waiting::came(row, peer);
         compare(tables, expectedFrom(row, peer), peer, ahead.descriptor, request.id);
@@ -184,8 +188,15 @@ OperationRow& entered(
       waiting::announce(tables, row);
     }
   } catch (...) { // nobody would look at its deadline
+    tables.actions.erase(tables.actions.begin() + actions, tables.actions.end());
+    tables.credit_actions.erase(tables.credit_actions.begin() + credit_actions, tables.credit_actions.end());
+    tables.failed = had_failed;
     forget(tables, row);
     throw;
+  }
+  noteEntered(tables, request.id, request.descriptor); // from here on nothing takes memory
+  if (auto taken = take(tables, request.id.id); !taken.empty()) {
+    row.unexpected = std::move(taken.mapped().frames);
   }
   return row;
 }
@@ -331,11 +342,10 @@ void fail(Tables& tables, ErrorRecord record) {
   if (tables.failed) {
     return; // the first error wins
   }
-  tables.failed = true;
-  Action action;
+  Action& action = tables.actions.emplace_back();
   action.kind = Action::Kind::Fail;
   action.record = std::move(record);
-  tables.actions.push_back(std::move(action));
+  tables.failed = true;
 }
 
 // ---- questions

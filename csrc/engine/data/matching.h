@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -20,13 +21,14 @@ enum class Verdict {
 };
 
 // ---- events
-/// This rank enters the operation: its row. `runs_here`: with the edges of its schedule; else it has none. If this throws, nothing is
-/// kept of the operation.
+/// This rank enters the operation: its row. If it runs here, with the edges of its schedule; else it has none. `build` adds to the row what
+/// needs memory, before the row counts. If this throws, the tables are as before.
 OperationRow& entered(
     Tables& tables,
     const std::shared_ptr<Operation>& operation,
     OperationRow::Runs runs,
-    TimePoint now);
+    TimePoint now,
+    const std::function<void(OperationRow&)>& build = nullptr);
 /// As if the operation had not been entered. Takes no memory.
 void forget(Tables& tables, OperationRow& row) noexcept;
 /// The operation has ended, and its row is out of the table.

@@ -37,13 +37,9 @@ int waitsFor(const OperationRow& row) noexcept {
 // ---- events
 
 OperationRow& Transfers::add(const std::shared_ptr<Operation>& operation, TimePoint now) {
-  OperationRow& row = matching::entered(tables_, operation, OperationRow::Runs::Here, now);
-  try {
-    row.transfer = std::make_unique<Transfer>(tables_, row, staging_, send_frame_, working_);
-  } catch (...) {
-    matching::forget(tables_, row);
-    throw;
-  }
+  OperationRow& row = matching::entered(tables_, operation, OperationRow::Runs::Here, now, [this](OperationRow& built) {
+    built.transfer = std::make_unique<Transfer>(tables_, built, staging_, send_frame_, working_);
+  });
   lane_.addBusy(1);
   operation->mark().running(now, row.transfer->bytesExpected());
   return row;

@@ -98,6 +98,9 @@ TEST(Matching, AnOperationThatGetsNoMemoryLeavesNothing) {
       const RankTables::Usage usage = tables.usage();
       EXPECT_EQ(usage.operations, 0U) << "rank " << rank << ", allocation " << nth;
       EXPECT_EQ(usage.ahead, 0U) << "rank " << rank << ", allocation " << nth;
+      EXPECT_TRUE(tables.tables.actions.empty()) << "rank " << rank << ", allocation " << nth;
+      EXPECT_TRUE(tables.takeCreditActions().empty()) << "rank " << rank << ", allocation " << nth;
+      EXPECT_EQ(tables.tables.highest_sequence, 0) << "rank " << rank << ", allocation " << nth;
       tables.tick(now + std::chrono::seconds(2));
       EXPECT_TRUE(of(ActionKind::Overdue, tables.takeActions()).empty());
       post(tables, posted, now); // again, with memory

@@ -181,6 +181,45 @@ TEST_F(TransfersTest, AnOperationThatGetsNoMemoryIsNotUnderWay) {
   EXPECT_GT(refused, 3);
 }
 
+TEST_F(TransfersTest, WithoutMemoryForAnOperationTheTablesAreAsBefore) {
+  ASSERT_EQ(tables.last_entered.id, 0U);
+  const auto operation = broadcast(1);
+  FrameHeader question = frameOf(*operation);
+  question.type = FrameType::Waiting;
+  question.payload_nbytes = 0;
+  question.aux = 0;
+  ASSERT_EQ(arrived(question), matching::Verdict::Ignore);
+  arriveUnexpected(frameOf(*operation));
+  ASSERT_EQ(tables.takeActions().size(), 1U) << "it is not entered here";
+  int refused = 0;
+  bool threw = true;
+  for (int64_t nth = 1; threw; ++nth) {
+    ASSERT_LT(nth, 1000);
+    testing::failAllocation(nth);
+    try {
+      static_cast<void>(transfers.add(operation, now));
+      threw = false;
+    } catch (const std::bad_alloc&) {
+      ++refused;
+    }
+    testing::failAllocation(0);
+    if (threw) {
+      EXPECT_EQ(tables.last_entered.id, 0U) << nth;
+      EXPECT_EQ(tables.highest_sequence, 0) << nth;
+      EXPECT_TRUE(tables.actions.empty()) << nth;
+      EXPECT_TRUE(tables.credit_actions.empty()) << nth;
+      EXPECT_EQ(tables.usage().operations, 0U) << nth;
+      EXPECT_EQ(tables.usage().places_taken, 1U) << nth;
+      ASSERT_EQ(unexpectedFrames(1), 1U) << nth;
+    }
+  }
+  EXPECT_GT(refused, 3);
+  EXPECT_EQ(tables.last_entered.id, 1U);
+  EXPECT_EQ(tables.find(1)->unexpected.size(), 1U);
+  EXPECT_EQ(tables.takeActions().size(), 1U) << "the rank that asked learns that it has come";
+  EXPECT_EQ(tables.usage().places_taken, 0U);
+}
+
 // To ask the kernel about all connections is cheaper than to try so many of them.
 TEST_F(TransfersTest, AFewOperationsSayFromWhomFramesAreDue) {
   std::vector<int> peers;

@@ -304,17 +304,23 @@ MUTATIONS = [
     _rule(
         "15: an operation without a deadline is kept",
         "matching.cc",
-        "  } catch (...) { // nobody would look at its deadline\n    forget(tables, row);\n",
-        "  } catch (...) {\n",
+        "    forget(tables, row);\n    throw;\n",
+        "    throw;\n",
         _BEGINS,
         "Matching.AnOperationThatGetsNoMemoryLeavesNothing",
     ),
     _rule(
         "15: an operation that nobody runs is kept",
         "transfers.cc",
-        "    matching::forget(tables_, row);\n    throw;",
-        "    throw;",
+        "now, [this](OperationRow& built) {\n"
+        "    built.transfer = "
+        "std::make_unique<Transfer>(tables_, built, staging_, send_frame_, working_);\n"
+        "  });\n",
+        "now);\n"
+        "  row.transfer = "
+        "std::make_unique<Transfer>(tables_, row, staging_, send_frame_, working_);\n",
         _BEGINS,
+        "TransfersTest.WithoutMemoryForAnOperationTheTablesAreAsBefore",
     ),
     _rule(
         "15: a ticket is taken before there is memory for its operation",
