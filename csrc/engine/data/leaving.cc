@@ -282,15 +282,18 @@ void posted(Tables& tables, const PreparedSchedule* schedule, bool receives, Tim
 }
 
 void tick(Tables& tables, TimePoint now) {
-  std::vector<std::pair<int, Suspicion>> due;
   for (size_t peer = 0; tables.suspicions > 0 && peer < tables.peers.size(); ++peer) {
-    const Suspicion* const suspicion = suspicionOf(tables.peers[peer]);
-    if (suspicion != nullptr && suspicion->due <= now) {
-      due.emplace_back(static_cast<int>(peer), *takeSuspicion(tables, tables.peers[peer]));
+    PeerRow& row = tables.peers[peer];
+    if (suspicionOf(row) == nullptr || suspicionOf(row)->due > now) {
+      continue;
     }
-  }
-  for (auto& entry : due) {
-    decide(tables, entry.first, std::move(entry.second), now);
+    Suspicion kept = *suspicionOf(row);
+    try {
+      decide(tables, static_cast<int>(peer), *takeSuspicion(tables, row), now);
+    } catch (...) { // no memory: the next tick decides
+      suspect(tables, static_cast<int>(peer), std::move(kept));
+      throw;
+    }
   }
 }
 

@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <new>
+#include <set>
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "engine/data/point_to_point.h"
 #include "engine/data/transfer.h"
 #include "engine/operation/operation.h"
@@ -150,6 +153,35 @@ TEST_F(LeavingTest, BytesThatThePeerOwesHave3SecondsToComeOnItsOwnLink) {
   EXPECT_EQ(leaving::nextTick(tables), at(3040));
   leaving::tick(tables, at(3040));
   EXPECT_EQ(action().record.code, ErrorCode::PeerDead);
+}
+
+TEST_F(LeavingTest, ATickWithoutMemoryLosesNoSuspicion) {
+  sends(first, 1);
+  sends(first, 2);
+  bool struck = true;
+  int strikes = 0;
+  for (int64_t nth = 1; struck && nth < 100; ++nth) {
+    for (const int peer : {1, 2}) {
+      leaving::writingBroke(tables, peer, peerDead(peer), at(0));
+    }
+    testing::failAllocation(nth);
+    try {
+      leaving::tick(tables, at(40));
+    } catch (const std::bad_alloc&) {
+      EXPECT_LE(leaving::nextTick(tables), at(40)) << "allocation " << nth;
+    }
+    struck = testing::allocationFailed();
+    testing::failAllocation(0);
+    strikes += struck ? 1 : 0;
+    leaving::tick(tables, at(40));
+    std::set<int> dead;
+    for (const Action& found : std::exchange(tables.leaving_actions, {})) {
+      dead.insert(found.record.peer);
+    }
+    EXPECT_EQ(dead, (std::set<int>{1, 2})) << "allocation " << nth;
+    EXPECT_EQ(tables.suspicions, 0U);
+  }
+  EXPECT_GE(strikes, 2);
 }
 
 TEST_F(LeavingTest, IfThatLinkHasEndedTheyDoNotCome) {
