@@ -177,13 +177,13 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link, bool shared) {
     if (!running()) {
       return;
     }
-    PeerRow::Reading& reading = tables_.peer(peer).reading;
-    reading = reading == PeerRow::Reading::NotOpened ? PeerRow::Reading::Open : reading;
     if (shared) {
       links_.adoptShared(peer, std::move(link));
     } else {
       links_.adopt(peer, std::move(link));
     }
+    PeerRow::Reading& reading = tables_.peer(peer).reading; // what the link has brought already may have ended it
+    reading = reading == PeerRow::Reading::NotOpened ? PeerRow::Reading::Open : reading;
   });
 }
 

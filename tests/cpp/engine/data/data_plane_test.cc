@@ -234,5 +234,23 @@ TEST(DataPlaneRefused, WithoutMemoryToRememberItAnOperationEndsAtOnce) {
   EXPECT_GE(at_once, 1);
 }
 
+// ---- links that arrive
+
+TEST(DataPlaneLinks, OneThatWasNotTakenForWantOfMemoryMayStillArrive) {
+  LoneLane lane(2);
+  LaneWire in;
+  lane.plane->post(lane.message(true));
+  auto link = std::make_unique<LaneLink>(in, 2000);
+  failAllocation(1);
+  lane.plane->adopt(1, std::move(link));
+  const bool struck = allocationFailed();
+  failAllocation(0);
+  ASSERT_TRUE(struck);
+  ASSERT_EQ(lane.noticed.size(), 1U);
+  EXPECT_EQ(lane.noticed[0].code, ErrorCode::OutOfMemory);
+  lane.plane->peerLeft(1);
+  EXPECT_EQ(lane.noticed.size(), 1U) << "its link has not ended: " << lane.noticed.back().text();
+}
+
 } // namespace
 } // namespace pycomm::testing
