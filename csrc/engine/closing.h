@@ -40,8 +40,12 @@ struct Closing final {
   Closing(const Closing&) = delete; // the steps refer to it
   Closing& operator=(const Closing&) = delete;
 
-  std::vector<Step> steps;
+  std::vector<Step> steps; ///< to make them takes one allocation, for this list
   std::vector<std::unique_ptr<Link>> control_links; ///< between their goodbye and their end
+
+ private:
+  const ErrorRecord reason_;
+  const Body leave_control_;
 };
 
 } // namespace pycomm

@@ -118,15 +118,12 @@ void Group::close() {
     return;
   }
   const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (std::exchange(closed_, true)) {
+  if (closed_) {
     return;
   }
   log_->reached(GroupPhase::Closed);
   static_cast<void>(PYCOMM_FAULT("group.close"));
   sayWhy();
-  if (crowds_) {
-    engine_.lane().addCrowded(-1);
-  }
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
   reason.rank = roster_.identity.jobRank();
@@ -137,6 +134,10 @@ void Group::close() {
       engine_.hostMates().unwatch(watch);
     }
   });
+  closed_ = true; // after what may find no memory: a second call then closes the group
+  if (crowds_) {
+    engine_.lane().addCrowded(-1);
+  }
   for (const Closing::Step& step : closing.steps) {
     runToItsEnd(closing, step);
   }

@@ -7,6 +7,7 @@
 #include <future>
 #include <string>
 
+#include "allocations.h"
 #include "engine/loop/event_loop.h"
 
 namespace pycomm::testing {
@@ -147,6 +148,20 @@ TEST_F(Closed, OperationsEndBeforeControlLinksSayGoodbye) {
   EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
   EXPECT_EQ(operation->error()->summary, "The test closes it.");
   EXPECT_THAT(steps_, ElementsAre("lane until: data control"));
+}
+
+// Once it is made, nothing of it needs memory before its steps run.
+TEST_F(Closed, AllocatesOnlyTheListOfSteps) {
+  open();
+  openHost();
+  ErrorRecord why = reason();
+  Closing::Body leave = [] {};
+  failAllocation(2);
+  Closing closing(planes_, true, std::move(why), std::move(leave));
+  const bool struck = allocationFailed();
+  failAllocation(0);
+  EXPECT_FALSE(struck);
+  EXPECT_EQ(closing.steps.size(), 9U);
 }
 
 TEST_F(Closed, WhatWasNeverOpenedIsLeftOut) {
