@@ -6,55 +6,38 @@
 
 namespace pycomm {
 
-Closing::Closing(Planes& planes, Steps& steps, ErrorRecord reason)
-    : planes_(planes), steps_(steps), reason_(std::move(reason)) {}
+namespace {
 
-void Closing::begin(bool failed, Body closed) {
-  closed_ = std::move(closed);
-  if (planes_.host() == nullptr) {
-    closeData();
-  } else if (!failed) {
-    closeHost();
-  } else { // the failure goes from the control loop to the lane: after both rounds the plane has it
-    steps_.onControl([] {}, [this] { steps_.onLane([] {}, [this] { closeHost(); }); });
+constexpr size_t kMostSteps = 9;
+
+} // namespace
+
+Closing::Closing(Planes& planes, bool failed, ErrorRecord reason, Body leave_control)
+    : reason_(std::move(reason)), leave_control_(std::move(leave_control)) {
+  steps.reserve(kMostSteps);
+  const auto nothing = [](const Body&) {};
+  if (planes.host() != nullptr) {
+    if (failed) { // the failure goes from the control loop to the lane: after both rounds the host plane has it
+      steps.push_back({Step::On::Control, nothing});
+      steps.push_back({Step::On::Lane, nothing});
+    }
+    steps.push_back({Step::On::Caller, [this, &planes](const Body&) { planes.host()->close(reason_); }});
   }
-}
-
-void Closing::closeHost() {
-  planes_.host()->close(reason_);
-  closeData();
-}
-
-void Closing::closeData() {
-  if (planes_.data() == nullptr) {
-    closeControl();
-    return;
+  if (planes.data() != nullptr) {
+    steps.push_back(
+        {Step::On::LaneUntilOver, [this, &planes](const Body& over) { planes.data()->close(reason_, over); }});
   }
-  steps_.onLaneUntil(
-      [this](Body over) { planes_.data()->close(reason_, std::move(over)); }, [this] { closeControl(); });
-}
-
-void Closing::closeControl() {
-  static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
-  if (planes_.control() == nullptr) {
-    dropData();
-    return;
+  steps.push_back({Step::On::Caller, [](const Body&) { static_cast<void>(PYCOMM_FAULT("group.said_goodbye")); }});
+  if (planes.control() != nullptr) {
+    steps.push_back({Step::On::Control, [this, &planes](const Body&) {
+                       leave_control_();
+                       control_links = planes.control()->close();
+                       planes.dropControl();
+                     }});
+    steps.push_back({Step::On::ControlLinks, nothing});
+    steps.push_back({Step::On::Caller, [](const Body&) { static_cast<void>(PYCOMM_FAULT("group.links_closed")); }});
   }
-  const auto say_goodbye = [this] {
-    steps_.leaveControl();
-    control_links_ = planes_.control()->close();
-    planes_.dropControl();
-  };
-  steps_.onControl(say_goodbye, [this] {
-    steps_.closeGently(std::move(control_links_), [this] {
-      static_cast<void>(PYCOMM_FAULT("group.links_closed"));
-      dropData();
-    });
-  });
-}
-
-void Closing::dropData() {
-  steps_.onLane([this] { planes_.dropData(); }, closed_);
+  steps.push_back({Step::On::Lane, [&planes](const Body&) { planes.dropData(); }});
 }
 
 } // namespace pycomm

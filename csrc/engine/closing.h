@@ -9,9 +9,9 @@
 
 namespace pycomm {
 
-/// The order in which the planes of a group close, for Group and for the simulator alike:
+/// The order in which the planes of a group close, as a list: Group runs each step and waits for it, the simulator posts it.
 ///
-///   1. the host plane ends its operations, on the thread that called begin();
+///   1. the host plane ends its operations, on the thread that closes the group;
 ///   2. the data plane stops touching memory, ends its operations and says goodbye on bulk links, on the lane;
 ///   3. the control plane says goodbye and goes, on the control loop; its links stay until peers have had time to read that;
 ///   4. the data plane goes with its links, on the lane.
@@ -20,42 +20,32 @@ namespace pycomm {
 /// goodbye on a control link, it would take it for a death.
 ///
 /// A step whose plane was never opened is left out.
-class Closing final {
- public:
+struct Closing final {
   using Body = std::function<void()>;
-
-  /// Where each step runs, and how its end is waited for: Group's thread waits, the simulator posts the step and returns. Each function
-  /// calls `then` once, when its step is over.
-  class Steps {
-   public:
-    virtual ~Steps() = default;
-    virtual void onLane(Body body, Body then) = 0;
-    /// The step is over when `body` has called what it gets, or if the lane has been stopped: then nothing there ever will.
-    virtual void onLaneUntil(std::function<void(Body over)> body, Body then) = 0;
-    virtual void onControl(Body body, Body then) = 0;
-    /// On the control loop, as the control plane goes: nothing may use it any more.
-    virtual void leaveControl() = 0;
-    /// Closes control links on which a goodbye has been said, once their peers have had time to read it.
-    virtual void closeGently(std::vector<std::unique_ptr<Link>> links, Body then) = 0;
+  struct Step {
+    enum class On {
+      Caller, ///< the thread that closes the group
+      Lane,
+      LaneUntilOver, ///< over when it has called `over`, or if the lane has been stopped: then nothing there ever will
+      Control,
+      ControlLinks, ///< closes `control_links` gently: once their peers have had time to read the goodbye. It has no body
+    };
+    On on;
+    std::function<void(const Body& over)> run;
   };
 
-  /// Both outlive the last step. `reason`: what operations under way end with.
-  Closing(Planes& planes, Steps& steps, ErrorRecord reason);
+  /// `failed`: the group has failed; the planes get that first, so that operations end with its cause. `reason`: what operations under way
+  /// end with. `leave_control` runs on the control loop, as the control plane goes: nothing may use it any more. The planes outlive this.
+  Closing(Planes& planes, bool failed, ErrorRecord reason, Body leave_control);
+  Closing(const Closing&) = delete; // the steps refer to it
+  Closing& operator=(const Closing&) = delete;
 
-  /// `failed`: the group has failed; the planes get that first, so that operations end with its cause. Once.
-  void begin(bool failed, Body closed);
+  std::vector<Step> steps; ///< to make them takes one allocation, for this list
+  std::vector<std::unique_ptr<Link>> control_links; ///< between their goodbye and their end
 
  private:
-  void closeHost();
-  void closeData();
-  void closeControl();
-  void dropData();
-
-  Planes& planes_;
-  Steps& steps_;
   const ErrorRecord reason_;
-  Body closed_;
-  std::vector<std::unique_ptr<Link>> control_links_; ///< between their goodbye and their end
+  const Body leave_control_;
 };
 
 } // namespace pycomm

@@ -9,6 +9,7 @@
 
 #include "base/fork_guard.h"
 #include "base/native_thread.h"
+#include "engine/group.h"
 #include "engine/meeting/door.h"
 
 namespace pycomm {
@@ -21,14 +22,14 @@ constexpr std::chrono::microseconds kSpin{50};
 constexpr size_t kClosers = 32;
 
 /// Closes all groups. Each waits for its peers, which may close theirs in another order: so they close at the same time, on threads.
-void closeAll(const std::vector<std::weak_ptr<Engine::Closable>>& groups) {
+void closeAll(const std::vector<std::weak_ptr<Group>>& groups) {
   std::atomic<size_t> next{0};
   std::mutex mutex;
   std::exception_ptr first_error; // guarded by mutex
   const auto closeOnes = [&] {
     for (size_t i = next++; i < groups.size(); i = next++) {
       try {
-        if (const std::shared_ptr<Engine::Closable> group = groups[i].lock()) {
+        if (const std::shared_ptr<Group> group = groups[i].lock()) {
           group->close();
         }
       } catch (...) {
@@ -75,7 +76,7 @@ bool Engine::belongsToThisProcess() const noexcept {
   return forkCount() == forks_;
 }
 
-void Engine::add(const std::weak_ptr<Closable>& group) {
+void Engine::add(const std::weak_ptr<Group>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (shut_down_) {
     throw Error(
@@ -131,7 +132,7 @@ bool Engine::shutdown(Deadline deadline) {
   if (!belongsToThisProcess()) {
     return true;
   }
-  std::vector<std::weak_ptr<Closable>> groups;
+  std::vector<std::weak_ptr<Group>> groups;
   std::vector<std::shared_ptr<Door>> doors;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

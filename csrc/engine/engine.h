@@ -18,6 +18,7 @@
 namespace pycomm {
 
 class Door;
+class Group;
 
 /// The native threads that all groups of a process share: one lane, one control loop, the callback pool, and the watch over the other
 /// processes of this host. A HostPlane, a CUDA device and a group that uses NCCL start threads of their own.
@@ -26,15 +27,6 @@ class Door;
 /// thread outlives what it touches.
 class Engine {
  public:
-  /// What shutdown() closes: a Group.
-  class Closable {
-   public:
-    virtual void close() = 0;
-
-   protected:
-    ~Closable() = default;
-  };
-
   /// Throws Error(TooManyFiles | SystemError).
   Engine();
   /// Shuts down without a bound on callbacks. Never in a child of fork(): there, keep the object.
@@ -73,7 +65,7 @@ class Engine {
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
   /// For shutdown(): a group that was made on this engine. Throws Error(ShutDown) if that was called meanwhile.
-  void add(const std::weak_ptr<Closable>& group);
+  void add(const std::weak_ptr<Group>& group);
   /// Closes every group, whatever is under way, and joins all threads. False if a callback of the user's has not returned by the
   /// deadline: call it again then. Idempotent. Not on a native thread. In a child of fork() it does nothing: the threads are the parent's.
   bool shutdown(Deadline deadline);
@@ -89,7 +81,7 @@ class Engine {
   std::shared_ptr<SharedHeap> heap_;
   std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
   std::unordered_map<std::string, std::weak_ptr<Door>> doors_;
-  std::vector<std::weak_ptr<Closable>> groups_;
+  std::vector<std::weak_ptr<Group>> groups_;
   bool shut_down_ = false;
 };
 

@@ -13,6 +13,7 @@
 
 #include "base/deadline.h"
 #include "engine/call.h"
+#include "engine/closing.h"
 #include "engine/engine.h"
 #include "engine/issuer.h"
 #include "engine/join_abort.h"
@@ -35,7 +36,7 @@ namespace pycomm {
 ///
 /// Any thread may call anything; nothing here needs Python. The group fails as a whole, once: after that every operation, under way
 /// or new, ends with the same cause (`failure`).
-class Group final : public Engine::Closable, public std::enable_shared_from_this<Group> {
+class Group final : public std::enable_shared_from_this<Group> {
  public:
   struct Config {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
@@ -101,7 +102,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   void abort(const ErrorRecord& reason);
   /// Leaves the group: not collective, bounded (about 50 ms), idempotent. Operations under way end with SHUT_DOWN. Not on a native
   /// thread.
-  void close() override;
+  void close();
 
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const {
@@ -158,6 +159,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   void connect(const Config& config, std::vector<Listener> listeners, const AbortToken& abort);
   void watchMates(const std::vector<int>& neighbours);
   void waitForNeighbours(Deadline deadline);
+  void runToItsEnd(Closing& closing, const Closing::Step& step);
   void sayWhy() noexcept; ///< tells the others that another group of this process has failed
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   /// The door to what a child of fork() does not have, threads and shared memory: every public entry reaches it through one of these. They

@@ -23,43 +23,6 @@ void noteFailing(FlightLog& log, const Record& record) noexcept {
   }
 }
 
-/// Runs the steps of closing on the engine's loops. The calling thread waits for each.
-class StepsOfEngine final : public Closing::Steps {
- public:
-  StepsOfEngine(Engine& engine, const std::vector<uint64_t>& watches) : engine_(engine), watches_(watches) {}
-
-  void onLane(Closing::Body body, Closing::Body then) override {
-    engine_.lane().run(body);
-    then();
-  }
-  void onLaneUntil(std::function<void(Closing::Body over)> body, Closing::Body then) override {
-    std::promise<void> over;
-    const std::future<void> is_over = over.get_future();
-    engine_.lane().post([&] { body([&] { over.set_value(); }); });
-    while (is_over.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
-    }
-    then();
-  }
-  void onControl(Closing::Body body, Closing::Body then) override {
-    engine_.control().run(body);
-    then();
-  }
-  void leaveControl() override {
-    for (const uint64_t watch : watches_) {
-      engine_.hostMates().unwatch(watch);
-    }
-  }
-  void closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) override {
-    closeAllGently(links);
-    links.clear();
-    then();
-  }
-
- private:
-  Engine& engine_;
-  const std::vector<uint64_t>& watches_; ///< the group's
-};
-
 } // namespace
 
 Planes::Events Group::planeEvents() {
@@ -120,28 +83,64 @@ void Group::sayWhy() noexcept {
   }
 }
 
+// The calling thread waits for the end of the step.
+void Group::runToItsEnd(Closing& closing, const Closing::Step& step) {
+  const Closing::Body nobody_waits = [] {};
+  const Closing::Body run = [&] { step.run(nobody_waits); };
+  switch (step.on) {
+    case Closing::Step::On::Caller:
+      run();
+      return;
+    case Closing::Step::On::Lane:
+      engine_.lane().run(run);
+      return;
+    case Closing::Step::On::LaneUntilOver: {
+      std::promise<void> over;
+      const std::future<void> is_over = over.get_future();
+      engine_.lane().post([&] { step.run([&] { over.set_value(); }); });
+      while (is_over.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
+      }
+      return;
+    }
+    case Closing::Step::On::Control:
+      engine_.control().run(run);
+      return;
+    case Closing::Step::On::ControlLinks:
+      closeAllGently(closing.control_links);
+      closing.control_links.clear();
+      return;
+  }
+}
+
 void Group::close() {
   if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
     planes_.abandon(); // see Engine::shutdown
     return;
   }
   const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (std::exchange(closed_, true)) {
+  if (closed_) {
     return;
   }
   log_->reached(GroupPhase::Closed);
   static_cast<void>(PYCOMM_FAULT("group.close"));
   sayWhy();
-  if (crowds_) {
-    engine_.lane().addCrowded(-1);
-  }
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
   reason.rank = roster_.identity.jobRank();
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
-  StepsOfEngine steps(engine_, watches_);
-  Closing(planes_, steps, std::move(reason)).begin(failure_.happened(), [] {});
+  Closing closing(planes_, failure_.happened(), std::move(reason), [this] {
+    for (const uint64_t watch : watches_) {
+      engine_.hostMates().unwatch(watch);
+    }
+  });
+  closed_ = true; // after what may find no memory: a second call then closes the group
+  if (crowds_) {
+    engine_.lane().addCrowded(-1);
+  }
+  for (const Closing::Step& step : closing.steps) {
+    runToItsEnd(closing, step);
+  }
   // The loops may still hold tasks of ours: after this they have run.
   engine_.lane().run([] {});
   engine_.control().run([] {});

@@ -5,7 +5,7 @@
 namespace pycomm {
 namespace {
 
-// The lane may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (RollCall).
+// The lane may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (waiting.h).
 constexpr size_t kMostQuestions = 64 << 10;
 
 } // namespace
@@ -85,11 +85,7 @@ void Planes::onAsked(int from, const FrameHeader& question) {
 
 void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
   onData([hello, link = std::move(link)](DataPlane& data) mutable {
-    if (hello.shared) {
-      data.adoptShared(hello.rank, std::move(link));
-    } else {
-      data.adopt(hello.rank, std::move(link));
-    }
+    data.adopt(hello.rank, std::move(link), hello.shared);
   });
 }
 

@@ -1,8 +1,13 @@
 #include "engine/data/data_plane.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
+#include "base/fault_point.h"
+#include "engine/data/leaving.h"
+#include "engine/data/matching.h"
+#include "engine/data/waiting.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -11,9 +16,13 @@ DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options 
     : identity_(std::move(identity)),
       options_(std::move(options)),
       lane_(lane),
-      end_(identity_),
-      reporter_(identity_, end_, std::move(events)),
-      exchange_(identity_, options_.limits, options_, lane_, end_, reporter_) {
+      events_(std::move(events)),
+      staging_(lane.stagingMemory()),
+      tables_(identity_, options_.limits),
+      transfers_(tables_, staging_, lane, [this](int peer, OutFrame&& frame) { push(peer, std::move(frame)); }),
+      links_(identity_, options_, lane, staging_, *this),
+      messages_(tables_, lane, *this),
+      watched_(tables_) {
   lane_.addTicker(*this);
 }
 
@@ -21,158 +30,499 @@ DataPlane::~DataPlane() {
   lane_.removeTicker(*this);
 }
 
-// ---- operations
+template <typename Body>
+void DataPlane::guarded(int peer, const Body& body) noexcept {
+  try {
+    body();
+    flush();
+    if (!questions_.empty() && running()) {
+      events_.ask(std::exchange(questions_, {}));
+    }
+  } catch (...) {
+    thrown(peer, std::current_exception());
+  }
+}
+
+void DataPlane::run(int peer, void (*body)(const void* context), const void* context) noexcept {
+  guarded(peer, [&] { body(context); });
+}
+
+template <typename Body>
+void DataPlane::orRefuse(const std::shared_ptr<Operation>& operation, const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    cannotBegin(operation);
+    throw;
+  }
+}
+
+// ---- operations begin
 
 void DataPlane::post(const std::shared_ptr<Operation>& operation) {
+  const Operation::Request& request = operation->request();
   // What belongs in shared memory comes here only when that is over, which is a little before all else is.
-  if (!end_.running() || operation->request().descriptor.algorithm == Algorithm::SharedMemory) {
-    end_.endAtOnce(*operation);
+  if (!running() || request.descriptor.algorithm == Algorithm::SharedMemory) {
+    endAtOnce(*operation);
     return;
   }
-  exchange_.guarded(-1, [&] { exchange_.post(operation); });
+  guarded(-1, [&] {
+    orRefuse(operation, [&] {
+      PYCOMM_FAULT_POINT("operation.post");
+      if (request.descriptor.kind == Collective::Send) {
+        messages_.post(operation);
+        leaving::posted(tables_, request.schedule.get(), request.receives, Clock::now());
+        report();
+      } else {
+        start(operation);
+      }
+    });
+  });
+}
+
+void DataPlane::begin(const std::shared_ptr<Operation>& message) {
+  orRefuse(message, [&] { start(message); });
+}
+
+void DataPlane::start(const std::shared_ptr<Operation>& operation) {
+  const TimePoint now = Clock::now();
+  OperationRow& row = transfers_.add(operation, now);
+  act();
+  if (tables_.failed) { // an unexpected frame does not fit it: it ends when the group's failure comes back
+    return;
+  }
+  row.transfer->start();
+  transfers_.replayUnexpected(row);
+  leaving::posted(tables_, operation->request().schedule.get(), false, now);
+  report();
+  act();
+  finishIfComplete(row);
 }
 
 void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
-  if (!end_.running()) {
-    end_.endAtOnce(*operation);
+  if (!running()) {
+    endAtOnce(*operation);
     return;
   }
-  exchange_.guarded(-1, [&] { exchange_.hold(operation); });
+  guarded(-1, [&] { orRefuse(operation, [&] { watched_.hold(operation); }); });
 }
 
 void DataPlane::release(const std::shared_ptr<Operation>& operation) {
-  if (exchange_.watched().release(operation)) {
+  if (watched_.release(operation)) {
     post(operation);
     return;
   }
-  exchange_.guarded(-1, [&] { exchange_.inputArrived(operation->request().id.id); });
+  guarded(-1, [&] { // more of the input is here
+    OperationRow* const row = tables_.find(operation->request().id.id);
+    if (row != nullptr && row->transfer != nullptr) {
+      row->transfer->inputArrived();
+      act();
+      finishIfComplete(*row);
+    }
+  });
 }
 
+// ---- operations that run elsewhere
+
 void DataPlane::hostStuck(const std::shared_ptr<Operation>& operation, uint64_t lacking) {
-  if (end_.running()) {
-    exchange_.guarded(-1, [&] { exchange_.stuck(operation, lacking); });
+  if (running()) {
+    guarded(-1, [&] {
+      watched_.stuck(operation, lacking);
+      act();
+    });
   }
 }
 
 void DataPlane::hostEnded(const OperationId& id, const Descriptor& descriptor) {
-  if (end_.running()) {
-    exchange_.guarded(-1, [&] { exchange_.hostEnded(id, descriptor); });
+  if (running()) {
+    guarded(-1, [&] {
+      watched_.hostEnded(id, descriptor);
+      act();
+    });
   }
 }
 
 void DataPlane::follow(const std::shared_ptr<Operation>& operation) {
-  if (!end_.running()) {
-    end_.endAtOnce(*operation);
+  if (!running()) {
+    endAtOnce(*operation);
     return;
   }
-  exchange_.guarded(-1, [&] { exchange_.follow(operation); });
-}
-
-void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) {
-  const std::shared_ptr<Operation> operation = exchange_.watched().unfollow(op_id);
-  if (operation == nullptr) {
-    return; // the group has failed meanwhile
-  }
-  exchange_.ends().endInProtocol(op_id);
-  if (error) {
-    operation->finish(recordInAnyCase(identity_, [&] { return errorOf(*operation, *error, identity_); }));
-  } else {
-    operation->finish(std::nullopt);
-  }
-}
-
-// ---- links
-
-void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
-  exchange_.guarded(peer, [&] {
-    if (end_.running()) {
-      exchange_.links().adopt(peer, std::move(link));
-    }
+  guarded(-1, [&] {
+    orRefuse(operation, [&] {
+      watched_.follow(operation);
+      act();
+    });
   });
 }
 
-void DataPlane::adoptShared(int peer, std::unique_ptr<Link> link) {
-  exchange_.guarded(peer, [&] {
-    if (end_.running()) {
-      exchange_.links().adoptShared(peer, std::move(link));
+void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) {
+  const auto found = tables_.entered.find(op_id);
+  if (found == tables_.entered.end() || found->second.runs != OperationRow::Runs::Elsewhere) {
+    return; // the group has failed meanwhile
+  }
+  const auto node = tables_.entered.extract(found);
+  Operation& operation = *node.mapped().operation;
+  endRow(node.mapped());
+  if (error) {
+    operation.finish(recordInAnyCase(identity_, [&] { return errorOf(operation, *error, identity_); }));
+  } else {
+    operation.finish(std::nullopt);
+  }
+}
+
+// ---- peers come and go
+
+void DataPlane::adopt(int peer, std::unique_ptr<Link> link, bool shared) {
+  guarded(peer, [&] {
+    if (!running()) {
+      return;
     }
+    if (shared) {
+      links_.adoptShared(peer, std::move(link));
+    } else {
+      links_.adopt(peer, std::move(link));
+    }
+    PeerRow::Reading& reading = tables_.peer(peer).reading; // what the link has brought already may have ended it
+    reading = reading == PeerRow::Reading::NotOpened ? PeerRow::Reading::Open : reading;
   });
 }
 
 void DataPlane::shareRings(HostRings rings) {
-  exchange_.links().shareRings(std::move(rings));
+  links_.shareRings(std::move(rings));
 }
 
 void DataPlane::useRings(bool all_have_them) {
-  exchange_.guarded(-1, [&] { exchange_.links().useRings(all_have_them); });
+  guarded(-1, [&] { links_.useRings(all_have_them); });
 }
 
 void DataPlane::peerLeft(int peer) {
-  exchange_.departures().saidGoodbye(peer);
+  leaving::saidGoodbye(tables_, peer, Clock::now());
+  report();
 }
 
-void DataPlane::heardQuestion(int peer, const FrameHeader& question) {
-  exchange_.guarded(peer, [&] { exchange_.heardQuestion(peer, question); });
+void DataPlane::onReadingEnded(int peer, const Error& error) {
+  leaving::readingEnded(tables_, peer, brokenLink(peer, error), Clock::now());
+  report();
 }
 
-// ---- the end
-
-void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
-  if (!end_.fail(cause, Clock::now())) {
+void DataPlane::onWritingBroke(int peer, const Error& error) {
+  if (isOwnTrouble(error.record().code)) { // no memory, no descriptors: the peer has nothing to do with it
+    notice(ownTrouble(std::make_exception_ptr(error), identity_));
     return;
   }
-  exchange_.links().stop();
-  const OperationEnds& ends = exchange_.ends();
-  try {
-    const std::optional<ErrorRecord> oldest = told == nullptr ? std::nullopt : ends.errorOfOldest(cause);
-    if (oldest) {
-      told(*oldest);
-    }
-  } catch (...) { // no memory to say it: the group's cause itself is known
-  }
-  exchange_.ends().endAll(
-      [&](const Operation& operation, const Transfer* transfer) { return ends.errorIn(operation, transfer, cause); });
+  leaving::writingBroke(tables_, peer, brokenLink(peer, error), Clock::now());
+  report();
 }
 
-void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) noexcept {
-  const Operation* const unfinished = end_.failed() ? nullptr : exchange_.ends().unfinished();
-  if (unfinished != nullptr) {
-    try {
-      reporter_.notice(leftInTheMiddle(*unfinished, identity_));
-    } catch (...) { // no memory to say so: the others find that this rank has left
+ErrorRecord DataPlane::brokenLink(int peer, const Error& error) const {
+  ErrorRecord record = peerGone(peer, error.record(), identity_);
+  if (record.cause.empty()) {
+    record.cause = error.record().summary;
+  }
+  return record;
+}
+
+void DataPlane::report() {
+  for (Action& action : std::exchange(tables_.leaving_actions, {})) {
+    take(action);
+  }
+}
+
+// ---- frames arrive
+
+void DataPlane::heardQuestion(int peer, const FrameHeader& question) {
+  guarded(peer, [&] { static_cast<void>(onHeader(peer, question)); });
+}
+
+Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
+  Sink sink;
+  if (!running() || tables_.failed || header.type == FrameType::Goodbye) {
+    return sink;
+  }
+  const TimePoint now = Clock::now();
+  PYCOMM_FAULT_POINT("frame.header");
+  const bool ours = header.group == identity_.hash && header.epoch == identity_.epoch;
+  if (ours && header.op_id == PointToPoint::kAskId) {
+    messages_.asked(peer, header);
+    act();
+    return sink;
+  }
+  OperationRow* row = tables_.find(header.op_id);
+  if (ours && header.kind == static_cast<uint8_t>(Collective::Send)) {
+    if (!messages_.arrived(peer, header, row != nullptr && row->transfer != nullptr)) {
+      act();
+      return sink;
+    }
+    row = row != nullptr ? row : tables_.find(header.op_id); // a receive that waited for it may have begun
+  }
+  if (row == nullptr) {
+    watched_.recall(header);
+    row = watched_.host() != nullptr ? tables_.find(header.op_id) : nullptr;
+  }
+  const matching::Verdict verdict = matching::arrived(tables_, row, peer, header, now);
+  act();
+  switch (verdict) {
+    case matching::Verdict::Accept:
+      if (!tables_.failed) {
+        sink = transfers_.place(*row, peer, header, now);
+      }
+      break;
+    case matching::Verdict::Hold:
+      sink = transfers_.placeUnexpected(header);
+      break;
+    case matching::Verdict::Ignore:
+      messages_.beginQueued(peer); // it may have brought room
+      break;
+  }
+  return sink;
+}
+
+void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
+  if (failure_ || tables_.failed) {
+    return;
+  }
+  if (header.type == FrameType::Goodbye) {
+    links_.endReading(peer);
+    tables_.peer(peer).reading = PeerRow::Reading::Ended;
+    events_.left(peer);
+    peerLeft(peer);
+    return;
+  }
+  if (header.type == FrameType::Data) {
+    OperationRow* const row = tables_.find(header.op_id);
+    if (transfers_.arrived(row, peer, header, std::move(sink))) {
+      act();
+      finishIfComplete(*row);
     }
   }
-  end_.close(reason, std::move(closed), Clock::now());
-  if (end_.failed()) {
-    return; // every operation has ended with that
+}
+
+// ---- frames leave
+
+void DataPlane::onSent(const std::vector<OutFrame>& frames) {
+  for (const OutFrame& frame : frames) {
+    PYCOMM_FAULT_POINT("frame.written");
+    sent(frame);
   }
-  exchange_.ends().endAll(
-      [&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
-  if (exchange_.links().sayGoodbyes()) {
-    end_.goodbyesQueued(exchange_.links().isClosing(), Clock::now());
+  act();
+}
+
+void DataPlane::sent(const OutFrame& frame) {
+  OperationRow* const row = frame.step < 0 ? nullptr : tables_.find(frame.header.op_id);
+  if (row != nullptr && row->transfer != nullptr) {
+    row->transfer->sent(static_cast<uint32_t>(frame.step));
+    finishIfComplete(*row);
+  }
+}
+
+// Frames first: other ranks wait for them.
+void DataPlane::flush() {
+  while (!failure_ && (links_.flush() || work())) {
+  }
+}
+
+bool DataPlane::work() {
+  if (turn_left_ <= 0 || !hasWork()) {
+    return false;
+  }
+  if (!to_self_.empty()) {
+    deliverToSelf();
+  }
+  if (transfers_.hasWork()) {
+    const Transfers::Worked worked = transfers_.work(static_cast<size_t>(std::max<int64_t>(turn_left_, 0)));
+    turn_left_ -= static_cast<int64_t>(worked.nbytes);
+    act();
+    finishIfComplete(*worked.row);
+  }
+  return true;
+}
+
+void DataPlane::deliverToSelf() {
+  const OutFrame frame = std::move(to_self_.front());
+  to_self_.pop_front();
+  FrameHeader header = frame.header;
+  if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) { // pool room and questions concern no operation
+    header.op_id ^= PointToPoint::kSelfBit;
+  }
+  Sink sink = onHeader(identity_.rank, header);
+  if (sink.into.nbytes > 0) {
+    std::memcpy(sink.into.ptr, frame.payload.ptr, sink.into.nbytes);
+    turn_left_ -= 2 * static_cast<int64_t>(sink.into.nbytes);
+  }
+  onFrame(identity_.rank, header, std::move(sink));
+  sent(frame);
+  act();
+}
+
+void DataPlane::push(int peer, OutFrame&& frame) {
+  if (!running()) {
+    return;
+  }
+  if (peer == identity_.rank) {
+    to_self_.push_back(std::move(frame));
+  } else {
+    links_.send(peer, std::move(frame));
+  }
+}
+
+void DataPlane::send(int peer, const FrameHeader& header, bool needs) {
+  OutFrame frame;
+  frame.header = header;
+  if (needs || peer == identity_.rank) {
+    push(peer, std::move(frame));
+  } else if (running()) {
+    links_.ask(peer, std::move(frame));
+  }
+}
+
+void DataPlane::ask(int peer, const FrameHeader& question) {
+  if (!links_.isWriting(peer)) {
+    questions_.push_back(Question{peer, question});
+  } else {
+    send(peer, question, false);
+  }
+}
+
+// ---- what follows
+
+void DataPlane::act() {
+  while (!tables_.actions.empty() || !tables_.credit_actions.empty()) {
+    for (Action& action : tables_.takeActions()) {
+      take(action);
+    }
+  }
+}
+
+void DataPlane::take(Action& action) {
+  switch (action.kind) {
+    case Action::Kind::Send:
+      if (action.way == Action::Way::OpenLink) {
+        ask(action.peer, action.header);
+      } else {
+        send(action.peer, action.header, action.way == Action::Way::Needed);
+      }
+      break;
+    case Action::Kind::MaySend:
+      if (const OperationRow* const row = tables_.find(action.op_id); row != nullptr && row->transfer != nullptr) {
+        row->transfer->sendFrames(action.peer);
+      }
+      break;
+    case Action::Kind::Fail:
+    case Action::Kind::Notice:
+      notice(std::move(action.record));
+      break;
+    case Action::Kind::Doubt:
+      if (running()) {
+        events_.doubted(std::move(action.record));
+      }
+      break;
+    case Action::Kind::Overdue:
+      overdue(action.op_id);
+      break;
+  }
+}
+
+void DataPlane::finishIfComplete(OperationRow& row) {
+  if (!Transfers::isComplete(row)) {
+    return;
+  }
+  const auto node = tables_.entered.extract(row.id().id);
+  const std::shared_ptr<Operation>& operation = node.mapped().operation;
+  transfers_.ended();
+  endRow(node.mapped());
+  operation->finish(std::nullopt);
+  messages_.ended(*operation); // begins others, which may throw
+}
+
+void DataPlane::overdue(uint64_t op_id) {
+  OperationRow* const row = tables_.find(op_id);
+  if (row == nullptr) {
+    return;
+  }
+  std::optional<ErrorRecord> late =
+      row->transfer != nullptr ? std::optional(transfers_.overdue(*row)) : watched_.overdue(*row);
+  if (late) {
+    notice(std::move(*late));
   }
 }
 
 // ---- time
 
 TimePoint DataPlane::nextTick() const noexcept {
-  return std::min(exchange_.nextTick(), end_.endsAt());
+  if (hasWork()) {
+    return Loop::Ticker::kAtOnce;
+  }
+  return std::min(
+      {ends_at_,
+       waiting::nextTick(tables_),
+       messages_.nextTick(),
+       watched_.nextDeadline(),
+       leaving::nextTick(tables_),
+       links_.nextTick(),
+       nextRefusedDeadline()});
 }
 
 void DataPlane::tick(TimePoint now) {
-  if (end_.endsAt() <= now) {
-    const std::function<void()> closed = end_.end();
-    exchange_.links().stop();
+  if (ends_at_ <= now) {
+    ends_at_ = TimePoint::max();
+    if (!failure_) {
+      failure_ = std::move(*closing_);
+    }
+    links_.stop();
+    const std::function<void()> closed = std::exchange(closed_, nullptr);
     closed();
     return; // the owner may be gone
   }
-  exchange_.guarded(-1, [&] { exchange_.tick(now); });
-  exchange_.ends().endLate(now);
+  guarded(-1, [&] {
+    turn_left_ = kTurnNbytes;
+    waiting::tick(tables_, now);
+    act();
+    messages_.tick(now);
+    for (ErrorRecord& late : watched_.overdueHeld(now)) {
+      notice(std::move(late));
+    }
+    leaving::tick(tables_, now);
+    report();
+    links_.tick(now);
+  });
+  endRefusedLate(now);
 }
 
 Loop::Ticker::Look DataPlane::look() {
   looked_.clear(); // reading may change transfers
-  return exchange_.addDuePeers(looked_) ? exchange_.links().look(looked_) : Look::Nothing;
+  if (!transfers_.addDuePeers(looked_)) {
+    return Look::Nothing;
+  }
+  for (int peer = 0; messages_.receives() && peer < identity_.size; ++peer) {
+    if (messages_.waitsFor(peer)) {
+      looked_.push_back(peer);
+    }
+  }
+  return links_.look(looked_);
+}
+
+// ---- questions
+
+DataPlane::Usage DataPlane::usage() const {
+  Usage usage;
+  static_cast<Messages::Usage&>(usage) = messages_.usage();
+  usage.held = watched_.held();
+  for (const auto& entry : tables_.entered) {
+    const OperationRow& row = entry.second;
+    usage.transfers += row.runs == OperationRow::Runs::Here ? 1 : 0;
+    usage.on_host += row.runs == OperationRow::Runs::InSharedMemory ? 1 : 0;
+    usage.followed += row.runs == OperationRow::Runs::Elsewhere ? 1 : 0;
+    usage.unexpected_frames += row.unexpected.size();
+  }
+  for (const auto& entry : tables_.unexpected) {
+    usage.unexpected_frames += entry.second.frames.size();
+  }
+  usage.frames = to_self_.size() + questions_.size();
+  usage.refused = refused_.size();
+  usage.shared_links = links_.sharedLinks();
+  usage.staging_nbytes = staging_.takenNbytes();
+  usage.tables = tables_.usage();
+  return usage;
 }
 
 } // namespace pycomm

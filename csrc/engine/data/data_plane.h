@@ -1,42 +1,63 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/error.h"
-#include "engine/data/exchange.h"
-#include "engine/data/plane_end.h"
-#include "engine/data/protocol.h"
-#include "engine/data/reporter.h"
+#include "engine/data/messages.h"
+#include "engine/data/tables.h"
+#include "engine/data/transfers.h"
+#include "engine/data/usage.h"
+#include "engine/data/watched_operations.h"
 #include "engine/links/host_rings.h"
 #include "engine/links/peer_links.h"
 #include "engine/loop/loop.h"
+#include "engine/loop/staging_pool.h"
+#include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
 namespace pycomm {
 
-/// A group's half on its lane: bulk links, the protocol, and the operations under way.
+/// A group's half on its event loop: it takes events in order, and moves frames. What an event means for operations and ranks, the
+/// functions over the tables say (matching.h, credit.h, waiting.h, leaving.h); this class does what they list.
 ///
-/// Its parts: Exchange runs operations and moves frames, and has one part for each of their states; PlaneEnd says whether the plane runs,
-/// has failed or closes; Reporter passes on what the plane notices. This class takes a call only if PlaneEnd allows it, and ends the plane.
+/// Example: a frame arrives. Its operation's row is looked up. If it is a message's, Messages starts a receive that waits for it.
+/// matching::arrived() compares the descriptor. Transfers names the step and where the payload goes. When the payload is complete, the
+/// row is looked up again, the step runs, and credit.cc lists a grant, which leaves by PeerLinks.
 ///
-/// It never decides that the group has failed. It reports what it notices to `noticed`, the control plane agrees with the other ranks on
-/// one cause, and `fail` brings that cause back.
-/// Thread: the lane's, for everything.
-class DataPlane final : public Loop::Ticker {
+/// How it ends: ends.cc. It never decides that the group has failed. It reports what it notices to `noticed`, the control plane agrees
+/// with the other ranks on one cause, and `fail` brings that cause back.
+///   Running -> Failed, by fail(): the group has failed.
+///   Running -> Closing, by close(): links stay open for goodbyes.
+///   Closing -> Failed and closing, by fail(), or Failed -> Failed and closing, by close(): links stay open for a while.
+///   From either of the last two -> ended, when that time is over.
+/// Thread: the event loop's, for everything.
+class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
  public:
-  using Events = Reporter::Events;
-  using Usage = Exchange::Usage;
+  using Usage = pycomm::Usage;
+  /// Any thread may be behind these; they must not block. Once the plane ends it reports no failure and no doubt, and asks nothing.
+  struct Events {
+    /// The group has failed, as far as this rank knows.
+    std::function<void(ErrorRecord)> noticed;
+    /// A peer said goodbye on its bulk link. The goodbye on its control link may get lost.
+    std::function<void(int peer)> left;
+    /// A link broke, no operation needs it, and no goodbye came in time. This is a failure if the peer is still in the group.
+    std::function<void(ErrorRecord)> doubted;
+    /// For other ranks, over control links.
+    std::function<void(std::vector<Question>)> ask;
+  };
 
   /// Parts that the simulator replaces.
   struct Options : PeerLinks::Options {
-    Protocol::Config limits; ///< of flow control; who takes part is filled in from the identity
+    Limits limits;
   };
 
   DataPlane(GroupIdentity identity, Loop& lane, Events events, Options options);
@@ -51,7 +72,7 @@ class DataPlane final : public Loop::Ticker {
   void release(const std::shared_ptr<Operation>& operation);
   /// See WatchedOperations, as for the next two.
   void accompany(HostPlane* host) noexcept {
-    exchange_.watched().accompany(host);
+    watched_.accompany(host);
   }
   void hostStuck(const std::shared_ptr<Operation>& operation, uint64_t lacking);
   void hostEnded(const OperationId& id, const Descriptor& descriptor);
@@ -60,10 +81,8 @@ class DataPlane final : public Loop::Ticker {
   void followedEnded(uint64_t op_id, std::optional<ErrorRecord> error);
 
   // ---- links
-  /// A peer has connected to us.
-  void adopt(int peer, std::unique_ptr<Link> link);
-  /// The same for a link whose bytes go through shared memory, and which `link` is the bell of.
-  void adoptShared(int peer, std::unique_ptr<Link> link);
+  /// A peer has connected to us. `shared`: its bytes go through shared memory, and `link` is the bell of that.
+  void adopt(int peer, std::unique_ptr<Link> link, bool shared = false);
   /// The other ranks of this host may send to this one through these rings from now on. Frames for them wait for useRings().
   void shareRings(HostRings rings);
   /// If all of them have the memory, this rank sends to them through it, else through sockets.
@@ -81,35 +100,140 @@ class DataPlane final : public Loop::Ticker {
   /// way, and later ones, end with `reason`; if there were some, the other ranks are notified.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
 
-  [[nodiscard]] Usage usage() const {
-    return exchange_.usage();
-  }
+  [[nodiscard]] Usage usage() const;
 
   // Loop::Ticker
   void onThrown(const std::exception_ptr& exception) noexcept override {
-    exchange_.ends().thrown(-1, exception);
+    thrown(-1, exception);
   }
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) override;
   [[nodiscard]] Look look() override;
   [[nodiscard]] bool sharesMemory() const noexcept override {
-    return exchange_.links().sharedLinks() != 0;
+    return links_.sharedLinks() != 0;
   }
   [[nodiscard]] bool pollShared() override {
-    return exchange_.links().pollShared();
+    return links_.pollShared();
   }
   [[nodiscard]] bool restShared() noexcept override {
-    return exchange_.links().restShared();
+    return links_.restShared();
   }
 
+  // ---- for Messages
+  /// Runs a message from now on. If it throws, the plane has the message nevertheless, and ends it.
+  void begin(const std::shared_ptr<Operation>& message);
+  /// The operation ends with the group's failure, which the exception that is being handled becomes. If it ended before, its waiter might
+  /// begin an operation that the other ranks do not expect, and they would blame that.
+  void cannotBegin(const std::shared_ptr<Operation>& operation) noexcept;
+  /// Sends a frame without payload over the bulk link. If an operation `needs` it, it fails the group if it cannot be sent; else that is
+  /// logged.
+  void send(int peer, const FrameHeader& header, bool needs);
+  /// The group has failed, as far as this rank knows.
+  void notice(ErrorRecord record) const;
+
  private:
+  /// What this rank copies and computes between two looks at the sockets: in this event or those before it, and as much again in the tick
+  /// that ends the loop's turn. With the last slice of each that is 1 MiB, some 100 us; asking the kernel again costs 1 us.
+  static constexpr int64_t kTurnNbytes = 448 << 10;
+  /// The error of an operation that ends with others. The row is null if it is not entered.
+  using Why = std::function<ErrorRecord(const Operation&, const OperationRow*)>;
+
+  // PeerLinks::Owner
+  [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override;
+  void onFrame(int peer, const FrameHeader& header, Sink sink) override;
+  void onSent(const std::vector<OutFrame>& frames) override;
+  void onReadingEnded(int peer, const Error& error) override;
+  void onWritingBroke(int peer, const Error& error) override;
+  void onGoodbyesSaid() override;
+  void onThrown(int peer, const std::exception_ptr& exception) noexcept override {
+    thrown(peer, exception);
+  }
+  void run(int peer, void (*body)(const void* context), const void* context) noexcept override;
+
+  /// Every entry from the loop goes through here: an exception becomes the group's failure (`peer` to blame, -1 for nobody), and frames
+  /// that were queued leave.
+  template <typename Body>
+  void guarded(int peer, const Body& body) noexcept;
+  /// For a body that takes an operation up. If no part has the operation after an exception, it is refused.
+  template <typename Body>
+  void orRefuse(const std::shared_ptr<Operation>& operation, const Body& body);
+
+  // ---- operations
+  void start(const std::shared_ptr<Operation>& operation);
+  void finishIfComplete(OperationRow& row);
+  /// The deadline of an operation that is entered has passed.
+  void overdue(uint64_t op_id);
+  /// Some of the work of operations, if this turn has room for it. Whether there was any.
+  bool work();
+  [[nodiscard]] bool hasWork() const noexcept {
+    return !to_self_.empty() || transfers_.hasWork();
+  }
+
+  // ---- frames leave
+  /// Does what the functions over the tables have listed, until there is nothing more.
+  void act();
+  void take(Action& action);
+  /// A frame of an operation.
+  void push(int peer, OutFrame&& frame);
+  /// A question or an answer, over the bulk link if there is one, else over control links.
+  void ask(int peer, const FrameHeader& question);
+  void flush();
+  /// The frame has left.
+  void sent(const OutFrame& frame);
+  void deliverToSelf();
+
+  // ---- peers come and go
+  /// Does what leaving.cc has listed.
+  void report();
+  [[nodiscard]] ErrorRecord brokenLink(int peer, const Error& error) const;
+
+  // ---- the end: ends.cc
+  /// Operations begin, frames leave, and reports count.
+  [[nodiscard]] bool running() const noexcept {
+    return !failure_ && !closing_;
+  }
+  void thrown(int peer, const std::exception_ptr& exception) noexcept;
+  void endRefused(Operation& operation, const std::exception_ptr& exception) const noexcept;
+  /// Ends operations that cannot begin if their deadline has passed: the failure was lost, for want of memory on its way.
+  void endRefusedLate(TimePoint now) noexcept;
+  /// Ends an operation that comes too late to begin, with the cause of the end.
+  void endAtOnce(Operation& operation) const noexcept;
+  /// Of an operation that ends, and whose row is out of the table.
+  void endRow(OperationRow& row) noexcept;
+  void stopTouchingMemory() noexcept;
+  /// The one way in which operations end together.
+  void endAll(const Why& why) noexcept;
+  /// The group's cause as the error of one operation, with how far it has come.
+  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const OperationRow* row, const ErrorRecord& cause)
+      const;
+  /// The same of the operation or message that was issued first; nothing if there is none.
+  [[nodiscard]] std::optional<ErrorRecord> errorOfOldest(const ErrorRecord& cause) const;
+  /// An operation in which other ranks expect this one; null if there is none.
+  [[nodiscard]] const Operation* unfinished() const noexcept;
+  [[nodiscard]] TimePoint nextRefusedDeadline() const noexcept;
+
   const GroupIdentity identity_;
   const Options options_;
   Loop& lane_;
-  PlaneEnd end_;
-  const Reporter reporter_;
-  Exchange exchange_;
+  const Events events_;
+  StagingPool staging_; ///< before everything that holds its buffers
+  Tables tables_;
+  Transfers transfers_;
+  PeerLinks links_;
+  Messages messages_;
+  WatchedOperations watched_;
+  std::deque<OutFrame> to_self_; ///< between a send to this rank and its receive
+  std::vector<Question> questions_; ///< for control links, that have not left yet
+  int64_t turn_left_ = kTurnNbytes; ///< bytes that work() may read and write until the next tick
   std::vector<int> looked_; ///< scratch of look()
+
+  // The end.
+  std::vector<std::shared_ptr<Operation>> refused_; ///< operations that cannot begin, oldest first: see cannotBegin()
+  std::optional<ErrorRecord> failure_;
+  TimePoint failed_at_{};
+  std::optional<ErrorRecord> closing_; ///< why, once close() was called
+  TimePoint ends_at_ = TimePoint::max(); ///< the links; unless close() was called and they have not ended yet
+  std::function<void()> closed_; ///< what close() got
 };
 
 } // namespace pycomm

@@ -4,6 +4,9 @@
 #include <exception>
 #include <vector>
 
+#include "engine/data/credit.h"
+#include "engine/data/data_plane.h"
+#include "engine/data/matching.h"
 #include "engine/report/failure_text.h"
 #include "schedule/make_schedule.h"
 
@@ -37,12 +40,18 @@ void Messages::post(const std::shared_ptr<Operation>& message) {
   }
 }
 
+SendQueue& Messages::queueOf(int peer) {
+  std::unique_ptr<SendQueue>& queue = tables_.peer(peer).queue;
+  queue = queue != nullptr ? std::move(queue) : std::make_unique<SendQueue>();
+  return *queue;
+}
+
 void Messages::postSend(const std::shared_ptr<Operation>& message) {
   const Operation::Request& request = message->request();
   const int peer = request.peer;
   const PointToPoint::Name name = names_.nameSend(peer);
   message->identify(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
-  SendQueue& queue = sends_[peer];
+  SendQueue& queue = queueOf(peer);
   const bool wanted = queue.takeMissed(request.descriptor.tag) && mostAnnounced(queue) > 0;
   const bool has_place = queue.empty() && hasPlace(peer, *message);
   if (wanted || has_place) {
@@ -57,26 +66,26 @@ void Messages::postReceive(const std::shared_ptr<Operation>& message) {
   const int peer = message->request().peer;
   const uint32_t tag = message->request().descriptor.tag;
   const uint64_t ticket = next_ticket_++;
-  unmatched_.emplace(ticket, message);
+  tables_.receives.emplace(ticket, message);
   lane_.addBusy(1);
   names_.postReceive(ticket, peer, tag);
   beginMatched();
-  if (unmatched_.count(ticket) != 0) {
+  if (tables_.receives.count(ticket) != 0) {
     askSoon(peer, tag);
   }
 }
 
 bool Messages::goesEagerly(const Operation& message) const noexcept {
-  return static_cast<int64_t>(message.request().input.nbytes) <= limits_.eager_nbytes;
+  return static_cast<int64_t>(message.request().input.nbytes) <= tables_.limits.eager_nbytes;
 }
 
 bool Messages::hasPlace(int peer, const Operation& message) const {
   if (!goesEagerly(message)) {
-    const auto queue = sends_.find(peer);
-    return queue == sends_.end() || queue->second.announced.size() < limits_.max_ahead / 4;
+    const SendQueue* const queue = tables_.peer(peer).queue.get();
+    return queue == nullptr || queue->announced.size() < tables_.limits.max_ahead / 4;
   }
   const std::vector<Edge>& edges = message.request().schedule->outgoing;
-  return protocol_.hasRoom(peer, edges.front().nbytes, edges.front().steps.size());
+  return credit::hasRoom(tables_, peer, edges.front().nbytes, edges.front().steps.size());
 }
 
 // ---- beginning
@@ -85,23 +94,19 @@ void Messages::begin(const std::shared_ptr<Operation>& message, bool announced) 
   const Operation::Request& request = message->request();
   if (announced) {
     try {
-      sends_[request.peer].announced.insert(request.id.id);
+      queueOf(request.peer).announced.insert(request.id.id);
     } catch (...) {
-      owner_.cannotBegin(message);
+      plane_.cannotBegin(message);
       throw;
     }
   }
-  owner_.begin(message);
+  plane_.begin(message);
 }
 
 void Messages::beginQueued(int peer) {
-  const auto queue = sends_.find(peer);
-  if (queue == sends_.end()) {
-    return;
-  }
-  SendQueue& waiting = queue->second;
-  while (!waiting.empty() && hasPlace(peer, *waiting.first()) && !protocol_.failed()) {
-    const std::shared_ptr<Operation> next = waiting.takeFirst();
+  SendQueue* const queue = tables_.peer(peer).queue.get();
+  while (queue != nullptr && !queue->empty() && hasPlace(peer, *queue->first()) && !tables_.failed) {
+    const std::shared_ptr<Operation> next = queue->takeFirst();
     lane_.addBusy(-1);
     begin(next, !goesEagerly(*next));
   }
@@ -109,8 +114,8 @@ void Messages::beginQueued(int peer) {
 
 void Messages::beginMatched() {
   for (const PointToPoint::Match& match : names_.takeMatches()) {
-    const auto found = unmatched_.find(match.ticket);
-    if (found == unmatched_.end()) {
+    const auto found = tables_.receives.find(match.ticket);
+    if (found == tables_.receives.end()) {
       continue; // it has ended, with the group
     }
     const std::shared_ptr<Operation> message = found->second;
@@ -120,8 +125,8 @@ void Messages::beginMatched() {
       schedule = receiveFrom(match.from, identity_, request.descriptor);
     }
     message->identify(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
-    owner_.begin(message);
-    unmatched_.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
+    plane_.begin(message);
+    tables_.receives.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
     lane_.addBusy(-1);
     askSoon(request.peer, request.descriptor.tag); // for the next one
   }
@@ -132,8 +137,8 @@ void Messages::ended(const Operation& message) {
   if (request.descriptor.kind != Collective::Send || request.receives) {
     return;
   }
-  const auto queue = sends_.find(request.peer);
-  if (queue != sends_.end() && queue->second.announced.erase(request.id.id) != 0) {
+  SendQueue* const queue = tables_.peer(request.peer).queue.get();
+  if (queue != nullptr && queue->announced.erase(request.id.id) != 0) {
     beginQueued(request.peer);
   }
 }
@@ -151,7 +156,7 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   const int to = mine ? peer : identity_.rank;
   const PointToPoint::Name name{header.op_id, header.digest};
   if (header.root != from || !names_.isNameOf(from, to, name)) {
-    protocol_.violated(peer, header, "a message that has the name of another operation");
+    matching::violated(tables_, peer, header, "a message that has the name of another operation");
     return false;
   }
   if (reply && mine && !running && names_.hasSent(peer, header.digest)) {
@@ -159,9 +164,10 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   }
   const bool asks = header.type == FrameType::Waiting && header.aux == 0; // else it answers
   const bool announces = header.type == FrameType::Data || asks;
-  const bool known = running || protocol_.hasSpoken(peer, header.op_id) || protocol_.hasEnded(header.op_id);
+  const bool known =
+      running || matching::isKnown(tables_, peer, header.op_id) || matching::hasEnded(tables_, header.op_id);
   if (announces && !known && !mine) {
-    not_entered_.erase(peer);
+    tables_.peer(peer).lacked.clear();
     names_.arrived(peer, header.tag, name);
     beginMatched();
   }
@@ -171,18 +177,18 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
 // ---- the end
 
 void Messages::endAll(const std::function<void(Operation&)>& end) noexcept {
-  const auto unmatched = std::exchange(unmatched_, {});
-  auto sends = std::exchange(sends_, {});
+  const auto unmatched = std::exchange(tables_.receives, {});
   asks_of_.clear();
   asks_.clear();
   lane_.addBusy(-static_cast<int>(unmatched.size()));
   for (const auto& entry : unmatched) {
     end(*entry.second);
   }
-  for (auto& entry : sends) {
-    while (!entry.second.empty()) {
+  for (PeerRow& peer : tables_.peers) {
+    const std::unique_ptr<SendQueue> queue = std::move(peer.queue);
+    while (queue != nullptr && !queue->empty()) {
       lane_.addBusy(-1);
-      end(*entry.second.takeFirst());
+      end(*queue->takeFirst());
     }
   }
 }
@@ -197,16 +203,19 @@ void Messages::checkDeadlines(TimePoint now) {
     next = std::min(next, deadline.expired(now) ? now + kReportAgain : deadline.instant());
     return deadline.expired(now);
   };
-  for (const auto& entry : sends_) {
-    entry.second.forEach([&](const Operation& message) {
+  for (const PeerRow& peer : tables_.peers) {
+    if (peer.queue == nullptr) {
+      continue;
+    }
+    peer.queue->forEach([&](const Operation& message) {
       if (isOver(message)) {
-        owner_.notice(timedOut(message, 0, 0, entry.first, std::nullopt, identity_));
+        plane_.notice(timedOut(message, 0, 0, message.request().peer, std::nullopt, identity_));
       }
     });
   }
-  for (const auto& entry : unmatched_) {
+  for (const auto& entry : tables_.receives) {
     if (isOver(*entry.second)) {
-      owner_.notice(noMessage(*entry.second, entry.first));
+      plane_.notice(noMessage(*entry.second, entry.first));
     }
   }
   next_deadline_ = next; // last: if a report was lost for want of memory, the next tick looks again
@@ -221,19 +230,18 @@ ErrorRecord Messages::noMessage(const Operation& operation, uint64_t ticket) con
     return unmatched(operation, identity_);
   }
   std::optional<NotEntered> missing;
-  const auto said = not_entered_.find(request.peer);
-  if (said != not_entered_.end()) {
-    missing = NotEntered{request.peer, said->second};
+  if (const std::string& last = tables_.peer(request.peer).lacked; !last.empty()) {
+    missing = NotEntered{request.peer, last};
   }
   return timedOut(operation, 0, static_cast<int64_t>(request.output.nbytes), request.peer, missing, identity_);
 }
 
-// ---- questions of the owner
+// ---- questions
 
 const Operation* Messages::oldest() const noexcept {
-  const Operation* oldest = unmatched_.empty() ? nullptr : unmatched_.begin()->second.get();
-  for (const auto& entry : sends_) {
-    const Operation* const first = entry.second.first();
+  const Operation* oldest = tables_.receives.empty() ? nullptr : tables_.receives.begin()->second.get();
+  for (const PeerRow& peer : tables_.peers) {
+    const Operation* const first = peer.queue == nullptr ? nullptr : peer.queue->first();
     if (first != nullptr && (oldest == nullptr || first->issuedAt() < oldest->issuedAt())) {
       oldest = first;
     }
@@ -241,40 +249,27 @@ const Operation* Messages::oldest() const noexcept {
   return oldest;
 }
 
-const Operation* Messages::firstTo(int peer) const noexcept {
-  const auto queue = sends_.find(peer);
-  return queue == sends_.end() ? nullptr : queue->second.first();
-}
-
-// A receive that has a message stays in unmatched_ until it has begun.
-const Operation* Messages::firstFrom(int peer) const noexcept {
-  if (!waitsFor(peer)) {
-    return nullptr;
-  }
-  const auto found = std::find_if(
-      unmatched_.begin(), unmatched_.end(), [&](const auto& entry) { return entry.second->request().peer == peer; });
-  return found == unmatched_.end() ? nullptr : found->second.get();
-}
-
 bool Messages::has(const Operation& operation) const noexcept {
-  const auto queues = [&](const auto& entry) {
-    bool queued = false;
-    entry.second.forEach([&](const Operation& message) { queued = queued || &message == &operation; });
-    return queued;
+  const auto queued = [&](const PeerRow& peer) {
+    bool found = false;
+    if (peer.queue != nullptr) {
+      peer.queue->forEach([&](const Operation& message) { found = found || &message == &operation; });
+    }
+    return found;
   };
   return std::any_of(
-             unmatched_.begin(),
-             unmatched_.end(),
+             tables_.receives.begin(),
+             tables_.receives.end(),
              [&](const auto& entry) { return entry.second.get() == &operation; }) ||
-      std::any_of(sends_.begin(), sends_.end(), queues);
+      std::any_of(tables_.peers.begin(), tables_.peers.end(), queued);
 }
 
 Messages::Usage Messages::usage() const noexcept {
   Usage usage;
-  for (const auto& entry : sends_) {
-    usage.queued_sends += entry.second.size();
+  for (const PeerRow& peer : tables_.peers) {
+    usage.queued_sends += peer.queue == nullptr ? 0 : peer.queue->size();
   }
-  usage.receives = unmatched_.size();
+  usage.receives = tables_.receives.size();
   usage.asks = asks_.size();
   usage.tags = names_.tags();
   return usage;

@@ -3,7 +3,9 @@
 #include <exception>
 #include <vector>
 
+#include "engine/data/data_plane.h"
 #include "engine/data/messages.h"
+#include "engine/data/waiting.h"
 
 namespace pycomm {
 namespace {
@@ -20,7 +22,7 @@ constexpr size_t kMaxWanted = 64;
 } // namespace
 
 size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
-  const size_t room = limits_.max_ahead / 2;
+  const size_t room = tables_.limits.max_ahead / 2;
   return queue.announced.size() < room ? std::min(kMaxWanted, room - queue.announced.size()) : 0;
 }
 
@@ -28,10 +30,10 @@ size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
 // gives them credit. If none is, it is answered, and the next message under that tag begins at once.
 void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
-    not_entered_[peer] = Protocol::lastText(header, peer, identity_.job);
+    tables_.peer(peer).lacked = waiting::lastText(header, peer, identity_.job);
     return;
   }
-  SendQueue& queue = sends_[peer];
+  SendQueue& queue = queueOf(peer);
   const size_t most = std::max<size_t>(mostAnnounced(queue), 1); // one it has a receive for
   std::vector<std::shared_ptr<Operation>> wanted;
   wanted.reserve(most); // what is taken out of the queue must not be lost to an exception
@@ -56,7 +58,7 @@ void Messages::asked(int peer, const FrameHeader& header) {
   }
   if (wanted.empty()) {
     queue.miss(header.tag);
-    protocol_.answerNotEntered(peer, PointToPoint::kAskId);
+    waiting::answerNotEntered(tables_, peer, PointToPoint::kAskId, Action::Way::BulkLink);
   }
 }
 
@@ -69,8 +71,8 @@ void Messages::ask(int peer, uint32_t tag) {
   question.kind = static_cast<uint8_t>(Collective::Send);
   question.root = peer;
   question.tag = tag;
-  protocol_.asked(peer);
-  owner_.ask(peer, question);
+  ++tables_.peer(peer).asked;
+  plane_.send(peer, question, false); // it may be lost: the receive asks again
 }
 
 // Also if an earlier receive from that rank under that tag has waited for long: its pause is not that of the next.
@@ -125,9 +127,11 @@ void Messages::askWhatIsDue(TimePoint now) {
     }
     ++asked;
     for (int peer = 0; peer < identity_.size; ++peer) {
-      const bool may_have =
-          ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && owner_.hasOpenedLink(peer));
-      if (may_have && !owner_.isAway(peer)) {
+      const PeerRow& row = tables_.peer(peer);
+      const bool opened =
+          row.reading != PeerRow::Reading::NotOpened; // a rank that never opened a link here has no message
+      const bool may_have = ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && opened);
+      if (may_have && !row.isAway()) {
         ask(peer, ask_for.tag);
       }
     }

@@ -17,13 +17,13 @@ auto takeFirst(Queues& queues, typename Queues::iterator at) {
 
 uint64_t PointToPoint::idOf(int from, int to, uint32_t index) const noexcept {
   const uint64_t ranks = (static_cast<uint64_t>(from) << 32) | static_cast<uint32_t>(to);
-  const uint64_t edge = mix64(mix64(ranks) ^ group_);
+  const uint64_t edge = mix64(mix64(ranks) ^ tables_.identity.hash);
   return (mix64(edge + index) | kDerivedIdBit) & ~kSelfBit;
 }
 
 PointToPoint::Name PointToPoint::nameSend(int to) {
-  const auto index = static_cast<uint32_t>(sends_[static_cast<size_t>(to)]++);
-  return Name{idOf(rank_, to, index), index};
+  const auto index = static_cast<uint32_t>(tables_.peer(to).sent++);
+  return Name{idOf(tables_.identity.rank, to, index), index};
 }
 
 bool PointToPoint::isNameOf(int from, int to, Name name) const noexcept {
@@ -32,7 +32,7 @@ bool PointToPoint::isNameOf(int from, int to, Name name) const noexcept {
 }
 
 bool PointToPoint::hasSent(int to, uint32_t index) const noexcept {
-  return static_cast<int32_t>(index - static_cast<uint32_t>(sends_[static_cast<size_t>(to)])) < 0;
+  return static_cast<int32_t>(index - static_cast<uint32_t>(tables_.peer(to).sent)) < 0;
 }
 
 void PointToPoint::postReceive(uint64_t ticket, int from, uint32_t tag) {
@@ -46,7 +46,7 @@ void PointToPoint::postReceive(uint64_t ticket, int from, uint32_t tag) {
   }
   if (first == under.messages.end()) {
     under.receives[from].push_back(ticket);
-    ++receives_[placeOf(from)];
+    ++waiting(from);
     return;
   }
   const int sender = first->first;
@@ -66,7 +66,7 @@ void PointToPoint::arrived(int from, uint32_t tag, Name name) {
     return;
   }
   const bool takes_own = own != none && (any == none || own->second.front() < any->second.front());
-  --receives_[placeOf(takes_own ? from : kAnyRank)];
+  --waiting(takes_own ? from : kAnyRank);
   matches_.push_back(Match{takeFirst(under.receives, takes_own ? own : any), from, name});
   if (under.messages.empty() && under.receives.empty()) {
     tags_.erase(tag);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/data/tables.h"
 #include "engine/operation/issue_context.h"
 
 namespace pycomm {
@@ -20,7 +21,7 @@ namespace pycomm {
 /// from a to b belongs to the k-th receive from a on b (MPI's rule: messages do not overtake each other). Example, tag 7 on rank 2:
 /// recv(any), recv(0) posted; a message from 0 arrives: it goes to recv(any), and recv(0) is for the next one from 0.
 ///
-/// It keeps one counter per rank, the receives that wait, and the unexpected messages. An unused tag costs nothing.
+/// It keeps the receives that wait and the unexpected messages, and counts in the rows of their ranks. An unused tag costs nothing.
 /// Thread: the lane's.
 class PointToPoint {
  public:
@@ -37,8 +38,8 @@ class PointToPoint {
     Name name;
   };
 
-  PointToPoint(int rank, int size, uint32_t group)
-      : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size) + 1, 0) {}
+  /// The tables outlive this.
+  explicit PointToPoint(Tables& tables) : tables_(tables) {}
 
   [[nodiscard]] Name nameSend(int to);
   /// A message between these two has that name, but for kSelfBit. Any other id could be that of another operation here.
@@ -59,7 +60,7 @@ class PointToPoint {
   }
   /// Receives from `from`, or from kAnyRank itself, that have no message yet.
   [[nodiscard]] size_t waitingFor(int from) const noexcept {
-    return receives_[placeOf(from)];
+    return from == kAnyRank ? tables_.receives_from_any : tables_.peer(from).receives;
   }
   /// The first receives under a tag that have no message yet: (from, ticket), kAnyRank first.
   [[nodiscard]] std::vector<std::pair<int, uint64_t>> waitingUnder(uint32_t tag) const;
@@ -86,15 +87,11 @@ class PointToPoint {
     std::map<int, std::deque<Unexpected>> messages;
   };
 
-  /// In receives_: by rank, kAnyRank first.
-  [[nodiscard]] static size_t placeOf(int from) noexcept {
-    return static_cast<size_t>(from + 1);
+  [[nodiscard]] size_t& waiting(int from) noexcept {
+    return from == kAnyRank ? tables_.receives_from_any : tables_.peer(from).receives;
   }
 
-  const int rank_;
-  const uint32_t group_;
-  std::vector<uint64_t> sends_; ///< by rank: named so far
-  std::vector<size_t> receives_; ///< from each rank, without a message: see placeOf()
+  Tables& tables_;
   std::unordered_map<uint32_t, Tag> tags_;
   uint64_t unexpected_count_ = 0;
   std::vector<Match> matches_;

@@ -4,38 +4,32 @@
 #include <string>
 #include <utility>
 
+#include "engine/data/credit.h"
+#include "engine/data/matching.h"
+
 namespace pycomm {
 namespace {
 
-const Edge* findEdge(const std::vector<Edge>& edges, int peer, size_t& index) {
-  for (index = 0; index < edges.size(); ++index) {
-    if (edges[index].peer == peer) {
-      return &edges[index];
-    }
-  }
-  return nullptr;
+size_t indexOf(const std::vector<EdgeRow>& edges, const EdgeRow& edge) noexcept {
+  return static_cast<size_t>(&edge - edges.data());
 }
 
 } // namespace
 
 Transfer::Transfer(
-    std::shared_ptr<Operation> operation,
-    const GroupIdentity& identity,
-    Protocol& protocol,
+    Tables& tables,
+    OperationRow& row,
     StagingPool& staging,
-    SendFrame send_frame,
+    const SendFrame& send_frame,
     Working& working)
-    : operation_(std::move(operation)),
-      prepared_(*operation_->request().schedule),
-      identity_(identity),
-      protocol_(protocol),
+    : tables_(tables),
+      row_(row),
+      prepared_(*row.operation->request().schedule),
       staging_(staging),
-      send_frame_(std::move(send_frame)),
-      pieces_(operation_->request().extras().pieces.get()),
-      local_(*operation_, identity.size, staging),
+      send_frame_(send_frame),
+      pieces_(row.operation->request().extras().pieces.get()),
+      local_(*row.operation, tables.identity.size, staging),
       states_(prepared_.schedule.steps.size()),
-      next_incoming_(prepared_.incoming.size(), 0),
-      leaving_(prepared_.outgoing.size()),
       working_(working),
       steps_left_(prepared_.schedule.steps.size()) {
   const Schedule& schedule = prepared_.schedule;
@@ -124,11 +118,11 @@ void Transfer::runReady() {
 ErrorRecord Transfer::refused(ErrorCode code, int peer, std::string summary, std::string hint) const {
   ErrorRecord record;
   record.code = code;
-  identity_.blame(record, peer);
-  record.op = operation_->name();
-  record.sequence = operation_->request().id.sequence;
-  record.dtype = dtypeName(operation_->request().descriptor.dtype);
-  record.numel = operation_->request().descriptor.numel;
+  tables_.identity.blame(record, peer);
+  record.op = row_.operation->name();
+  record.sequence = row_.id().sequence;
+  record.dtype = dtypeName(row_.descriptor().dtype);
+  record.numel = row_.descriptor().numel;
   record.phase = ErrorPhase::Matching;
   record.summary = std::move(summary);
   record.hint = std::move(hint);
@@ -136,26 +130,25 @@ ErrorRecord Transfer::refused(ErrorCode code, int peer, std::string summary, std
 }
 
 uint32_t Transfer::dueStep(int peer, const FrameHeader& header) const {
-  size_t edge_index = 0;
-  const Edge* edge = findEdge(prepared_.incoming, peer, edge_index);
-  const size_t next = edge == nullptr ? 0 : next_incoming_[edge_index];
-  if (edge == nullptr || next >= edge->steps.size() || header.index != next) {
+  const EdgeRow* const edge = row_.from(peer);
+  const JobRanks& job = tables_.identity.job;
+  if (edge == nullptr || edge->done >= edge->frames || header.index != edge->done) {
     throw Error(refused(
         ErrorCode::ProtocolViolation,
         peer,
-        identity_.rankTitle(peer) + " sent a frame of " + operation_->label(identity_.job) + " that is not due.",
+        tables_.identity.rankTitle(peer) + " sent a frame of " + row_.operation->label(job) + " that is not due.",
         "check that all ranks run the same build of pycomm; otherwise report this as a bug"));
   }
-  const uint32_t index = edge->steps[next];
+  const uint32_t index = prepared_.incoming[indexOf(row_.incoming, *edge)].steps[edge->done];
   const size_t nbytes = prepared_.frameNbytes(prepared_.schedule.steps[index]);
   // The descriptors are equal: what can differ are the sizes of parts, of which a descriptor says nothing.
   if (header.payload_nbytes != nbytes) {
     throw Error(refused(
         ErrorCode::CollectiveMismatch,
         peer,
-        "The ranks disagree about the size of a part in " + operation_->label(identity_.job) + ": " +
-            identity_.job.text(peer) + " sends " + std::to_string(header.payload_nbytes) +
-            " bytes where this rank expects " + std::to_string(nbytes) + ".",
+        "The ranks disagree about the size of a part in " + row_.operation->label(job) + ": " + job.text(peer) +
+            " sends " + std::to_string(header.payload_nbytes) + " bytes where this rank expects " +
+            std::to_string(nbytes) + ".",
         "give both sides of every part the same shape and dtype"));
   }
   return index;
@@ -180,9 +173,8 @@ Sink Transfer::place(int peer, const FrameHeader& header) {
 }
 
 void Transfer::arrived(int peer, const FrameHeader& header, Sink sink) {
-  size_t edge_index = 0;
-  const Edge* edge = findEdge(prepared_.incoming, peer, edge_index);
-  const uint32_t index = edge->steps[next_incoming_[edge_index]++];
+  EdgeRow& edge = *row_.from(peer);
+  const uint32_t index = prepared_.incoming[indexOf(row_.incoming, edge)].steps[edge.done++];
   StepState& state = states_[index];
   state.arrived = true;
   state.eager = (header.aux & kEagerFlag) != 0;
@@ -244,48 +236,43 @@ void Transfer::computed(uint32_t index) {
 
 void Transfer::consumed(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
-  protocol_.consumed(
-      operation_->request().id.id,
-      step.recv_peer,
-      static_cast<int64_t>(prepared_.frameNbytes(step)),
-      states_[index].eager);
+  credit::consumed(
+      tables_, row_, step.recv_peer, static_cast<int64_t>(prepared_.frameNbytes(step)), states_[index].eager);
 }
 
 void Transfer::sendFramesOf(size_t edge_index) {
-  const Edge& edge = prepared_.outgoing[edge_index];
-  size_t& next = leaving_[edge_index].queued;
-  const uint64_t op_id = operation_->request().id.id;
-  while (next < edge.steps.size() && states_[edge.steps[next]].sendable) {
-    const uint32_t index = edge.steps[next];
+  const std::vector<uint32_t>& steps = prepared_.outgoing[edge_index].steps;
+  EdgeRow& edge = row_.outgoing[edge_index];
+  while (edge.passed < edge.frames && states_[steps[edge.passed]].sendable) {
+    const uint32_t index = steps[edge.passed];
     StepState& state = states_[index];
     const auto nbytes = static_cast<int64_t>(state.outgoing.nbytes);
-    const Protocol::Permission permission = protocol_.maySend(op_id, edge.peer, nbytes);
-    if (permission == Protocol::Permission::No) {
+    const credit::Permission permission =
+        tables_.failed ? credit::Permission::No : credit::maySend(tables_, edge, nbytes);
+    if (permission == credit::Permission::No) {
       return;
     }
-    protocol_.sent(op_id, edge.peer, nbytes, permission);
     OutFrame frame;
-    frame.header = protocol_.headerFor(op_id, FrameType::Data, edge.peer);
-    frame.header.index = static_cast<uint32_t>(next);
+    frame.header = matching::headerFor(tables_, &row_, FrameType::Data, edge.peer);
+    frame.header.index = static_cast<uint32_t>(edge.passed);
     frame.header.payload_nbytes = static_cast<uint32_t>(nbytes);
-    frame.header.aux = permission == Protocol::Permission::Eager ? kEagerFlag : 0;
+    frame.header.aux = permission == credit::Permission::Eager ? kEagerFlag : 0;
     frame.payload = state.outgoing;
     frame.step = index;
-    ++next;
+    credit::sent(tables_, edge, nbytes, permission);
     send_frame_(edge.peer, std::move(frame));
   }
 }
 
 void Transfer::sendFrames(int peer) {
-  size_t edge_index = 0;
-  if (findEdge(prepared_.outgoing, peer, edge_index) != nullptr) {
-    sendFramesOf(edge_index);
+  if (const EdgeRow* const edge = row_.to(peer)) {
+    sendFramesOf(indexOf(row_.outgoing, *edge));
   }
 }
 
 void Transfer::sent(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
-  ++leaving_[static_cast<size_t>(prepared_.outgoing_of_step[index])].sent;
+  ++row_.outgoing[static_cast<size_t>(prepared_.outgoing_of_step[index])].done;
   if (step.kind == StepKind::RecvReduceSend) {
     states_[index].staging.release();
     consumed(index);
@@ -313,38 +300,6 @@ int64_t Transfer::bytesExpected() const noexcept {
     total += edge.nbytes;
   }
   return total;
-}
-
-int Transfer::waitsFor() const noexcept {
-  for (size_t i = 0; i < prepared_.incoming.size(); ++i) {
-    if (next_incoming_[i] < prepared_.incoming[i].steps.size()) {
-      return prepared_.incoming[i].peer;
-    }
-  }
-  for (size_t i = 0; i < prepared_.outgoing.size(); ++i) {
-    if (leaving_[i].queued < prepared_.outgoing[i].steps.size()) {
-      return prepared_.outgoing[i].peer;
-    }
-  }
-  return -1;
-}
-
-bool Transfer::needsFrom(int peer) const noexcept {
-  for (size_t i = 0; i < prepared_.incoming.size(); ++i) {
-    if (prepared_.incoming[i].peer == peer && next_incoming_[i] < prepared_.incoming[i].steps.size()) {
-      return true;
-    }
-  }
-  return false;
-}
-
-bool Transfer::owes(int peer) const noexcept {
-  for (size_t i = 0; i < prepared_.outgoing.size(); ++i) {
-    if (prepared_.outgoing[i].peer == peer && leaving_[i].sent < prepared_.outgoing[i].steps.size()) {
-      return true;
-    }
-  }
-  return false;
 }
 
 } // namespace pycomm

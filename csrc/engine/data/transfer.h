@@ -3,14 +3,12 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "engine/data/local_steps.h"
-#include "engine/data/protocol.h"
+#include "engine/data/tables.h"
 #include "engine/links/channel.h"
 #include "engine/loop/staging_pool.h"
-#include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
 namespace pycomm {
@@ -19,7 +17,7 @@ namespace pycomm {
 /// failures are its owner's.
 ///
 /// A step runs once its dependencies have ended and, if it receives, its frame has arrived. Frames of an edge arrive and leave in
-/// listed order, so one cursor per edge says which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment per chunk:
+/// listed order, so the counts of each edge (EdgeRow) say which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment per chunk:
 ///   frame from 0 arrives -> RecvReduceSend: staging = staging op own chunk, goes on to 2 -> frame taken by the kernel -> ended.
 /// Steps that only send run at once, and so do those whose frame has just arrived: a link brings a bounded number of bytes per turn. All
 /// other steps are work, which their owner calls for in slices. So a large copy holds up neither frames nor other operations.
@@ -31,14 +29,9 @@ class Transfer {
   /// The transfers that have work, in the order in which they get their turn.
   using Working = std::deque<Transfer*>;
 
-  /// It adds itself to `working` when it has work. The owner takes it out for work(), and if it ends before.
-  Transfer(
-      std::shared_ptr<Operation> operation,
-      const GroupIdentity& identity,
-      Protocol& protocol,
-      StagingPool& staging,
-      SendFrame send_frame,
-      Working& working);
+  /// Of an operation that is entered. It adds itself to `working` when it has work. The owner takes it out for work(), and if it ends
+  /// before. All that is given here outlives this.
+  Transfer(Tables& tables, OperationRow& row, StagingPool& staging, const SendFrame& send_frame, Working& working);
 
   /// Sends what needs nothing from anybody.
   void start();
@@ -65,22 +58,13 @@ class Transfer {
   [[nodiscard]] bool inputComplete() const noexcept {
     return pieces_ == nullptr || pieces_->allArrived();
   }
-  [[nodiscard]] Operation& operation() const noexcept {
-    return *operation_;
+  [[nodiscard]] OperationRow& row() const noexcept {
+    return row_;
   }
   [[nodiscard]] int64_t bytesArrived() const noexcept {
     return bytes_arrived_;
   }
   [[nodiscard]] int64_t bytesExpected() const noexcept;
-  [[nodiscard]] const std::vector<Edge>& incoming() const noexcept {
-    return prepared_.incoming;
-  }
-  /// A rank from which frames are still due, or to which frames still have to go; -1 if none.
-  [[nodiscard]] int waitsFor() const noexcept;
-  /// Frames are due from `peer`.
-  [[nodiscard]] bool needsFrom(int peer) const noexcept;
-  /// Frames have still to leave for `peer`.
-  [[nodiscard]] bool owes(int peer) const noexcept;
 
  private:
   struct StepState {
@@ -105,22 +89,15 @@ class Transfer {
   void consumed(uint32_t step);
   void sendFramesOf(size_t edge);
 
-  std::shared_ptr<Operation> operation_;
+  Tables& tables_;
+  OperationRow& row_; ///< holds this, and how far its edges have come
   const PreparedSchedule& prepared_; ///< held by the operation's request
-  const GroupIdentity& identity_; ///< the owner's
-  Protocol& protocol_; ///< the owner's, as are the next two
   StagingPool& staging_;
-  SendFrame send_frame_;
+  const SendFrame& send_frame_;
   PieceFlow* const pieces_; ///< of the operation's request; null: all input was there from the start
   const LocalSteps local_;
   std::vector<uint32_t> without_input_; ///< steps whose pieces of the input had not come; the next one is the last
   std::vector<StepState> states_;
-  std::vector<size_t> next_incoming_; ///< by edge: how many frames have arrived
-  struct Leaving {
-    size_t queued = 0; ///< frames of the edge
-    size_t sent = 0; ///< taken by the kernel
-  };
-  std::vector<Leaving> leaving_; ///< by outgoing edge
   std::deque<uint32_t> ready_; ///< to run at once, in the order in which they became ready
   std::deque<uint32_t> work_; ///< the same of those that wait for work()
   size_t worked_ = 0; ///< values of the first of these that are done

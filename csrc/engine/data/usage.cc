@@ -23,17 +23,16 @@ std::string heldText(const Usage& usage) {
   check("followed operations", usage.followed);
   check("refused operations", usage.refused);
   check("operations in shared memory", usage.host_pending);
-  const Protocol::Usage& protocol = usage.protocol;
-  check("operations in the roll call", protocol.operations);
-  check("unexpected operations", protocol.unexpected);
-  check("places of unexpected operations", protocol.places_taken);
-  check("operations with credit", protocol.with_credit);
-  check("credit of unexpected operations", protocol.unexpected_credit);
-  check("bytes in pools", static_cast<uint64_t>(protocol.eager_in));
-  check("operations ahead", protocol.ahead);
-  check("history", protocol.history, EntryHistory::kRecent);
-  check("forgotten operations", protocol.forgotten, EntryHistory::kForgotten);
-  check("past operations of peers", protocol.past, protocol.most_past);
+  const Tables::Usage& tables = usage.tables;
+  check("operations that are entered", tables.operations);
+  check("unexpected operations", tables.unexpected);
+  check("places of unexpected operations", tables.places_taken);
+  check("credit of unexpected operations", tables.unexpected_credit);
+  check("bytes in pools", static_cast<uint64_t>(tables.eager_in));
+  check("operations ahead", tables.ahead);
+  check("history", tables.history, Tables::kRecent);
+  check("forgotten operations", tables.forgotten, Tables::kForgotten);
+  check("past operations of peers", tables.past, tables.most_past);
   return text;
 }
 

@@ -3,51 +3,64 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/data/matching.h"
+#include "engine/data/waiting.h"
 #include "engine/host/host_plane.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
+
 void WatchedOperations::hold(const std::shared_ptr<Operation>& operation) {
-  held_.insert(operation);
+  held_.push_back(operation);
   next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
 }
 
-void WatchedOperations::watch(const std::shared_ptr<Operation>& operation) {
-  const Operation::Request& request = operation->request();
+bool WatchedOperations::release(const std::shared_ptr<Operation>& operation) noexcept {
+  const auto found = std::find(held_.begin(), held_.end(), operation);
+  if (found == held_.end()) {
+    return false;
+  }
+  held_.erase(found);
+  return true;
+}
+
+OperationRow& WatchedOperations::watch(const std::shared_ptr<Operation>& operation) {
   host_->tellEnd(*operation); // first: if it ends meanwhile, the lane runs hostEnded() after this
-  watched_.emplace(request.id.id, operation);
+  OperationRow& row = matching::entered(tables_, operation, OperationRow::Runs::InSharedMemory, Clock::now());
   try {
-    protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
-    protocol_.asksOnly(request.id.id, {}, Clock::now());
-  } catch (...) { // nobody would look at its deadline
-    watched_.erase(request.id.id);
+    waiting::asksOnly(tables_, row, {}, Clock::now());
+  } catch (...) {
+    matching::forget(tables_, row);
     throw;
   }
+  return row;
 }
 
 void WatchedOperations::stuck(const std::shared_ptr<Operation>& operation, uint64_t lacking) {
   if (operation->done()) {
     return;
   }
-  const uint64_t op_id = operation->request().id.id;
-  if (watched_.count(op_id) == 0) {
-    watch(operation);
+  OperationRow* row = tables_.find(operation->request().id.id);
+  if (row == nullptr) {
+    row = &watch(operation);
   }
-  protocol_.asksOnly(op_id, host_->inGroup(lacking), Clock::now());
+  waiting::asksOnly(tables_, *row, host_->inGroup(lacking), Clock::now());
 }
 
 void WatchedOperations::hostEnded(const OperationId& id, const Descriptor& descriptor) {
-  if (watched_.erase(id.id) != 0) {
-    protocol_.ended(id.id);
+  const auto found = tables_.entered.find(id.id);
+  if (found != tables_.entered.end()) {
+    const auto node = tables_.entered.extract(found);
+    matching::ended(tables_, node.mapped());
   } else {
-    protocol_.passed(id, descriptor);
+    matching::passed(tables_, id, descriptor);
   }
 }
 
 // A question is kept until its operation is entered here. If that will be in shared memory, its end tells.
 void WatchedOperations::recall(const FrameHeader& header) {
   const uint64_t op_id = header.op_id;
-  if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0 || watched_.count(op_id) != 0) {
+  if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0) {
     return;
   }
   if (header.type == FrameType::Waiting) {
@@ -55,11 +68,11 @@ void WatchedOperations::recall(const FrameHeader& header) {
   }
   for (const std::shared_ptr<Operation>& operation : host_->recent()) {
     const OperationId id = operation->request().id;
-    if (id.sequence <= recalled_ || watched_.count(id.id) != 0) {
+    if (id.sequence <= recalled_ || tables_.find(id.id) != nullptr) {
       continue;
     }
     if (operation->done()) {
-      protocol_.passed(id, operation->request().descriptor);
+      matching::passed(tables_, id, operation->request().descriptor);
       recalled_ = id.sequence;
     } else {
       watch(operation);
@@ -68,66 +81,41 @@ void WatchedOperations::recall(const FrameHeader& header) {
 }
 
 void WatchedOperations::follow(const std::shared_ptr<Operation>& operation) {
-  const Operation::Request& request = operation->request();
-  followed_.emplace(request.id.id, operation);
-  try {
-    protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
-  } catch (...) { // nobody would look at its deadline
-    followed_.erase(request.id.id);
-    throw;
-  }
+  matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());
 }
 
-std::shared_ptr<Operation> WatchedOperations::unfollow(uint64_t op_id) {
-  const auto found = followed_.find(op_id);
-  if (found == followed_.end()) {
-    return nullptr;
-  }
-  std::shared_ptr<Operation> operation = std::move(found->second);
-  followed_.erase(found);
-  return operation;
-}
-
-void WatchedOperations::endAll(const std::function<void(Operation&)>& end) noexcept {
-  watched_.clear();
-  for (const auto& entry : std::exchange(followed_, {})) {
-    end(*entry.second);
-  }
+void WatchedOperations::endHeld(const std::function<void(Operation&)>& end) noexcept {
   for (const auto& operation : std::exchange(held_, {})) {
     end(*operation);
   }
 }
 
-bool WatchedOperations::has(const Operation& operation) const noexcept {
-  return std::any_of(
-             followed_.begin(), followed_.end(), [&](const auto& entry) { return entry.second.get() == &operation; }) ||
-      std::any_of(held_.begin(), held_.end(), [&](const auto& entry) { return entry.get() == &operation; });
+bool WatchedOperations::holds(const Operation& operation) const noexcept {
+  return std::any_of(held_.begin(), held_.end(), [&](const auto& entry) { return entry.get() == &operation; });
 }
 
-std::optional<ErrorRecord> WatchedOperations::overdue(uint64_t op_id) {
-  if (const auto found = watched_.find(op_id); found != watched_.end()) {
-    const std::shared_ptr<Operation> operation = found->second;
-    if (!operation->done()) {
-      return overdueOnHost(*operation);
-    }
-    hostEnded(operation->request().id, operation->request().descriptor); // there may have been no memory to tell it
-    return std::nullopt;
+std::optional<ErrorRecord> WatchedOperations::overdue(OperationRow& row) {
+  if (row.runs == OperationRow::Runs::Elsewhere) {
+    return timedOut(*row.operation, 0, 0, -1, waiting::missing(row), tables_.identity);
   }
-  if (const auto found = followed_.find(op_id); found != followed_.end()) {
-    return timedOut(*found->second, 0, 0, -1, protocol_.missing(op_id), identity_);
+  const std::shared_ptr<Operation> operation = row.operation;
+  if (!operation->done()) {
+    return overdueOnHost(row);
   }
+  hostEnded(operation->request().id, operation->request().descriptor); // there may have been no memory to tell it
   return std::nullopt;
 }
 
-std::optional<ErrorRecord> WatchedOperations::overdueOnHost(const Operation& operation) const {
+ErrorRecord WatchedOperations::overdueOnHost(const OperationRow& row) const {
+  const Operation& operation = *row.operation;
   const PieceFlow* const pieces = operation.request().extras().pieces.get();
   if (operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived())) {
-    return inputLate(operation, operation.shared().bytes_total, identity_);
+    return inputLate(operation, operation.shared().bytes_total, tables_.identity);
   }
   const HostPlane::WaitsFor found = host_->waitsFor(operation);
   std::optional<NotEntered> missing;
   if (found.not_entered >= 0) {
-    missing = protocol_.missing(operation.request().id.id, found.not_entered);
+    missing = waiting::missing(row, found.not_entered);
     if (!missing) {
       missing = NotEntered{found.not_entered, "not known"};
     }
@@ -138,7 +126,7 @@ std::optional<ErrorRecord> WatchedOperations::overdueOnHost(const Operation& ope
       operation.shared().bytes_total,
       found.behind,
       missing,
-      identity_);
+      tables_.identity);
 }
 
 std::vector<ErrorRecord> WatchedOperations::overdueHeld(TimePoint now) {
@@ -150,7 +138,7 @@ std::vector<ErrorRecord> WatchedOperations::overdueHeld(TimePoint now) {
   for (const auto& operation : held_) {
     const Deadline deadline = operation->request().deadline;
     if (deadline.expired(now)) {
-      late.push_back(inputLate(*operation, 0, identity_));
+      late.push_back(inputLate(*operation, 0, tables_.identity));
       next = std::min(next, now + kReportAgain);
     } else {
       next = std::min(next, deadline.instant());

@@ -11,16 +11,15 @@ InLinks::InLinks(
     size_t buffer_nbytes,
     Loop& loop,
     const RingRoute& route,
-    LinkOwner& owner)
-    : identity_(identity),
-      buffer_nbytes_(buffer_nbytes),
-      loop_(loop),
-      route_(route),
-      owner_(owner),
-      ports_(static_cast<size_t>(identity_.size)) {}
+    LinkOwner& owner,
+    std::vector<PeerLink>& peers)
+    : identity_(identity), buffer_nbytes_(buffer_nbytes), loop_(loop), route_(route), owner_(owner), peers_(peers) {}
 
 InLinks::~InLinks() {
   stop();
+  for (PeerLink& peer : peers_) {
+    peer.in = nullptr;
+  }
 }
 
 // ---- links that arrive
@@ -41,7 +40,7 @@ void InLinks::adoptShared(int peer, std::unique_ptr<Link> bell) {
 }
 
 void InLinks::open(int peer, std::unique_ptr<Link> link, SharedLink* shared) {
-  std::unique_ptr<InPort>& port = ports_[static_cast<size_t>(peer)];
+  std::unique_ptr<InPort>& port = peers_[static_cast<size_t>(peer)].in;
   PortOwner& self = *this;
   port = std::make_unique<InPort>(self, peer, std::move(link), owner_, buffer_nbytes_);
   port->shared = shared;
@@ -55,7 +54,7 @@ void InLinks::open(int peer, std::unique_ptr<Link> link, SharedLink* shared) {
 // ---- reading
 
 void InLinks::onPortReady(int peer, uint32_t) {
-  owner_.onBehalfOf(peer, [&] { read(*ports_[static_cast<size_t>(peer)]); });
+  owner_.onBehalfOf(peer, [&] { read(*peers_[static_cast<size_t>(peer)].in); });
 }
 
 bool InLinks::read(InPort& port) {
@@ -96,7 +95,7 @@ Loop::Ticker::Look InLinks::look(const std::vector<int>& peers) {
       continue;
     }
     looked = Loop::Ticker::Look::NotYet;
-    InPort& port = *ports_[static_cast<size_t>(peer)];
+    InPort& port = *peers_[static_cast<size_t>(peer)].in;
     if (port.shared != nullptr) {
       continue; // see pollShared()
     }
@@ -129,7 +128,7 @@ bool InLinks::restShared() noexcept {
 // ---- the end
 
 void InLinks::endReading(int peer) noexcept {
-  endReading(*ports_[static_cast<size_t>(peer)]);
+  endReading(*peers_[static_cast<size_t>(peer)].in);
 }
 
 void InLinks::endReading(InPort& port) noexcept {
@@ -138,17 +137,17 @@ void InLinks::endReading(InPort& port) noexcept {
 }
 
 void InLinks::stopTouchingMemory() noexcept {
-  for (const auto& port : ports_) {
-    if (port != nullptr) {
-      port->channel.stopTouchingMemory();
+  for (PeerLink& peer : peers_) {
+    if (peer.in != nullptr) {
+      peer.in->channel.stopTouchingMemory();
     }
   }
 }
 
 void InLinks::stop() noexcept {
-  for (const auto& port : ports_) {
-    if (port != nullptr) {
-      endReading(*port);
+  for (PeerLink& peer : peers_) {
+    if (peer.in != nullptr) {
+      endReading(*peer.in);
     }
   }
 }

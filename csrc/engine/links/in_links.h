@@ -20,7 +20,13 @@ namespace pycomm {
 class InLinks final : private PortOwner {
  public:
   /// All that is given here outlives this. `buffer_nbytes`: of each link.
-  InLinks(const GroupIdentity& identity, size_t buffer_nbytes, Loop& loop, const RingRoute& route, LinkOwner& owner);
+  InLinks(
+      const GroupIdentity& identity,
+      size_t buffer_nbytes,
+      Loop& loop,
+      const RingRoute& route,
+      LinkOwner& owner,
+      std::vector<PeerLink>& peers);
   ~InLinks() override;
   InLinks(const InLinks&) = delete;
   InLinks& operator=(const InLinks&) = delete;
@@ -35,10 +41,10 @@ class InLinks final : private PortOwner {
   void stop() noexcept;
 
   [[nodiscard]] bool isOpened(int peer) const noexcept {
-    return ports_[static_cast<size_t>(peer)] != nullptr;
+    return peers_[static_cast<size_t>(peer)].in != nullptr;
   }
   [[nodiscard]] bool isReading(int peer) const noexcept {
-    return isOpened(peer) && !ports_[static_cast<size_t>(peer)]->ended;
+    return isOpened(peer) && !peers_[static_cast<size_t>(peer)].in->ended;
   }
   /// Links through shared memory.
   [[nodiscard]] size_t shared() const noexcept {
@@ -63,8 +69,8 @@ class InLinks final : private PortOwner {
   Loop& loop_;
   const RingRoute& route_;
   LinkOwner& owner_;
-  std::vector<std::unique_ptr<InPort>> ports_; ///< by rank; null until the peer has opened its link
-  std::vector<InPort*> shared_; ///< members of ports_ that have a shared link
+  std::vector<PeerLink>& peers_; ///< by rank; PeerLinks' own
+  std::vector<InPort*> shared_; ///< those that have a shared link
 };
 
 } // namespace pycomm

@@ -16,7 +16,8 @@ OutLinks::OutLinks(
     const Connect& connect,
     Loop& loop,
     StagingPool& staging,
-    LinkOwner& owner)
+    LinkOwner& owner,
+    std::vector<PeerLink>& peers)
     : identity_(identity),
       connect_(connect),
       loop_(loop),
@@ -24,16 +25,19 @@ OutLinks::OutLinks(
       owner_(owner),
       connector_(identity_),
       route_(identity_),
-      ports_(static_cast<size_t>(identity_.size)) {}
+      peers_(peers) {}
 
 OutLinks::~OutLinks() {
   stop();
+  for (PeerLink& peer : peers_) {
+    peer.out = nullptr;
+  }
 }
 
 // ---- how links open
 
 OutPort& OutLinks::portTo(int peer) {
-  std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(peer)];
+  std::unique_ptr<OutPort>& port = peers_[static_cast<size_t>(peer)].out;
   if (port != nullptr && port->state() == OutPort::State::Broken && !port->needed) { // it broke when nothing needed it
     forget(peer);
   }
@@ -67,7 +71,7 @@ OutPort& OutLinks::portTo(int peer) {
 
 std::unique_ptr<OutPort> OutLinks::startPort(int peer) {
   PortOwner& self = *this;
-  if (std::optional<SharedLink::Rings> rings = route_.take(peer)) {
+  if (std::optional<SharedLink::Rings> rings = route_.take(peer, peers_[static_cast<size_t>(peer)].ring_used)) {
     auto link =
         std::make_unique<SharedLink>(connector_.startBell(peer), std::move(*rings), SharedLink::State::Connecting);
     SharedLink* const shared = link.get();
@@ -91,7 +95,7 @@ void OutLinks::writeHello(OutPort& port) {
 }
 
 void OutLinks::forget(int peer) noexcept {
-  std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(peer)];
+  std::unique_ptr<OutPort>& port = peers_[static_cast<size_t>(peer)].out;
   shared_.erase(std::remove(shared_.begin(), shared_.end(), port.get()), shared_.end());
   to_flush_.erase(std::remove(to_flush_.begin(), to_flush_.end(), port.get()), to_flush_.end());
   port = nullptr;
@@ -112,7 +116,8 @@ void OutLinks::tick(TimePoint now) {
     return;
   }
   next_look_ = TimePoint::max();
-  for (const std::unique_ptr<OutPort>& port : ports_) {
+  for (const PeerLink& each : peers_) {
+    const std::unique_ptr<OutPort>& port = each.out;
     if (port == nullptr || port->state() != OutPort::State::Connecting) {
       continue;
     }
@@ -139,7 +144,7 @@ void OutLinks::ask(int peer, OutFrame&& question) {
 }
 
 void OutLinks::askFailed(int peer, const Error& error) {
-  if (cannot_ask_.insert(peer).second) {
+  if (!std::exchange(peers_[static_cast<size_t>(peer)].cannot_be_asked, true)) {
     log(LogLevel::Info,
         identity_.text() + ": " + identity_.job.text(peer) +
             " cannot be asked what it waits in: " + error.record().summary);
@@ -163,7 +168,7 @@ void OutLinks::queue(int peer, OutFrame&& frame, bool needed) {
 
 void OutLinks::onPortReady(int peer, uint32_t events) {
   owner_.onBehalfOf(peer, [&] {
-    OutPort& port = *ports_[static_cast<size_t>(peer)];
+    OutPort& port = *peers_[static_cast<size_t>(peer)].out;
     if (port.connected() && (events & (EPOLLERR | EPOLLHUP)) != 0) {
       if (port.link->isReset()) {
         broke(port, Error(ErrorCode::ConnectionReset, "the connection was reset"));
@@ -276,16 +281,17 @@ bool OutLinks::restShared() noexcept {
 
 void OutLinks::stopTouchingMemory() noexcept {
   route_.dropKept();
-  for (const auto& port : ports_) {
-    if (port != nullptr) {
-      port->channel.stopTouchingMemory();
+  for (PeerLink& peer : peers_) {
+    if (peer.out != nullptr) {
+      peer.out->channel.stopTouchingMemory();
     }
   }
 }
 
 bool OutLinks::sayGoodbyes() noexcept {
   bool said = false;
-  for (const auto& port : ports_) {
+  for (const PeerLink& each : peers_) {
+    const std::unique_ptr<OutPort>& port = each.out;
     if (port == nullptr || port->state() == OutPort::State::Broken) {
       continue;
     }
@@ -316,14 +322,15 @@ void OutLinks::sayGoodbye(OutPort& port) {
 }
 
 bool OutLinks::isClosing() const noexcept {
-  return std::any_of(ports_.begin(), ports_.end(), [](const std::unique_ptr<OutPort>& port) {
-    return port != nullptr && port->state() == OutPort::State::Closing;
+  return std::any_of(peers_.begin(), peers_.end(), [](const PeerLink& peer) {
+    return peer.out != nullptr && peer.out->state() == OutPort::State::Closing;
   });
 }
 
 void OutLinks::stop() noexcept {
   to_flush_.clear();
-  for (const auto& port : ports_) {
+  for (const PeerLink& each : peers_) {
+    const std::unique_ptr<OutPort>& port = each.out;
     if (port != nullptr) {
       port->unwatch(loop_);
       port->become(OutPort::State::Broken);

@@ -5,7 +5,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -31,7 +30,13 @@ class OutLinks final : private PortOwner {
   using Connect = std::function<std::unique_ptr<Link>(int peer)>;
 
   /// All that is given here outlives this.
-  OutLinks(const GroupIdentity& identity, const Connect& connect, Loop& loop, StagingPool& staging, LinkOwner& owner);
+  OutLinks(
+      const GroupIdentity& identity,
+      const Connect& connect,
+      Loop& loop,
+      StagingPool& staging,
+      LinkOwner& owner,
+      std::vector<PeerLink>& peers);
   ~OutLinks() override;
   OutLinks(const OutLinks&) = delete;
   OutLinks& operator=(const OutLinks&) = delete;
@@ -50,7 +55,7 @@ class OutLinks final : private PortOwner {
   void stop() noexcept;
 
   [[nodiscard]] bool isWriting(int peer) const noexcept {
-    const std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(peer)];
+    const std::unique_ptr<OutPort>& port = peers_[static_cast<size_t>(peer)].out;
     return port != nullptr && (port->state() == OutPort::State::Open || port->state() == OutPort::State::Full);
   }
   [[nodiscard]] const RingRoute& route() const noexcept {
@@ -93,11 +98,10 @@ class OutLinks final : private PortOwner {
   LinkOwner& owner_;
   const Connector connector_;
   RingRoute route_;
-  std::vector<std::unique_ptr<OutPort>> ports_; ///< by rank; null until first needed
-  std::vector<OutPort*> to_flush_; ///< members of ports_, as the next
+  std::vector<PeerLink>& peers_; ///< by rank; PeerLinks' own
+  std::vector<OutPort*> to_flush_; ///< ports of peers_, as the next
   std::vector<OutPort*> shared_; ///< those that have a shared link
   TimePoint next_look_ = TimePoint::max(); ///< at links that do not come up
-  std::set<int> cannot_ask_; ///< peers of which that has been logged
 };
 
 } // namespace pycomm

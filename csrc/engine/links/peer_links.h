@@ -11,6 +11,7 @@
 #include "engine/links/in_links.h"
 #include "engine/links/link_owner.h"
 #include "engine/links/out_links.h"
+#include "engine/links/port.h"
 #include "engine/loop/loop.h"
 #include "engine/loop/staging_pool.h"
 #include "engine/operation/group_identity.h"
@@ -35,8 +36,9 @@ class PeerLinks final {
 
   /// All that is given here outlives this.
   PeerLinks(const GroupIdentity& identity, const Options& options, Loop& loop, StagingPool& staging, Owner& owner)
-      : out_(identity, options.connect, loop, staging, owner),
-        in_(identity, options.read_buffer_nbytes, loop, out_.route(), owner) {}
+      : peers_(static_cast<size_t>(identity.size)),
+        out_(identity, options.connect, loop, staging, owner, peers_),
+        in_(identity, options.read_buffer_nbytes, loop, out_.route(), owner, peers_) {}
 
   // ---- frames
   /// Queues a frame for another rank, and opens the link to it if there is none.
@@ -96,10 +98,6 @@ class PeerLinks final {
   }
 
   // ---- questions
-  /// The peer has opened a link to this rank, at some time.
-  [[nodiscard]] bool isOpened(int peer) const noexcept {
-    return in_.isOpened(peer);
-  }
   /// This rank has opened a link to the peer, and frames can leave on it.
   [[nodiscard]] bool isWriting(int peer) const noexcept {
     return out_.isWriting(peer);
@@ -135,6 +133,7 @@ class PeerLinks final {
   }
 
  private:
+  std::vector<PeerLink> peers_; ///< by rank; before out_ and in_, which use it
   OutLinks out_; ///< before in_, which reads its route
   InLinks in_;
 };

@@ -137,4 +137,12 @@ struct InPort final : Loop::Handler {
   uint32_t watched_events_ = 0;
 };
 
+/// The bulk links between this rank and one peer.
+struct PeerLink {
+  std::unique_ptr<OutPort> out; ///< null until first needed
+  std::unique_ptr<InPort> in; ///< null until the peer has opened it
+  bool cannot_be_asked = false; ///< that has been logged
+  bool ring_used = false; ///< by an earlier link to it: a second writer would begin to count anew
+};
+
 } // namespace pycomm

@@ -18,7 +18,7 @@ std::vector<RingRoute::Kept> RingRoute::decide(bool all_have_them) {
   return std::exchange(kept_, {});
 }
 
-std::optional<SharedLink::Rings> RingRoute::take(int peer) {
+std::optional<SharedLink::Rings> RingRoute::take(int peer, bool& used) {
   if (way_ != Way::Rings || !rings_->holds(peer)) {
     return std::nullopt;
   }
@@ -33,7 +33,7 @@ std::optional<SharedLink::Rings> RingRoute::take(int peer) {
             error.record().summary);
     return std::nullopt;
   }
-  if (!taken_.insert(peer).second) {
+  if (std::exchange(used, true)) {
     return std::nullopt; // the first link broke when nothing needed it
   }
   return SharedLink::Rings{rings_->arena, rings_->between(identity_.rank, peer), std::nullopt};

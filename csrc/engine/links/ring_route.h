@@ -1,7 +1,6 @@
 #pragma once
 
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -47,7 +46,8 @@ class RingRoute {
 
   /// The ring for a new link to this peer. Nothing if the link is a socket, also because there is no memory for a ring, or because an earlier
   /// link used it: a second writer would begin to count anew.
-  [[nodiscard]] std::optional<SharedLink::Rings> take(int peer);
+  /// `used`: whether one has; it is set.
+  [[nodiscard]] std::optional<SharedLink::Rings> take(int peer, bool& used);
   /// The ring through which this peer sends. Throws Error(ProtocolViolation) if there is none.
   [[nodiscard]] SharedLink::Rings incoming(int peer) const;
 
@@ -57,7 +57,6 @@ class RingRoute {
   const GroupIdentity& identity_;
   Way way_ = Way::Sockets;
   std::optional<HostRings> rings_;
-  std::set<int> taken_; ///< peers whose ring a link has used
   std::vector<Kept> kept_;
 };
 

@@ -57,7 +57,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   /// This rank will leave because something else in its process has failed. All others learn it, before any goodbye: what fails because
   /// this rank has left says so.
   void leaving(const ErrorRecord& why);
-  /// Sends questions and answers of the roll call to other ranks. They are passed from neighbour to neighbour, so no connection is opened
+  /// Sends questions and answers about operations (waiting.h) to other ranks. They are passed from neighbour to neighbour, so no connection is opened
   /// for them: log2 N links at the most, and some more around ranks that are silent or have left. Nothing may depend on them: a frame is
   /// lost if its goal has left, and may be if a rank on its way stops just then. A rank on the way is trusted to pass on what it was given,
   /// as all ranks of a group trust each other with their results.

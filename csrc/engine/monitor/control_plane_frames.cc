@@ -88,7 +88,7 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
       }
       const bool of_messages = header.op_id == kAskForMessagesId ||
           (header.type == FrameType::Waiting && header.kind == static_cast<uint8_t>(Collective::Send));
-      if (header.op_id == 0 || of_messages) { // see RollCall::Way
+      if (header.op_id == 0 || of_messages) { // see Action::Way
         throw violation(identity_, peer, "a question that belongs on a bulk link");
       }
       if (route.to == identity_.rank) {
@@ -110,7 +110,7 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
 
 void ControlPlane::ask(const std::vector<Question>& questions) {
   for (const Question& question : questions) {
-    if (identity_.size <= Route::kMaxGroupSize) { // in a larger group questions go over bulk links: see RollCall
+    if (identity_.size <= Route::kMaxGroupSize) { // in a larger group questions go over bulk links: see waiting.h
       passOn(Route{identity_.rank, question.to}, question.header, identity_.rank);
     }
   }

@@ -4,8 +4,6 @@
 #include <tuple>
 #include <utility>
 
-#include "engine/monitor/departures.h"
-
 namespace pycomm {
 namespace {
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <set>
@@ -10,6 +11,10 @@
 #include "base/error.h"
 
 namespace pycomm {
+
+/// After a link breaks, how long the peer's goodbye may take on another link. A rank that leaves says goodbye on its bulk links, and 20
+/// ms later on its control links. Other ranks pass either on.
+inline constexpr std::chrono::milliseconds kGoodbyeWithin(40);
 
 /// Failure detector of one rank: which ranks are alive, and the one cause of a failure. Without I/O and without a clock of its own.
 ///

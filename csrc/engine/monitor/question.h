@@ -4,7 +4,7 @@
 
 namespace pycomm {
 
-/// A question or an answer of the roll call (see RollCall), for rank `to`. It travels over control links.
+/// A question or an answer about an operation (see waiting.h), for rank `to`. It travels over control links.
 struct Question {
   int to = -1;
   FrameHeader header;

@@ -24,8 +24,8 @@ Network::Weather drawWeather(Random& random, bool prompt) {
 }
 
 // The same proportions as the real limits: the pool is a quarter of the window, an edge's room is half of it.
-Protocol::Config drawLimits(Random& random) {
-  Protocol::Config limits;
+Limits drawLimits(Random& random) {
+  Limits limits;
   limits.window_nbytes = int64_t{512} << random.below(5);
   limits.eager_pool_nbytes = limits.window_nbytes / 4;
   limits.eager_nbytes = limits.eager_pool_nbytes >> random.within(1, 4);

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/data/protocol.h"
+#include "engine/data/tables.h"
 #include "proof/sim/network.h"
 #include "schedule/step.h"
 
@@ -73,7 +73,7 @@ struct Plan {
   int size = 2;
   bool prompt = true; ///< delays are far below the merge window, so all ranks must agree on the cause
   Network::Weather weather;
-  Protocol::Config limits;
+  Limits limits;
   std::vector<CallPlan> program; ///< the program of all ranks
   std::vector<RankPlan> ranks;
   std::vector<FaultPlan> faults;

@@ -78,7 +78,7 @@ void drawMessages(Random& random, Plan& plan, int key) {
 /// credit come late.
 void drawLead(Random& random, Plan& plan) {
   const bool messages = random.chance(60);
-  // Sometimes more than the number of ended operations that the protocol keeps (EntryHistory's kRecent).
+  // Sometimes more than the number of ended operations that are kept (Tables::kRecent).
   const auto many = static_cast<int>(random.chance(20) ? random.within(300, 400) : random.within(20, 80));
   const auto ahead = static_cast<int>(random.below(plan.size));
   const auto behind = static_cast<int>((ahead + 1 + random.below(plan.size - 1)) % plan.size);

@@ -123,34 +123,46 @@ void SimGroup::close(std::function<void()> closed) {
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
   reason.rank = identity_.rank;
-  Closing::Steps& steps = *this;
-  closing_.emplace(planes_, steps, std::move(reason));
-  closing_->begin(failure_.has_value(), std::move(closed));
+  closed_ = std::move(closed);
+  closing_.emplace(planes_, failure_.has_value(), std::move(reason), [] {});
+  post(0);
 }
 
-void SimGroup::onLane(Closing::Body body, Closing::Body then) {
-  lane_.post(Loop::owned(planes_, [body = std::move(body), then = std::move(then)] {
-    body();
+void SimGroup::post(size_t step) {
+  if (step == closing_->steps.size()) {
+    closed_();
+    return;
+  }
+  const auto& run = closing_->steps[step].run;
+  const Closing::Body then = [this, step] { post(step + 1); };
+  const auto run_to_its_end = [&run, then] {
+    run([] {});
     then();
-  }));
+  };
+  switch (closing_->steps[step].on) {
+    case Closing::Step::On::Caller:
+      run_to_its_end();
+      return;
+    case Closing::Step::On::Lane:
+      lane_.post(Loop::owned(planes_, run_to_its_end));
+      return;
+    case Closing::Step::On::LaneUntilOver:
+      lane_.post(Loop::owned(planes_, [&run, then] { run(then); }));
+      return;
+    case Closing::Step::On::Control:
+      control_loop_.post(Loop::owned(planes_, run_to_its_end));
+      return;
+    case Closing::Step::On::ControlLinks:
+      closeControlLinksGently(then);
+      return;
+  }
 }
 
-void SimGroup::onLaneUntil(std::function<void(Closing::Body over)> body, Closing::Body then) {
-  lane_.post(Loop::owned(planes_, [body = std::move(body), then = std::move(then)] { body(then); }));
-}
-
-void SimGroup::onControl(Closing::Body body, Closing::Body then) {
-  control_loop_.post(Loop::owned(planes_, [body = std::move(body), then = std::move(then)] {
-    body();
-    then();
-  }));
-}
-
-void SimGroup::closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) {
-  for (const std::unique_ptr<Link>& link : links) {
+void SimGroup::closeControlLinksGently(Closing::Body then) {
+  for (const std::unique_ptr<Link>& link : closing_->control_links) {
     link->closeGently();
   }
-  links.clear();
+  closing_->control_links.clear();
   network_.listen(identity_.rank, nullptr);
   for (const auto& entry : strangers_) {
     control_loop_.unwatch(entry.first);

@@ -13,17 +13,17 @@
 namespace pycomm::sim {
 
 /// A process group on one simulated rank: the engine's own Planes on simulated loops and links.
-class SimGroup final : private Closing::Steps {
+class SimGroup final {
  public:
   struct Settings {
     GroupIdentity identity;
-    Protocol::Config limits;
+    Limits limits;
     Membership::Config membership;
     SimLoop::Pace lane_pace;
   };
 
   SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings);
-  ~SimGroup() override;
+  ~SimGroup();
   SimGroup(const SimGroup&) = delete;
   SimGroup& operator=(const SimGroup&) = delete;
 
@@ -61,12 +61,9 @@ class SimGroup final : private Closing::Steps {
   class Stranger;
 
   [[nodiscard]] Planes::Events planeEvents();
-  // Closing::Steps
-  void onLane(Closing::Body body, Closing::Body then) override;
-  void onLaneUntil(std::function<void(Closing::Body over)> body, Closing::Body then) override;
-  void onControl(Closing::Body body, Closing::Body then) override;
-  void leaveControl() override {}
-  void closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) override;
+  /// Posts this step of closing, and at its end the next one.
+  void post(size_t step);
+  void closeControlLinksGently(Closing::Body then);
 
   void accept(std::unique_ptr<Link> link);
   void introduce(Stranger& stranger);
@@ -80,6 +77,7 @@ class SimGroup final : private Closing::Steps {
   SimLoop& control_loop_;
   Planes planes_;
   std::optional<Closing> closing_; ///< since close()
+  std::function<void()> closed_; ///< what that got
   std::map<int, std::unique_ptr<Stranger>> strangers_; ///< keyed by descriptor
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};

@@ -53,7 +53,7 @@ std::string frameText(const FrameHeader& header) {
 
 } // namespace
 
-WireAudit::WireAudit(Timeline& timeline, int ranks, const Protocol::Config& limits, bool keeps_trace)
+WireAudit::WireAudit(Timeline& timeline, int ranks, const Limits& limits, bool keeps_trace)
     : timeline_(timeline),
       ranks_(ranks),
       limits_(limits),

@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/data/protocol.h"
+#include "engine/data/tables.h"
 #include "proof/sim/digest.h"
 #include "proof/sim/network.h"
 
@@ -16,7 +16,7 @@ class WireAudit final : public Network::Observer {
  public:
   static constexpr size_t kTimeNchars = 15; ///< length of the time in a line of the trace: "%10d us  "
 
-  WireAudit(Timeline& timeline, int ranks, const Protocol::Config& limits, bool keeps_trace);
+  WireAudit(Timeline& timeline, int ranks, const Limits& limits, bool keeps_trace);
 
   void frameSent(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;
   void payloadSent(int from, int to, LinkPurpose purpose, ConstBufferView bytes) override;
@@ -59,7 +59,7 @@ class WireAudit final : public Network::Observer {
 
   Timeline& timeline_; ///< the run's
   const int ranks_;
-  const Protocol::Config limits_;
+  const Limits limits_;
   const bool keeps_trace_;
   std::unordered_map<uint64_t, Edge> edges_; ///< for look-ups only: its order is not deterministic
   std::vector<int64_t> in_pool_; ///< per (from, to): eager bytes that `to` has not credited back, as `from` knows

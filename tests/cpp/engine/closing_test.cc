@@ -1,14 +1,13 @@
-// The order in which the planes of a group close: what is still there in each step, and that no step begins before the one before it
-// is over.
+// The order in which the planes of a group close: what is still there in each step.
 #include "engine/closing.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <deque>
 #include <future>
 #include <string>
 
+#include "allocations.h"
 #include "engine/loop/event_loop.h"
 
 namespace pycomm::testing {
@@ -25,7 +24,7 @@ GroupIdentity identity() {
 }
 
 /// The planes of rank 0 of two, on loops of their own. Nobody connects.
-class Closed : public ::testing::Test, public Closing::Steps {
+class Closed : public ::testing::Test {
  protected:
   Closed() : lane_("lane"), control_("control"), planes_(identity_, lane_, control_, events()) {}
   ~Closed() override {
@@ -67,41 +66,43 @@ class Closed : public ::testing::Test, public Closing::Steps {
     reason.summary = "The test closes it.";
     return reason;
   }
+  void make(bool failed = false) {
+    closing_.emplace(planes_, failed, reason(), [this] { note("leave control"); });
+  }
   void close(bool failed = false) {
-    closing_.emplace(planes_, *this, reason());
-    closing_->begin(failed, [this] { note("closed"); });
-    while (!held_.empty()) {
-      const Closing::Body then = std::move(held_.front());
-      held_.pop_front();
-      then();
+    make(failed);
+    for (const Closing::Step& step : closing_->steps) {
+      run(step);
     }
+    note("closed");
   }
-
-  // Closing::Steps: each is run at once, and `then` kept until the test goes on.
-  void onLane(Closing::Body body, Closing::Body then) override {
-    note("lane");
-    lane_.run(body);
-    held_.push_back(std::move(then));
-  }
-  void onLaneUntil(std::function<void(Closing::Body)> body, Closing::Body then) override {
-    note("lane until");
-    std::promise<void> over;
-    lane_.post([&] { body([&] { over.set_value(); }); });
-    EXPECT_EQ(over.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
-    held_.push_back(std::move(then));
-  }
-  void onControl(Closing::Body body, Closing::Body then) override {
-    note("control");
-    control_.run(body);
-    held_.push_back(std::move(then));
-  }
-  void leaveControl() override {
-    note("leave control");
-  }
-  void closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) override {
-    note("close gently");
-    EXPECT_TRUE(links.empty()); // nobody has connected
-    held_.push_back(std::move(then));
+  /// Runs the step to its end.
+  void run(const Closing::Step& step) {
+    const auto run_it = [&] { step.run([] {}); };
+    switch (step.on) {
+      case Closing::Step::On::Caller:
+        run_it();
+        break;
+      case Closing::Step::On::Lane:
+        note("lane");
+        lane_.run(run_it);
+        break;
+      case Closing::Step::On::LaneUntilOver: {
+        note("lane until");
+        std::promise<void> over;
+        lane_.post([&] { step.run([&] { over.set_value(); }); });
+        EXPECT_EQ(over.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+        break;
+      }
+      case Closing::Step::On::Control:
+        note("control");
+        control_.run(run_it);
+        break;
+      case Closing::Step::On::ControlLinks:
+        note("close gently");
+        EXPECT_TRUE(closing_->control_links.empty()); // nobody has connected
+        break;
+    }
   }
   /// The step, and which planes are there as it begins.
   void note(const std::string& step) {
@@ -115,7 +116,6 @@ class Closed : public ::testing::Test, public Closing::Steps {
   EventLoop control_;
   Planes planes_;
   std::optional<Closing> closing_;
-  std::deque<Closing::Body> held_;
   std::vector<std::string> steps_;
 };
 
@@ -137,12 +137,31 @@ TEST_F(Closed, OperationsEndBeforeControlLinksSayGoodbye) {
   open();
   const auto operation = receive();
   ASSERT_FALSE(operation->done());
-  closing_.emplace(planes_, *this, reason());
-  closing_->begin(false, [] {});
+  make();
+  for (const Closing::Step& step : closing_->steps) {
+    if (step.on == Closing::Step::On::Control) {
+      break;
+    }
+    run(step);
+  }
   ASSERT_TRUE(operation->done());
   EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
   EXPECT_EQ(operation->error()->summary, "The test closes it.");
-  EXPECT_THAT(steps_, ElementsAre("lane until: data control")); // the next step waits for the end of this one
+  EXPECT_THAT(steps_, ElementsAre("lane until: data control"));
+}
+
+// Once it is made, nothing of it needs memory before its steps run.
+TEST_F(Closed, AllocatesOnlyTheListOfSteps) {
+  open();
+  openHost();
+  ErrorRecord why = reason();
+  Closing::Body leave = [] {};
+  failAllocation(2);
+  Closing closing(planes_, true, std::move(why), std::move(leave));
+  const bool struck = allocationFailed();
+  failAllocation(0);
+  EXPECT_FALSE(struck);
+  EXPECT_EQ(closing.steps.size(), 9U);
 }
 
 TEST_F(Closed, WhatWasNeverOpenedIsLeftOut) {

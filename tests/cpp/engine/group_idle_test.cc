@@ -62,7 +62,7 @@ TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatARankWasLateFor) {
   std::atomic<int> here{0};
   runRanks(2, [&](Rank& self) {
     if (self.rank == 1) {
-      waitUntil([&] { return self.group.usage().protocol.unexpected > 0; }); // rank 0 has asked
+      waitUntil([&] { return self.group.usage().tables.unexpected > 0; }); // rank 0 has asked
     }
     for (int i = 0; i < 100; ++i) { // more than the lane finds when it looks
       const auto barrier = self.group.start(barrierCall());

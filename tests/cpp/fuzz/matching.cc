@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <array>
 
-#include "engine/data/protocol.h"
+#include "engine/data/rank_tables.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
 #include "schedule/make_schedule.h"
@@ -55,14 +55,14 @@ struct Taken {
 /// A group of three as this rank sees it, which does whatever the input says.
 class Run {
  public:
-  explicit Run(Choices& choices) : choices_(choices), protocol_(config()) {}
+  explicit Run(Choices& choices) : choices_(choices), tables_(config()) {}
 
   void step() {
     switch (choices_.byte() % kEvents) {
       case Post:
-        if (posted_ < calls().size() && !protocol_.failed()) {
+        if (posted_ < calls().size() && !tables_.failed()) {
           const Call& call = calls()[posted_++];
-          protocol_.posted(call.id, call.descriptor, *call.schedule, now_);
+          tables_.posted(call.id, call.descriptor, *call.schedule, now_);
         }
         break;
       case Arrive:
@@ -70,17 +70,17 @@ class Run {
         break;
       case Tick:
         now_ += std::chrono::milliseconds(choices_.byte() * 50);
-        protocol_.tick(now_);
+        tables_.tick(now_);
         break;
       case Consume:
         if (!accepted_.empty()) {
           const Taken used = accepted_.back();
           accepted_.pop_back();
-          protocol_.consumed(used.op_id, used.peer, used.nbytes, used.eager);
+          tables_.consumed(used.op_id, used.peer, used.nbytes, used.eager);
         }
         break;
       case End:
-        protocol_.ended(1 + choices_.byte() % calls().size());
+        tables_.ended(1 + choices_.byte() % calls().size());
         break;
       case Send:
         send();
@@ -88,11 +88,11 @@ class Run {
       default:
         break;
     }
-    for (const Protocol::Action& action : protocol_.takeActions()) {
+    for (const Action& action : tables_.takeActions()) {
       check(action);
     }
-    const int64_t pooled = protocol_.usage().eager_in;
-    promise(protocol_.failed() || (pooled >= 0 && pooled <= (kSize - 1) * kEagerNbytes), "more than the pool holds");
+    const int64_t pooled = tables_.usage().eager_in;
+    promise(tables_.failed() || (pooled >= 0 && pooled <= (kSize - 1) * kEagerNbytes), "more than the pool holds");
   }
 
   [[nodiscard]] bool understood() const noexcept {
@@ -100,8 +100,8 @@ class Run {
   }
 
  private:
-  static Protocol::Config config() {
-    Protocol::Config config;
+  static testing::RankTables::Config config() {
+    testing::RankTables::Config config;
     config.rank = 0;
     config.size = kSize;
     config.group = kGroup;
@@ -125,10 +125,10 @@ class Run {
       choices_.take(reinterpret_cast<uint8_t*>(&header) + broken, std::min<size_t>(4, sizeof header - broken));
     }
     header.payload_nbytes %= kMaxPayloadNbytes + 1; // the channel lets no more through
-    const bool failed = protocol_.failed();
-    const Protocol::Verdict verdict = protocol_.arrived(peer, header, now_);
-    promise(!failed || verdict == Protocol::Verdict::Ignore, "something is taken after the end");
-    if (verdict == Protocol::Verdict::Accept || verdict == Protocol::Verdict::Hold) {
+    const bool failed = tables_.failed();
+    const testing::RankTables::Verdict verdict = tables_.arrived(peer, header, now_);
+    promise(!failed || verdict == testing::RankTables::Verdict::Ignore, "something is taken after the end");
+    if (verdict == testing::RankTables::Verdict::Accept || verdict == testing::RankTables::Verdict::Hold) {
       understood_ = true;
       promise(header.type == FrameType::Data, "only data has a payload");
       accepted_.push_back({header.op_id, peer, header.payload_nbytes, (header.aux & kEagerFlag) != 0});
@@ -139,15 +139,15 @@ class Run {
     const uint64_t op_id = 1 + choices_.byte() % calls().size();
     const int peer = 1 + choices_.byte() % (kSize - 1);
     const int64_t nbytes = 1 + choices_.byte() * int64_t{1000};
-    const Protocol::Permission permission = protocol_.maySend(op_id, peer, nbytes);
-    if (permission != Protocol::Permission::No) {
-      promise(!protocol_.failed(), "something is sent after the end");
-      protocol_.sent(op_id, peer, nbytes, permission);
+    const testing::RankTables::Permission permission = tables_.maySend(op_id, peer, nbytes);
+    if (permission != testing::RankTables::Permission::No) {
+      promise(!tables_.failed(), "something is sent after the end");
+      tables_.sent(op_id, peer, nbytes, permission);
     }
   }
 
-  void check(const Protocol::Action& action) {
-    if (action.kind == Protocol::Action::Kind::Fail) {
+  void check(const Action& action) {
+    if (action.kind == Action::Kind::Fail) {
       promise(!told_, "two errors");
       told_ = true;
       promise(action.record.rank >= 0 && !action.record.summary.empty(), "an error that says nothing");
@@ -158,7 +158,7 @@ class Run {
   }
 
   Choices& choices_;
-  Protocol protocol_;
+  testing::RankTables tables_;
   TimePoint now_{};
   size_t posted_ = 0;
   std::vector<Taken> accepted_;

@@ -236,8 +236,10 @@ std::vector<uint8_t> bulkSample() {
   Descriptor descriptor = postedCalls()[4].descriptor;
   descriptor.root = 0;
   descriptor.writeTo(message);
-  PointToPoint names(0, kRanks, identity().hash);
-  message.op_id = names.nameSend(kSelf).id;
+  GroupIdentity sender = identity();
+  sender.rank = 0;
+  Tables tables(sender, Limits());
+  message.op_id = PointToPoint(tables).nameSend(kSelf).id;
   message.aux = kEagerFlag;
   bytes += frame(message, std::string(20, 'm'));
   return bytesOf(bytes + frame(headerOf(FrameType::Goodbye)));
@@ -299,11 +301,7 @@ bool readHello(const uint8_t* bytes, size_t nbytes) {
   bool introduced = false;
   Data data(said);
   Control control(said, [&](const Hello& hello, std::unique_ptr<Link> link) {
-    if (hello.shared) {
-      data.plane->adoptShared(hello.rank, std::move(link));
-    } else {
-      data.plane->adopt(hello.rank, std::move(link));
-    }
+    data.plane->adopt(hello.rank, std::move(link), hello.shared);
   });
   for (const int64_t before = acceptor.rejected(); acceptor.rejected() == before && !introduced;) {
     for (Accepted& accepted : acceptor.poll(Clock::now())) {

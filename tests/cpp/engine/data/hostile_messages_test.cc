@@ -25,9 +25,9 @@ constexpr int64_t kNumel = 5;
 
 /// A rank of three; the test is the other two.
 struct AttackedRank {
-  static GroupIdentity identityOf() {
+  static GroupIdentity identityOf(int rank = kSelf) {
     GroupIdentity identity;
-    identity.rank = kSelf;
+    identity.rank = rank;
     identity.size = kRanks;
     identity.name = "test";
     identity.hash = 7;
@@ -142,7 +142,9 @@ struct AttackedRank {
   std::vector<ErrorRecord> noticed;
   std::unique_ptr<DataPlane> plane;
   std::vector<std::shared_ptr<Operation>> operations;
-  PointToPoint peers_names{kPeer, kRanks, identity.hash};
+  const GroupIdentity peer_identity = identityOf(kPeer);
+  Tables peer_tables{peer_identity, Limits()};
+  PointToPoint peers_names{peer_tables};
 
  private:
   std::vector<std::unique_ptr<float[]>> memory_;
@@ -182,7 +184,8 @@ TEST_F(HostileMessages, TheNameOfAnotherRanksMessageIsRefused) {
 TEST_F(HostileMessages, AnAnswerToAMessageThatHasNoSuchNameIsRefused) {
   for (const FrameType type : {FrameType::Waiting, FrameType::Credit}) {
     AttackedRank group;
-    PointToPoint::Name name = PointToPoint(kSelf, kRanks, group.identity.hash).nameSend(kPeer);
+    Tables tables(group.identity, Limits());
+    PointToPoint::Name name = PointToPoint(tables).nameSend(kPeer);
     name.id += 2; // keeps the bit of messages to oneself
     group.arrive(frame(type, name, 1, Collective::Send, kSelf));
     group.expectNameRefused(kPeer);

@@ -14,218 +14,13 @@
 #include <vector>
 
 #include "allocations.h"
-#include "engine/data/data_plane.h"
+#include "engine/data/lone_lane.h"
 #include "engine/host/host_plane.h"
-#include "fuzz/bytes_link.h"
-#include "schedule/make_schedule.h"
 
 namespace pycomm::testing {
 namespace {
 
 using std::chrono::milliseconds;
-
-/// Both directions of a link between the rank and one peer.
-struct LaneWire {
-  std::string written; ///< by the rank
-  std::string coming; ///< what it will read
-};
-
-class LaneLink final : public Link {
- public:
-  LaneLink(LaneWire& wire, int fd) : wire_(wire), fd_(fd) {}
-  [[nodiscard]] int fd() const noexcept override {
-    return fd_;
-  }
-  [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override {
-    Progress progress;
-    for (size_t i = 0; i < count; ++i) {
-      wire_.written.append(reinterpret_cast<const char*>(views[i].ptr), views[i].nbytes);
-      progress.nbytes += views[i].nbytes;
-    }
-    return progress;
-  }
-  [[nodiscard]] Progress tryRead(BufferView into) override {
-    Progress progress;
-    progress.nbytes = std::min(into.nbytes, wire_.coming.size());
-    progress.would_block = progress.nbytes == 0;
-    wire_.coming.copy(reinterpret_cast<char*>(into.ptr), progress.nbytes);
-    wire_.coming.erase(0, progress.nbytes);
-    return progress;
-  }
-  void shutdownWrite() noexcept override {}
-  [[nodiscard]] std::string describe() const override {
-    return "a link of a test";
-  }
-
- private:
-  LaneWire& wire_; ///< outlives the plane, which owns this
-  const int fd_;
-};
-
-/// Rank 0 of some; the test is the others, and the clock.
-class LoneLane {
- public:
-  explicit LoneLane(int size = 3, Protocol::Config limits = {}) : identity(identityOf(size)) {
-    Clock::simulate(&now_);
-    DataPlane::Events events;
-    events.noticed = [this](ErrorRecord record) {
-      if (loses_news) {
-        throw std::bad_alloc();
-      }
-      noticed.push_back(std::move(record));
-    };
-    events.doubted = events.noticed;
-    events.left = [this](int peer) { left.push_back(peer); };
-    events.ask = [this](const std::vector<Question>& questions) {
-      asked_.insert(asked_.end(), questions.begin(), questions.end());
-    };
-    DataPlane::Options options;
-    options.limits = std::move(limits);
-    options.connect = [this](int peer) { return std::make_unique<LaneLink>(out[peer], kOutFd + peer); };
-    plane = std::make_unique<DataPlane>(identity, loop, std::move(events), std::move(options));
-  }
-  ~LoneLane() {
-    plane->fail(because(ErrorCode::ShutDown));
-    plane.reset();
-    Clock::simulate(nullptr);
-  }
-  LoneLane(const LoneLane&) = delete;
-  LoneLane& operator=(const LoneLane&) = delete;
-
-  static ErrorRecord because(ErrorCode code) {
-    ErrorRecord reason;
-    reason.code = code;
-    reason.summary = "The end.";
-    return reason;
-  }
-
-  [[nodiscard]] TimePoint at(int ms) const {
-    return start_ + milliseconds(ms);
-  }
-  void tick(int ms) {
-    now_ = at(ms);
-    plane->tick(now_);
-  }
-
-  /// Of this rank as the root of a broadcast; `id` may be a derived one.
-  std::shared_ptr<Operation> broadcast(uint64_t id, Deadline deadline = Deadline::never(), int64_t numel = 10) {
-    ScheduleRequest wish = wishOf(Collective::Broadcast, numel);
-    wish.root = 0;
-    Operation::Request request = requestOf(wish, deadline);
-    request.id = {id, (id & kDerivedIdBit) != 0 ? -1 : static_cast<int64_t>(id)};
-    return std::make_shared<Operation>(std::move(request));
-  }
-  /// A message between this rank and a peer.
-  std::shared_ptr<Operation> message(bool receives, Deadline deadline = Deadline::never(), int peer = 1) {
-    ScheduleRequest wish = wishOf(receives ? Collective::Recv : Collective::Send, 10);
-    wish.root = peer;
-    Operation::Request request = requestOf(wish, deadline);
-    request.descriptor.kind = Collective::Send; // as the sender has it
-    request.descriptor.algorithm = Algorithm::Direct;
-    request.descriptor.root = -1;
-    request.receives = receives;
-    request.peer = peer;
-    return std::make_shared<Operation>(std::move(request));
-  }
-  /// What a peer sends about an operation.
-  static FrameHeader frameOf(const Operation& operation, FrameType type, uint64_t aux = 0) {
-    FrameHeader header;
-    operation.request().descriptor.writeTo(header);
-    header.type = type;
-    header.group = 7;
-    header.op_id = operation.request().id.id;
-    header.aux = aux;
-    return header;
-  }
-  void receive(int peer, const FrameHeader& header) {
-    plane->heardQuestion(peer, header);
-  }
-  /// Ends one that another library ran.
-  void followToItsEnd(uint64_t id) {
-    plane->follow(broadcast(id));
-    plane->followedEnded(id, std::nullopt);
-  }
-
-  /// The questions and answers that went to control links since the last call.
-  std::vector<Question> takeAsked() {
-    return std::exchange(asked_, {});
-  }
-  /// Whom it asked about which operation, in order.
-  std::vector<std::pair<uint64_t, int>> takeQuestions() {
-    std::vector<std::pair<uint64_t, int>> questions;
-    for (const Question& each : takeAsked()) {
-      EXPECT_EQ(each.header.type, FrameType::Waiting);
-      questions.emplace_back(each.header.op_id, each.to);
-    }
-    return questions;
-  }
-  /// Writes what is queued for a peer. The operations whose data frames have left since the last call, in order.
-  std::vector<uint64_t> takeDataFrames(int peer) {
-    const std::string& bytes = out[peer].written;
-    for (size_t before = bytes.size() + 1; before != bytes.size();) {
-      before = bytes.size();
-      loop.ready(kOutFd + peer, EPOLLOUT);
-    }
-    std::vector<uint64_t> ids;
-    for (size_t& next = read_[peer]; next + sizeof(FrameHeader) <= bytes.size();) {
-      FrameHeader header;
-      std::memcpy(static_cast<void*>(&header), bytes.data() + next, sizeof header);
-      next += sizeof header + header.payload_nbytes;
-      if (header.type == FrameType::Data) {
-        ids.push_back(header.op_id);
-      }
-    }
-    return ids;
-  }
-
-  const GroupIdentity identity;
-  fuzz::HandLoop loop;
-  std::map<int, LaneWire> out; ///< by peer: the link that the rank has opened
-  std::vector<ErrorRecord> noticed;
-  bool loses_news = false; ///< there is no memory to report what is noticed
-  std::vector<int> left;
-  std::unique_ptr<DataPlane> plane;
-
- private:
-  static constexpr int kOutFd = 1000;
-
-  static GroupIdentity identityOf(int size) {
-    GroupIdentity identity;
-    identity.rank = 0;
-    identity.size = size;
-    identity.name = "test";
-    identity.hash = 7;
-    for (int rank = 0; rank < size; ++rank) {
-      identity.hosts.push_back("host" + std::to_string(rank));
-    }
-    return identity;
-  }
-  [[nodiscard]] ScheduleRequest wishOf(Collective kind, int64_t numel) const {
-    ScheduleRequest wish;
-    wish.kind = kind;
-    wish.dtype = DType::Float32;
-    wish.rank = 0;
-    wish.size = identity.size;
-    wish.numel = numel;
-    return wish;
-  }
-  Operation::Request requestOf(const ScheduleRequest& wish, Deadline deadline) {
-    Operation::Request request;
-    request.schedule = prepare(makeSchedule(wish));
-    request.descriptor = Descriptor::of(wish, request.schedule->schedule.algorithm);
-    request.deadline = deadline;
-    auto& memory = memory_.emplace_back(std::make_unique<float[]>(static_cast<size_t>(wish.numel)));
-    request.output = {reinterpret_cast<std::byte*>(memory.get()), static_cast<size_t>(wish.numel) * sizeof(float)};
-    request.input = request.output;
-    return request;
-  }
-
-  const TimePoint start_ = TimePoint(std::chrono::hours(1));
-  TimePoint now_ = start_;
-  std::vector<Question> asked_;
-  std::vector<std::unique_ptr<float[]>> memory_;
-  std::map<int, size_t> read_;
-};
 
 bool has(const std::vector<ErrorRecord>& records, ErrorCode code) {
   return std::any_of(records.begin(), records.end(), [&](const ErrorRecord& each) { return each.code == code; });
@@ -421,7 +216,7 @@ TEST(LaneRules, ALateQuestionIsComparedWithTheLast256OperationsThatHaveEnded) {
     other.numel = 99;
     lane.receive(1, other);
     EXPECT_EQ(has(lane.noticed, ErrorCode::CollectiveMismatch), since == 255) << since;
-    EXPECT_LE(lane.plane->usage().protocol.history, 256U);
+    EXPECT_LE(lane.plane->usage().tables.history, 256U);
   }
 }
 
@@ -434,7 +229,7 @@ TEST(LaneRules, AMessageIsNeverKeptAsPastAndACollectiveIs) {
     EXPECT_EQ(lane.takeDataFrames(1).size(), 1U);
     ASSERT_TRUE(operation->done());
     ASSERT_FALSE(operation->error());
-    EXPECT_EQ(lane.plane->usage().protocol.past, is_message ? 0U : 1U);
+    EXPECT_EQ(lane.plane->usage().tables.past, is_message ? 0U : 1U);
   }
 }
 
@@ -473,7 +268,7 @@ TEST(LaneRules, OfManyOperationsThe64OldestAskAndAllDerivedOnes) {
 }
 
 TEST(LaneRules, RoomThatComesBackGoesToTheOldestOperationsInOrder) {
-  Protocol::Config limits;
+  Limits limits;
   limits.eager_nbytes = 1000;
   limits.eager_pool_nbytes = 4 * (1000 + static_cast<int64_t>(sizeof(FrameHeader)));
   LoneLane lane(2, limits);
@@ -508,7 +303,7 @@ TEST(LaneRules, NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet)
   lane.receive(2, LoneLane::frameOf(*lane.broadcast(5), FrameType::Waiting));
   EXPECT_EQ(lane.noticed.size(), 1U) << "the first error wins";
   EXPECT_TRUE(lane.takeAsked().empty()) << "and no question is answered";
-  EXPECT_EQ(lane.plane->usage().protocol.unexpected, 0U);
+  EXPECT_EQ(lane.plane->usage().tables.unexpected, 0U);
   EXPECT_FALSE(operation->done()) << "it ends with the group's cause, which the ranks have yet to agree on";
 }
 
@@ -526,7 +321,7 @@ TEST(LaneRules, AClosingRankTakesNoNewFramesButFinishesThoseUnderWayAndReadsGood
   const std::string frame = bytesOf(data) + std::string(40, '\1');
   in.coming = frame.substr(0, 80); // the header has come, a part of the payload has not
   lane.loop.ready(kInFd, EPOLLIN);
-  ASSERT_EQ(lane.plane->usage().protocol.unexpected, 1U);
+  ASSERT_EQ(lane.plane->usage().tables.unexpected, 1U);
 
   lane.plane->close(LoneLane::because(ErrorCode::ShutDown), [] {});
   FrameHeader other = data;
@@ -537,8 +332,35 @@ TEST(LaneRules, AClosingRankTakesNoNewFramesButFinishesThoseUnderWayAndReadsGood
   in.coming = frame.substr(80) + bytesOf(other) + std::string(40, '\1') + bytesOf(goodbye);
   lane.loop.ready(kInFd, EPOLLIN);
   EXPECT_EQ(lane.left, std::vector<int>{1});
-  EXPECT_EQ(lane.plane->usage().protocol.unexpected, 1U) << "nothing of operation 2";
+  EXPECT_EQ(lane.plane->usage().tables.unexpected, 1U) << "nothing of operation 2";
   EXPECT_TRUE(lane.noticed.empty()) << lane.noticed.front().text();
+}
+
+TEST(LaneRules, AllOperationsEndOnceOldestFirstAndNoFrameStaysHeld) {
+  constexpr int kInFd = 2000;
+  LoneLane lane(2);
+  LaneWire in;
+  lane.plane->adopt(1, std::make_unique<LaneLink>(in, kInFd));
+  FrameHeader data = LoneLane::frameOf(*lane.broadcast(3), FrameType::Data, kEagerFlag);
+  data.payload_nbytes = 40;
+  in.coming = bytesOf(data) + std::string(40, '\1');
+  lane.loop.ready(kInFd, EPOLLIN);
+  std::vector<uint64_t> ended;
+  for (const uint64_t id : {2, 1}) { // each waits for credit
+    const auto operation = lane.broadcast(id, Deadline::never(), 1 << 20);
+    operation->onDone([&lane, &ended, id] {
+      EXPECT_EQ(lane.plane->usage().transfers, 0U) << "none is found while they end";
+      ended.push_back(id);
+    });
+    lane.plane->post(operation);
+  }
+  EXPECT_EQ(lane.plane->usage().transfers, 2U);
+  EXPECT_EQ(lane.plane->usage().unexpected_frames, 1U);
+  EXPECT_EQ(lane.plane->usage().staging_nbytes, 40U);
+  lane.plane->fail(LoneLane::because(ErrorCode::Aborted));
+  EXPECT_EQ(ended, (std::vector<uint64_t>{1, 2}));
+  EXPECT_EQ(lane.plane->usage().unexpected_frames, 0U);
+  EXPECT_EQ(lane.plane->usage().staging_nbytes, 0U);
 }
 
 // ---- want of memory

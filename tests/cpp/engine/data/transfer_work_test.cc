@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/data/data_plane.h"
+#include "engine/data/matching.h"
 #include "engine/data/transfers.h"
 #include "schedule/group_run.h"
 #include "schedule/select.h"
@@ -67,33 +68,25 @@ struct WorkingRank {
   };
   explicit WorkingRank(int rank, int size) : identity(identityOf(rank, size)) {}
 
-  static Protocol::Config configOf(const GroupIdentity& identity) {
-    Protocol::Config config;
-    config.rank = identity.rank;
-    config.size = identity.size;
-    config.group = identity.hash;
-    config.hosts = identity.hosts;
-    return config;
-  }
   void act() {
-    for (Protocol::Action& action : protocol.takeActions()) {
-      ASSERT_NE(action.kind, Protocol::Action::Kind::Fail) << action.record.text();
-      if (action.kind == Protocol::Action::Kind::Send) {
+    for (Action& action : tables.takeActions()) {
+      ASSERT_NE(action.kind, Action::Kind::Fail) << action.record.text();
+      if (action.kind == Action::Kind::Send) {
         OutFrame frame;
         frame.header = action.header;
         wire.push_back({action.peer, std::move(frame)});
-      } else if (action.kind == Protocol::Action::Kind::MaySend) {
-        transfers.sendFrames(action.op_id, action.peer);
+      } else if (action.kind == Action::Kind::MaySend) {
+        tables.find(action.op_id)->transfer->sendFrames(action.peer);
       }
     }
   }
 
   const GroupIdentity identity;
-  Protocol protocol{configOf(identity)};
   NoLoop lane;
   StagingPool staging{lane.stagingMemory()};
+  Tables tables{identity, Limits()};
   std::deque<OnWire> wire;
-  Transfers transfers{identity, protocol, staging, lane, [this](int peer, OutFrame&& frame) {
+  Transfers transfers{tables, staging, lane, [this](int peer, OutFrame&& frame) {
                         wire.push_back({peer, std::move(frame)});
                       }};
 };
@@ -105,7 +98,7 @@ size_t runInSlices(const std::vector<std::shared_ptr<Operation>>& operations, si
   std::vector<std::unique_ptr<WorkingRank>> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.push_back(std::make_unique<WorkingRank>(rank, size));
-    ranks.back()->transfers.add(operations[static_cast<size_t>(rank)], now).start();
+    ranks.back()->transfers.add(operations[static_cast<size_t>(rank)], now).transfer->start();
   }
   size_t most = 0;
   for (bool moved = true; std::exchange(moved, false);) {
@@ -116,14 +109,17 @@ size_t runInSlices(const std::vector<std::shared_ptr<Operation>>& operations, si
         const WorkingRank::OnWire on = std::move(from->wire.front());
         from->wire.pop_front();
         WorkingRank& to = *ranks[static_cast<size_t>(on.peer)];
-        if (to.protocol.arrived(from->identity.rank, on.frame.header, now) == Protocol::Verdict::Accept) {
-          Sink sink = to.transfers.place(from->identity.rank, on.frame.header, now);
+        OperationRow* const row = to.tables.find(kId);
+        if (matching::arrived(to.tables, row, from->identity.rank, on.frame.header, now) == matching::Verdict::Accept) {
+          Sink sink = to.transfers.place(*row, from->identity.rank, on.frame.header, now);
           if (sink.into.nbytes > 0) {
             std::memcpy(sink.into.ptr, on.frame.payload.ptr, sink.into.nbytes);
           }
-          EXPECT_TRUE(to.transfers.arrived(from->identity.rank, on.frame.header, std::move(sink)));
+          EXPECT_TRUE(to.transfers.arrived(row, from->identity.rank, on.frame.header, std::move(sink)));
         }
-        static_cast<void>(from->transfers.sent(on.frame));
+        if (on.frame.step >= 0) {
+          from->tables.find(kId)->transfer->sent(static_cast<uint32_t>(on.frame.step));
+        }
         to.act();
         from->act();
       }
@@ -134,7 +130,8 @@ size_t runInSlices(const std::vector<std::shared_ptr<Operation>>& operations, si
     }
   }
   for (const auto& rank : ranks) {
-    EXPECT_NE(rank->transfers.takeComplete(kId), nullptr) << "rank " << rank->identity.rank;
+    EXPECT_TRUE(Transfers::isComplete(*rank->tables.find(kId))) << "rank " << rank->identity.rank;
+    rank->tables.entered.clear(); // it has ended
     EXPECT_EQ(rank->staging.takenNbytes(), 0U);
   }
   return most;

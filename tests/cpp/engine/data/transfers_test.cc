@@ -9,6 +9,7 @@
 
 #include "allocations.h"
 #include "base/error.h"
+#include "engine/data/matching.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {
@@ -30,10 +31,10 @@ class CountingLoop final : public Loop {
 struct TransfersTest : ::testing::Test {
   static constexpr int64_t kNumel = 4;
   const GroupIdentity identity = identityOf();
-  Protocol protocol{configOf(identity)};
+  Tables tables{identity, Limits()};
   CountingLoop lane;
   StagingPool staging{lane.stagingMemory()};
-  Transfers transfers{identity, protocol, staging, lane, [](int, OutFrame) {}};
+  Transfers transfers{tables, staging, lane, [](int, OutFrame) {}};
   const TimePoint now = Clock::now();
   std::vector<float> output = std::vector<float>(kNumel);
   const std::vector<float> values = {1, 2, 3, 4};
@@ -46,14 +47,6 @@ struct TransfersTest : ::testing::Test {
     identity.hash = 7;
     identity.hosts = {"alpha", "beta"};
     return identity;
-  }
-  static Protocol::Config configOf(const GroupIdentity& identity) {
-    Protocol::Config config;
-    config.rank = identity.rank;
-    config.size = identity.size;
-    config.group = identity.hash;
-    config.hosts = identity.hosts;
-    return config;
   }
   std::shared_ptr<Operation> broadcast(int64_t sequence) {
     ScheduleRequest wish;
@@ -80,56 +73,62 @@ struct TransfersTest : ::testing::Test {
     operation.request().descriptor.writeTo(header);
     return header;
   }
+  [[nodiscard]] matching::Verdict arrived(const FrameHeader& header) {
+    return matching::arrived(tables, tables.find(header.op_id), 0, header, now);
+  }
+  [[nodiscard]] size_t unexpectedFrames(uint64_t op_id) const {
+    const UnexpectedRow* const unexpected = tables.findUnexpected(op_id);
+    return unexpected == nullptr ? 0 : unexpected->frames.size();
+  }
   /// The frame of the operation arrives before that.
   void arriveUnexpected(const FrameHeader& header) {
-    ASSERT_EQ(protocol.arrived(0, header, now), Protocol::Verdict::Hold);
+    ASSERT_EQ(arrived(header), matching::Verdict::Hold);
     Sink sink = transfers.placeUnexpected(header);
     EXPECT_TRUE(sink.unexpected);
     ASSERT_EQ(sink.into.nbytes, header.payload_nbytes);
     std::memcpy(sink.into.ptr, values.data(), sink.into.nbytes);
-    EXPECT_FALSE(transfers.arrived(0, header, std::move(sink)));
+    EXPECT_FALSE(transfers.arrived(nullptr, 0, header, std::move(sink)));
   }
 };
 
 TEST_F(TransfersTest, AFrameGoesStraightToItsPlace) {
   const auto operation = broadcast(1);
   const FrameHeader header = frameOf(*operation);
-  transfers.add(operation, now).start();
+  OperationRow& row = transfers.add(operation, now);
+  row.transfer->start();
   EXPECT_EQ(lane.busy, 1);
-  EXPECT_EQ(transfers.awaiting(0), operation.get());
-  EXPECT_EQ(transfers.owing(0), nullptr);
-  EXPECT_EQ(transfers.first(), operation.get());
-  ASSERT_EQ(protocol.arrived(0, header, now), Protocol::Verdict::Accept);
-  Sink sink = transfers.place(0, header, now);
+  EXPECT_EQ(row.from(0)->done, 0U);
+  EXPECT_EQ(row.from(0)->frames, 1U);
+  EXPECT_TRUE(row.outgoing.empty());
+  ASSERT_EQ(arrived(header), matching::Verdict::Accept);
+  Sink sink = transfers.place(row, 0, header, now);
   EXPECT_EQ(sink.into.ptr, reinterpret_cast<std::byte*>(output.data()));
-  EXPECT_EQ(transfers.takeComplete(1), nullptr) << "its payload is on the way";
+  EXPECT_FALSE(Transfers::isComplete(row)) << "its payload is on the way";
   std::memcpy(sink.into.ptr, values.data(), sink.into.nbytes);
-  EXPECT_TRUE(transfers.arrived(0, header, std::move(sink)));
-  EXPECT_EQ(transfers.awaiting(0), nullptr);
-  const auto complete = transfers.takeComplete(1);
-  ASSERT_NE(complete, nullptr);
-  EXPECT_EQ(&complete->operation(), operation.get());
-  EXPECT_EQ(transfers.size(), 0U);
-  EXPECT_EQ(transfers.takeComplete(1), nullptr) << "once";
-  EXPECT_EQ(lane.busy, 0);
+  EXPECT_TRUE(transfers.arrived(&row, 0, header, std::move(sink)));
+  EXPECT_EQ(row.from(0)->done, 1U);
+  EXPECT_TRUE(Transfers::isComplete(row));
   EXPECT_EQ(output, values);
 }
 
 TEST_F(TransfersTest, FramesThatCameBeforeTheirOperationAreReplayed) {
   const auto operation = broadcast(1);
   arriveUnexpected(frameOf(*operation));
-  EXPECT_EQ(transfers.unexpectedFrames(), 1U);
+  EXPECT_EQ(unexpectedFrames(1), 1U);
   EXPECT_EQ(staging.takenNbytes(), kNumel * sizeof(float));
-  Transfer& transfer = transfers.add(operation, now);
-  transfer.start();
-  EXPECT_EQ(transfers.takeComplete(1), nullptr);
-  transfers.replayUnexpected(transfer);
-  EXPECT_EQ(transfers.unexpectedFrames(), 0U);
-  EXPECT_EQ(transfers.takeComplete(1), nullptr) << "many may be copied, so that is work";
+  OperationRow& row = transfers.add(operation, now);
+  EXPECT_EQ(unexpectedFrames(1), 0U);
+  row.transfer->start();
+  EXPECT_FALSE(Transfers::isComplete(row));
+  transfers.replayUnexpected(row);
+  EXPECT_TRUE(row.unexpected.empty());
+  EXPECT_FALSE(Transfers::isComplete(row)) << "many may be copied, so that is work";
   ASSERT_TRUE(transfers.hasWork());
-  EXPECT_EQ(transfers.work(1).nbytes, 2 * output.size() * sizeof(float));
+  const Transfers::Worked worked = transfers.work(1);
+  EXPECT_EQ(worked.nbytes, 2 * output.size() * sizeof(float));
+  EXPECT_EQ(worked.row, &row);
   EXPECT_FALSE(transfers.hasWork());
-  EXPECT_NE(transfers.takeComplete(1), nullptr);
+  EXPECT_TRUE(Transfers::isComplete(row));
   EXPECT_EQ(output, values);
   EXPECT_EQ(staging.takenNbytes(), 0U);
 }
@@ -137,37 +136,23 @@ TEST_F(TransfersTest, FramesThatCameBeforeTheirOperationAreReplayed) {
 TEST_F(TransfersTest, AFrameWhoseOperationIsPostedBeforeItsLastByteIsNotHeld) {
   const auto operation = broadcast(1);
   const FrameHeader header = frameOf(*operation);
-  ASSERT_EQ(protocol.arrived(0, header, now), Protocol::Verdict::Hold);
+  ASSERT_EQ(arrived(header), matching::Verdict::Hold);
   Sink sink = transfers.placeUnexpected(header);
   std::memcpy(sink.into.ptr, values.data(), sink.into.nbytes);
-  transfers.add(operation, now).start();
-  EXPECT_TRUE(transfers.arrived(0, header, std::move(sink)));
-  EXPECT_EQ(transfers.unexpectedFrames(), 0U);
+  OperationRow& row = transfers.add(operation, now);
+  row.transfer->start();
+  EXPECT_TRUE(transfers.arrived(&row, 0, header, std::move(sink)));
+  EXPECT_EQ(unexpectedFrames(1), 0U);
   static_cast<void>(transfers.work(1));
-  EXPECT_NE(transfers.takeComplete(1), nullptr);
+  EXPECT_TRUE(Transfers::isComplete(row));
   EXPECT_EQ(output, values);
 }
 
-TEST_F(TransfersTest, AllEndOnceAndNoFrameStaysHeld) {
-  const auto one = broadcast(1);
-  const auto other = broadcast(2);
-  arriveUnexpected(frameOf(*broadcast(3)));
-  transfers.add(other, now).start();
-  transfers.add(one, now).start();
-  EXPECT_EQ(transfers.first(), one.get()) << "the lowest id";
-  ASSERT_NE(transfers.oldest(), nullptr);
-  EXPECT_EQ(&transfers.oldest()->operation(), one.get()) << "it was issued first";
-  std::vector<int64_t> ended;
-  transfers.endAll([&](const Transfer& transfer) {
-    EXPECT_EQ(transfers.size(), 0U) << "none is found while they end";
-    ended.push_back(transfer.operation().request().id.sequence);
-  });
-  EXPECT_EQ(ended, (std::vector<int64_t>{1, 2}));
-  EXPECT_EQ(transfers.unexpectedFrames(), 0U);
-  EXPECT_EQ(staging.takenNbytes(), 0U);
-  EXPECT_EQ(lane.busy, 0);
-  EXPECT_EQ(transfers.oldest(), nullptr);
-  EXPECT_EQ(transfers.first(), nullptr);
+TEST_F(TransfersTest, ASecondOperationOfOneNameIsNotTaken) {
+  OperationRow& row = transfers.add(broadcast(1), now);
+  EXPECT_THROW(static_cast<void>(transfers.add(broadcast(1), now)), Error);
+  EXPECT_EQ(tables.find(1), &row);
+  EXPECT_EQ(lane.busy, 1);
 }
 
 TEST_F(TransfersTest, AnOperationThatGetsNoMemoryIsNotUnderWay) {
@@ -185,26 +170,65 @@ TEST_F(TransfersTest, AnOperationThatGetsNoMemoryIsNotUnderWay) {
     const bool failed = testing::allocationFailed();
     testing::failAllocation(0);
     ASSERT_EQ(threw, failed);
-    EXPECT_EQ(transfers.has(*operation), !threw) << nth;
+    EXPECT_EQ(tables.find(operation->request().id.id) != nullptr, !threw) << nth;
     if (!threw) {
       break;
     }
     ++refused;
     EXPECT_EQ(lane.busy, 0);
-    EXPECT_EQ(protocol.usage().operations, 0U) << nth;
+    EXPECT_EQ(tables.usage().operations, 0U) << nth;
   }
   EXPECT_GT(refused, 3);
+}
+
+TEST_F(TransfersTest, WithoutMemoryForAnOperationTheTablesAreAsBefore) {
+  ASSERT_EQ(tables.last_entered.id, 0U);
+  const auto operation = broadcast(1);
+  FrameHeader question = frameOf(*operation);
+  question.type = FrameType::Waiting;
+  question.payload_nbytes = 0;
+  question.aux = 0;
+  ASSERT_EQ(arrived(question), matching::Verdict::Ignore);
+  arriveUnexpected(frameOf(*operation));
+  ASSERT_EQ(tables.takeActions().size(), 1U) << "it is not entered here";
+  int refused = 0;
+  bool threw = true;
+  for (int64_t nth = 1; threw; ++nth) {
+    ASSERT_LT(nth, 1000);
+    testing::failAllocation(nth);
+    try {
+      static_cast<void>(transfers.add(operation, now));
+      threw = false;
+    } catch (const std::bad_alloc&) {
+      ++refused;
+    }
+    testing::failAllocation(0);
+    if (threw) {
+      EXPECT_EQ(tables.last_entered.id, 0U) << nth;
+      EXPECT_EQ(tables.highest_sequence, 0) << nth;
+      EXPECT_TRUE(tables.actions.empty()) << nth;
+      EXPECT_TRUE(tables.credit_actions.empty()) << nth;
+      EXPECT_EQ(tables.usage().operations, 0U) << nth;
+      EXPECT_EQ(tables.usage().places_taken, 1U) << nth;
+      ASSERT_EQ(unexpectedFrames(1), 1U) << nth;
+    }
+  }
+  EXPECT_GT(refused, 3);
+  EXPECT_EQ(tables.last_entered.id, 1U);
+  EXPECT_EQ(tables.find(1)->unexpected.size(), 1U);
+  EXPECT_EQ(tables.takeActions().size(), 1U) << "the rank that asked learns that it has come";
+  EXPECT_EQ(tables.usage().places_taken, 0U);
 }
 
 // To ask the kernel about all connections is cheaper than to try so many of them.
 TEST_F(TransfersTest, AFewOperationsSayFromWhomFramesAreDue) {
   std::vector<int> peers;
   for (int64_t sequence = 1; sequence <= 64; ++sequence) {
-    transfers.add(broadcast(sequence), now).start();
+    transfers.add(broadcast(sequence), now).transfer->start();
   }
   EXPECT_TRUE(transfers.addDuePeers(peers));
   EXPECT_EQ(peers, std::vector<int>(64, 0));
-  transfers.add(broadcast(65), now).start();
+  transfers.add(broadcast(65), now).transfer->start();
   EXPECT_FALSE(transfers.addDuePeers(peers));
 }
 

@@ -14,11 +14,8 @@ TEST(WatchedOperations, AHeldOperationThatIsOverdueIsReportedEachSecond) {
   identity.size = 2;
   identity.name = "test";
   identity.hosts = {"alpha", "beta"};
-  Protocol::Config config;
-  config.size = 2;
-  config.hosts = identity.hosts;
-  Protocol protocol(config);
-  WatchedOperations watched(identity, protocol);
+  Tables tables(identity, Limits());
+  WatchedOperations watched(tables);
   const TimePoint start = Clock::now();
   const auto held = [&](int64_t sequence, int deadline_ms) {
     Operation::Request request;

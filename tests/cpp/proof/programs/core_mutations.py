@@ -20,7 +20,7 @@ _REFUSED = "LaneRules.WhatCannotBeginEndsWithTheFailureOrAtItsDeadlineIfThatIsLo
 _MANY = "LaneRules.OfManyOperationsThe64OldestAskAndAllDerivedOnes"
 _ROOM = "LaneRules.RoomThatComesBackGoesToTheOldestOperationsInOrder"
 _LATE = "LaneRules.ALateQuestionIsComparedWithTheLast256OperationsThatHaveEnded"
-_RECENT = "EntryHistory.RemembersTheLast256ThatHaveEnded"
+_RECENT = "HistoryTest.RemembersTheLast256ThatHaveEnded"
 _NO_MEMORY = "AlthoughTheTickFoundNoMemory"
 _BEGINS = "LaneRules.WhatBeginsWithoutMemoryStillHasItsDeadline"
 
@@ -36,32 +36,29 @@ def _digest(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 MUTATIONS = [
     _rule(
         "1: the lane ends operations of the host plane",
-        "watched_operations.cc",
-        "  watched_.clear();\n",
-        "  for (const auto& entry : std::exchange(watched_, {})) {\n    end(*entry.second);\n  }\n",
+        "ends.cc",
+        "  end_begun(rows, OperationRow::Runs::Elsewhere);\n",
+        "  end_begun(rows, OperationRow::Runs::Elsewhere);\n"
+        "  end_begun(rows, OperationRow::Runs::InSharedMemory);\n",
         "LaneRules.OperationsInSharedMemoryAreForgottenAtTheEndAndNotEnded",
     ),
     _rule(
         "2: a held operation is entered",
         "watched_operations.cc",
-        "  held_.insert(operation);\n",
-        "  held_.insert(operation);\n  const Operation::Request& request = operation->request();\n"
-        "  protocol_.posted(\n      request.id, request.descriptor, PreparedSchedule(), "
-        "Clock::now(), request.deadline);\n",
+        "  held_.push_back(operation);\n",
+        "  held_.push_back(operation);\n"
+        "  matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());\n",
         "LaneRules.AHeldOperationIsNotEnteredSoThisRankIsLate",
     ),
     _rule(
         "3: a followed operation has edges to everyone",
         "watched_operations.cc",
-        "  followed_.emplace(request.id.id, operation);\n  try {\n"
-        "    protocol_.posted(request.id, request.descriptor, PreparedSchedule(),",
-        "  followed_.emplace(request.id.id, operation);\n  try {\n"
-        "    PreparedSchedule everyone;\n"
-        "    for (int peer = 0; peer < identity_.size; ++peer) {\n"
-        "      if (peer != identity_.rank) {\n"
-        "        everyone.incoming.emplace_back();\n"
-        "        everyone.incoming.back().peer = peer;\n      }\n    }\n"
-        "    protocol_.posted(request.id, request.descriptor, everyone,",
+        "  matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());\n",
+        "  const auto runs = OperationRow::Runs::Elsewhere;\n"
+        "  OperationRow& row = matching::entered(tables_, operation, runs, Clock::now());\n"
+        "  for (int peer = 0; peer < tables_.identity.size; ++peer) {\n"
+        "    if (peer != tables_.identity.rank) {\n"
+        "      row.incoming.emplace_back().peer = peer;\n    }\n  }\n",
         "LaneRules.AFollowedOperationHasNoEdgesAndAsksAllRanksAfter200Ms",
     ),
     _rule(
@@ -74,45 +71,52 @@ MUTATIONS = [
     _rule(
         "4: a recalled operation asks everyone",
         "watched_operations.cc",
-        "    protocol_.asksOnly(request.id.id, {}, Clock::now());\n",
+        "    waiting::asksOnly(tables_, row, {}, Clock::now());\n",
         "",
         "LaneRules.AQuestionFindsTheLast64OperationsInSharedMemoryWhichThenAskNobody",
     ),
     # ---- operations that cannot begin
     _rule(
         "5: what cannot begin ends at once",
-        "refused_operations.cc",
-        "    operations_.push_back(operation);\n",
-        "    end(*operation, exception);\n",
+        "ends.cc",
+        "    refused_.push_back(operation);\n",
+        "    endRefused(*operation, std::current_exception());\n",
         _REFUSED,
-        "RefusedOperationsTest.OperationsEndWithTheGroup",
+        "DataPlaneRefused.OperationsEndWithTheGroupOldestFirst",
         "NoMemory.AnOperationThatCannotBeginEndsNoSoonerThanItsGroup",
     ),
     _rule(
         "5: a lost failure leaves what cannot begin for ever",
         "data_plane.cc",
-        "  exchange_.ends().endLate(now);\n",
+        "  endRefusedLate(now);\n",
         "",
         _REFUSED,
     ),
     _rule(
         "5: what cannot be remembered never ends",
-        "refused_operations.cc",
-        "  } catch (...) { // no memory to remember it\n    end(*operation, exception);\n",
-        "  } catch (...) {\n    static_cast<void>(exception);\n",
-        "RefusedOperationsTest.WithoutMemoryToRememberItAnOperationEndsAtOnce",
+        "ends.cc",
+        "  } catch (...) { // no memory to remember it\n    endRefused(*operation, cause);\n",
+        "  } catch (...) {\n",
+        "DataPlaneRefused.WithoutMemoryToRememberItAnOperationEndsAtOnce",
+    ),
+    _rule(
+        "5: what cannot be remembered ends with that, and not with its cause",
+        "ends.cc",
+        "    endRefused(*operation, cause);\n",
+        "    endRefused(*operation, std::current_exception());\n",
+        "DataPlaneRefused.WithoutMemoryToRememberItAnOperationEndsAtOnce",
     ),
     _rule(
         "5: a failure that cannot be reported ends nothing",
-        "operation_ends.cc",
-        "    refused_.endWith(exception);\n",
+        "ends.cc",
+        "      endRefused(*operation, exception);\n",
         "",
         "LaneRules.WhatCannotBeginEndsAtOnceIfNothingCanBeReported",
     ),
     # ---- the three memories of what is over
     _rule(
         "6: fewer descriptors are kept for late comparison",
-        "entry_history.h",
+        "tables.h",
         "kRecent = 256;",
         "kRecent = 64;",
         _LATE,
@@ -120,7 +124,7 @@ MUTATIONS = [
     ),
     _rule(
         "6: more descriptors are kept for late comparison",
-        "entry_history.h",
+        "tables.h",
         "kRecent = 256;",
         "kRecent = 512;",
         _LATE,
@@ -128,17 +132,17 @@ MUTATIONS = [
     ),
     _rule(
         "7: past operations are dropped before a pool has been sent",
-        "credits.cc",
-        "const int64_t over = to.eager_sent - config_.eager_pool_nbytes;",
-        "const int64_t over = to.eager_sent - config_.eager_pool_nbytes / 4;",
-        "Credits.PastOperationsAreNoMoreThanThereAreFramesInAPoolHoweverManyEndTogether",
+        "credit.cc",
+        "const int64_t over = to.eager_sent - tables.limits.eager_pool_nbytes;",
+        "const int64_t over = to.eager_sent - tables.limits.eager_pool_nbytes / 4;",
+        "Credit.PastOperationsAreNoMoreThanThereAreFramesInAPoolHoweverManyEndTogether",
     ),
     _rule(
         "7: past operations are kept after a pool has been sent",
-        "credits.cc",
+        "credit.cc",
         "  while (!to.past.empty() && to.past.front().sent < over) {\n",
         "  while (false) {\n",
-        "Credits.CreditForAnOperationThatHasEndedIsPastUntilAPoolMoreHasBeenSent",
+        "Credit.CreditForAnOperationThatHasEndedIsPastUntilAPoolMoreHasBeenSent",
     ),
     _rule(
         "8: fewer operations in shared memory are found",
@@ -150,7 +154,7 @@ MUTATIONS = [
     ),
     _rule(
         "9: messages are past",
-        "credits.cc",
+        "credit.cc",
         "edge.limit != kNoLimit || message || edge.eager_sent < over",
         "edge.limit != kNoLimit || (message && false) || edge.eager_sent < over",
         "LaneRules.AMessageIsNeverKeptAsPastAndACollectiveIs",
@@ -158,121 +162,128 @@ MUTATIONS = [
     # ---- places for what a peer is ahead with
     _rule(
         "10: collectives take places of messages",
-        "unexpected_operations.cc",
-        "message ? asks.messages < places_",
-        "message ? asks.messages + asks.collectives < places_",
-        "Protocol.ManyCollectivesAheadTakeNoPlacesOfMessages",
-        "UnexpectedOperationsTest.EachPeerHasPlacesForCollectivesAndForMessages",
+        "matching.cc",
+        "message ? asks.messages < places ",
+        "message ? asks.messages + asks.collectives < places ",
+        "Matching.ManyCollectivesAheadTakeNoPlacesOfMessages",
+        "UnexpectedTest.EachPeerHasPlacesForCollectivesAndForMessages",
     ),
     _rule(
         "10: messages take places of collectives",
-        "unexpected_operations.cc",
-        ": asks.collectives < places_);",
-        ": asks.collectives + asks.messages < places_);",
-        "Protocol.ManyMessagesAheadTakeNoPlacesOfCollectives",
+        "matching.cc",
+        ": asks.collectives < places);",
+        ": asks.collectives + asks.messages < places);",
+        "Matching.ManyMessagesAheadTakeNoPlacesOfCollectives",
     ),
     _rule(
         "10: a question for messages makes no place",
-        "unexpected_operations.cc",
-        "asks.messages < places_ + asks.asked ",
-        "asks.messages < places_ ",
-        "Protocol.WhatIsAskedForHasAPlace",
-        "UnexpectedOperationsTest.AQuestionForMessagesMakesAPlaceForOneMore",
+        "matching.cc",
+        "asks.messages < places + asks.asked ",
+        "asks.messages < places ",
+        "Matching.WhatIsAskedForHasAPlace",
+        "UnexpectedTest.AQuestionForMessagesMakesAPlaceForOneMore",
     ),
     # ---- order
     _rule(
         "11: the newest operations ask",
-        "roll_call.h",
-        "std::map<uint64_t, Op> ops_; ///< oldest first",
-        "std::map<uint64_t, Op, std::greater<>> ops_;",
+        "waiting.cc",
+        "  for (auto at = tables.entered.begin(); at != tables.entered.end(); ++at) {\n"
+        "    if (!asks(at->second)) {\n",
+        "  for (auto at = tables.entered.begin(); at != tables.entered.end(); ++at) {\n"
+        "    const auto begin = tables.entered.begin();\n"
+        "    const auto index = std::distance(begin, at);\n"
+        "    const auto end = tables.entered.lower_bound(kDerivedIdBit);\n"
+        "    const auto counted = std::distance(begin, end);\n"
+        "    const auto most = static_cast<std::ptrdiff_t>(tables.limits.max_asking);\n"
+        "    if (!asks(at->second) || (index < counted && counted - index > most)) {\n",
         _MANY,
-        "Protocol.OfManyOperationsTheOldestAsk",
+        "Matching.OfManyOperationsTheOldestAsk",
     ),
     _rule(
         "11: all operations ask",
-        "roll_call.cc",
-        "asking++ == config_.max_asking) {",
-        "asking++ == config_.max_asking + ops_.size()) {",
+        "waiting.cc",
+        "asking++ == tables.limits.max_asking) {",
+        "asking++ == tables.limits.max_asking + tables.entered.size()) {",
         _MANY,
-        "Protocol.OfManyOperationsTheOldestAsk",
+        "Matching.OfManyOperationsTheOldestAsk",
     ),
     _rule(
         "11: fewer than 64 operations ask",
-        "roll_call_config.h",
+        "tables.h",
         "size_t max_asking = 64;",
         "size_t max_asking = 32;",
         _MANY,
     ),
     _rule(
         "11: derived operations wait for counted ones",
-        "roll_call.cc",
-        "at = ops_.lower_bound(kDerivedIdBit); // these",
-        "at = ops_.end(); // these",
+        "waiting.cc",
+        "at = tables.entered.lower_bound(kDerivedIdBit); // these",
+        "at = tables.entered.end(); // these",
         _MANY,
-        "Protocol.OfManyOperationsTheOldestAsk",
+        "Matching.OfManyOperationsTheOldestAsk",
     ),
     _rule(
         "11: room goes to the newest operations",
-        "credits.h",
-        "std::map<uint64_t, Op> ops_; ///< oldest first",
-        "std::map<uint64_t, Op, std::greater<>> ops_; ///< newest first",
+        "tables.cc",
+        "  std::vector<Action> taken = std::exchange(actions, {});\n",
+        "  std::vector<Action> taken = std::exchange(actions, {});\n"
+        "  std::reverse(credit_actions.begin(), credit_actions.end());\n",
         _ROOM,
-        "Credits.RoomThatComesBackIsForTheOldestOperation",
+        "Credit.RoomThatComesBackIsForTheOldestOperation",
     ),
     # ---- who has come
     _rule(
         "12: data makes a rank come",
-        "roll_call.cc",
-        "    if (header.type != FrameType::Data) {",
-        "    if (true) {",
-        "Protocol.DataDoesNotMakeARankComeSoItTakesNoMemory",
+        "matching.cc",
+        "      if (header.type != FrameType::Data) {",
+        "      if (true) {",
+        "Matching.DataDoesNotMakeARankComeSoItTakesNoMemory",
     ),
     _rule(
         "12: questions and credit do not make a rank come",
-        "roll_call.cc",
-        "    if (header.type != FrameType::Data) {",
-        "    if (false) {",
-        "RollCallTest.ARankThatHasEnteredSinceIsNotMissing",
+        "matching.cc",
+        "      if (header.type != FrameType::Data) {",
+        "      if (false) {",
+        "WaitingTest.ARankThatHasEnteredSinceIsNotMissing",
     ),
     # ---- the end of a group
     _rule(
         "13: frames count after a failure was found",
-        "roll_call_output.cc",
-        "  failed_ = true;\n",
+        "matching.cc",
+        "  tables.failed = true;\n",
         "",
         "LaneRules.NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet",
     ),
     _rule(
         "13: a closing rank takes new frames",
-        "exchange.cc",
-        "  if (!end_.running() || protocol_.failed() || header.type == FrameType::Goodbye) {",
-        "  if (end_.failed() || protocol_.failed() || header.type == FrameType::Goodbye) {",
+        "data_plane.cc",
+        "  if (!running() || tables_.failed || header.type == FrameType::Goodbye) {",
+        "  if (failure_ || tables_.failed || header.type == FrameType::Goodbye) {",
         _CLOSING,
     ),
     _rule(
         "13: a closing rank reads nothing more",
-        "exchange.cc",
-        "  if (end_.failed() || protocol_.failed()) {\n    return;\n  }\n"
+        "data_plane.cc",
+        "  if (failure_ || tables_.failed) {\n    return;\n  }\n"
         "  if (header.type == FrameType::Goodbye) {",
-        "  if (!end_.running() || protocol_.failed()) {\n    return;\n  }\n"
+        "  if (!running() || tables_.failed) {\n    return;\n  }\n"
         "  if (header.type == FrameType::Goodbye) {",
         _CLOSING,
     ),
     _rule(
         "14: actions are executed in another order",
-        "exchange.cc",
-        "    for (Protocol::Action& action : actions) {\n",
-        "    std::reverse(actions.begin(), actions.end());\n"
-        "    for (Protocol::Action& action : actions) {\n",
+        "tables.cc",
+        "  return taken;\n",
+        "  std::reverse(taken.begin(), taken.end());\n  return taken;\n",
         _ROOM,
     ),
     # ---- statements whose order survives std::bad_alloc
     _rule(
         "15: a deadline counts as reported before it is",
-        "roll_call.cc",
-        "  TimePoint next = TimePoint::max();\n  for (auto& entry : ops_) {\n",
-        "  TimePoint next = TimePoint::max();\n  next_deadline_ = next;\n"
-        "  for (auto& entry : ops_) {\n",
+        "waiting.cc",
+        "  TimePoint next = TimePoint::max();\n  for (auto& [op_id, row] : tables.entered) {\n",
+        "  TimePoint next = TimePoint::max();\n  tables.next_deadline = next;\n"
+        "  for (auto& [op_id, row] : tables.entered) {\n",
         f"LaneRules.TheDeadlineOfAnOperationIsReported{_NO_MEMORY}",
     ),
     _rule(
@@ -291,18 +302,25 @@ MUTATIONS = [
         f"LaneRules.TheDeadlineOfAMessageIsReported{_NO_MEMORY}",
     ),
     _rule(
-        "15: a followed operation without a deadline is kept",
-        "watched_operations.cc",
-        "    followed_.erase(request.id.id);\n    throw;",
-        "    throw;",
+        "15: an operation without a deadline is kept",
+        "matching.cc",
+        "    forget(tables, row);\n    throw;\n",
+        "    throw;\n",
         _BEGINS,
+        "Matching.AnOperationThatGetsNoMemoryLeavesNothing",
     ),
     _rule(
-        "15: an operation without a deadline is kept",
+        "15: an operation that nobody runs is kept",
         "transfers.cc",
-        "    transfers_.erase(op_id);\n    throw;",
-        "    throw;",
+        "now, [this](OperationRow& built) {\n"
+        "    built.transfer = "
+        "std::make_unique<Transfer>(tables_, built, staging_, send_frame_, working_);\n"
+        "  });\n",
+        "now);\n"
+        "  row.transfer = "
+        "std::make_unique<Transfer>(tables_, row, staging_, send_frame_, working_);\n",
         _BEGINS,
+        "TransfersTest.WithoutMemoryForAnOperationTheTablesAreAsBefore",
     ),
     _rule(
         "15: a ticket is taken before there is memory for its operation",
@@ -314,14 +332,14 @@ MUTATIONS = [
     ),
     _rule(
         "15: half of an operation without memory is kept",
-        "protocol.cc",
-        "    credits_.forget(id.id);\n",
-        "",
-        "Protocol.AnOperationThatGetsNoMemoryLeavesNothing",
+        "matching.cc",
+        "  credit::forget(tables, row);\n  tables.entered",
+        "  tables.entered",
+        "Matching.AnOperationThatGetsNoMemoryLeavesNothing",
     ),
     _rule(
         "16: both ends of a message to oneself are one operation",
-        "exchange.cc",
+        "data_plane.cc",
         "    header.op_id ^= PointToPoint::kSelfBit;\n",
         "",
         "LaneRules.AMessageToOneselfIsTwoOperationsWhoseIdsDifferInOneBit",

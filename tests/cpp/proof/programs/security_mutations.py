@@ -362,9 +362,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a frame of any rank announces a message",
-        "roll_call.h",
-        "return unexpected_.has(op_id, peer);",
-        "return unexpected_.has(op_id);",
+        "matching.cc",
+        "(unexpected != nullptr && unexpected->peers.count(peer) != 0)",
+        "(unexpected != nullptr && peer >= 0)",
         "HostileMessages.ACollectiveThatHasTheNameOfAMessageDoesNotHoldItUp",
         "engine",
     ),
@@ -379,7 +379,7 @@ MUTATIONS = [
     Mutation(
         "a message that has ended is announced again",
         "messages.cc",
-        " || protocol_.hasEnded(header.op_id)",
+        " || matching::hasEnded(tables_, header.op_id)",
         "",
         "HostileMessages.OneThatHasEndedIsNotAnnouncedAgain",
         "engine",

@@ -94,7 +94,7 @@ TEST(Digest, AStreamHasOneDigestHoweverItIsCut) {
 
 uint64_t digestOfFrame(const std::function<void(FrameHeader&)>& change, const std::string& payload) {
   Timeline timeline;
-  WireAudit audit(timeline, 4, Protocol::Config(), false);
+  WireAudit audit(timeline, 4, Limits(), false);
   FrameHeader header;
   header.type = FrameType::Failure;
   Route{0, 3}.writeTo(header);

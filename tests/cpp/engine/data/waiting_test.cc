@@ -1,22 +1,26 @@
-#include "engine/monitor/roll_call.h"
+#include "engine/data/waiting.h"
 
 #include <gtest/gtest.h>
 
 #include <map>
 #include <set>
 
-namespace pycomm {
+#include "engine/data/rank_tables.h"
+
+namespace pycomm::testing {
 namespace {
 
 using std::chrono::milliseconds;
 
 constexpr size_t kPlaces = 3;
 
-RollCall::Config rollConfig(int size) {
-  RollCall::Config config;
+RankTables::Config rollConfig(int size) {
+  RankTables::Config config;
   config.rank = 0;
   config.size = size;
   config.group = 7;
+  config.eager_pool_nbytes = config.frame_nbytes; // kPlaces
+  config.max_ahead = 1;
   for (int rank = 0; rank < size; ++rank) {
     config.hosts.push_back("host" + std::to_string(rank));
   }
@@ -45,30 +49,36 @@ FrameHeader rollFrame(uint64_t op_id, const Descriptor& descriptor, FrameType ty
   return header;
 }
 
-class RollCallTest : public ::testing::Test {
+Edge edgeOf(int peer, int64_t nbytes = 0) {
+  Edge edge;
+  edge.peer = peer;
+  edge.nbytes = nbytes;
+  edge.steps.resize(1);
+  return edge;
+}
+
+class WaitingTest : public ::testing::Test {
  protected:
-  using Kind = RollCall::Action::Kind;
+  using Kind = Action::Kind;
 
   [[nodiscard]] TimePoint at(int ms) const {
     return start_ + milliseconds(ms);
   }
-  /// Enters a barrier that receives from rank `from` and sends to nobody.
-  void enter(int64_t sequence, Deadline deadline = Deadline::never(), int from = 1) {
+  /// Enters a barrier that receives from rank `from` and sends to rank `to`, or to nobody.
+  void enter(int64_t sequence, Deadline deadline = Deadline::never(), int from = 1, int to = -1) {
     PreparedSchedule schedule;
-    schedule.incoming.emplace_back();
-    schedule.incoming.back().peer = from;
-    schedule.incoming.back().steps.resize(1);
-    const auto id = static_cast<uint64_t>(sequence);
-    credits.posted(id, schedule, false, roll.unexpectedFrom(id));
-    roll.entered(OperationId{id, sequence}, barrierOf(), deadline, at(0));
+    schedule.incoming.push_back(edgeOf(from));
+    if (to >= 0) {
+      schedule.outgoing.push_back(edgeOf(to));
+    }
+    roll.posted(OperationId{static_cast<uint64_t>(sequence), sequence}, barrierOf(), schedule, at(0), deadline);
   }
   void end(uint64_t op_id) {
     roll.ended(op_id);
-    credits.ended(op_id);
   }
-  std::vector<RollCall::Action> taken(Kind kind) {
-    std::vector<RollCall::Action> some;
-    for (RollCall::Action& action : roll.takeActions()) {
+  std::vector<Action> taken(Kind kind) {
+    std::vector<Action> some;
+    for (Action& action : roll.takeActions()) {
       if (action.kind == kind) {
         some.push_back(std::move(action));
       }
@@ -78,21 +88,20 @@ class RollCallTest : public ::testing::Test {
   /// The ranks that are asked, in order.
   std::vector<int> askedRanks() {
     std::vector<int> ranks;
-    for (const RollCall::Action& action : taken(Kind::Send)) {
+    for (const Action& action : taken(Kind::Send)) {
       EXPECT_EQ(action.header.type, FrameType::Waiting);
       ranks.push_back(action.peer);
     }
     return ranks;
   }
 
-  Credits credits{Credits::Config(), 4};
-  RollCall roll{rollConfig(4), credits, kPlaces};
+  RankTables roll{rollConfig(4)};
 
  private:
   const TimePoint start_ = Clock::now();
 };
 
-TEST_F(RollCallTest, AsksTheRanksThatItWaitsForAfter2MsAndAllRanksAfter200) {
+TEST_F(WaitingTest, AsksTheRanksThatItWaitsForAfter2MsAndAllRanksAfter200) {
   enter(1);
   EXPECT_EQ(roll.nextTick(), at(2));
   roll.tick(at(1));
@@ -106,7 +115,7 @@ TEST_F(RollCallTest, AsksTheRanksThatItWaitsForAfter2MsAndAllRanksAfter200) {
   EXPECT_EQ(askedRanks(), (std::vector<int>{1, 2, 3}));
 }
 
-TEST_F(RollCallTest, AsksAllRanksAgainButNotWhenAnAnswerWouldComeTooLate) {
+TEST_F(WaitingTest, AsksAllRanksAgainButNotWhenAnAnswerWouldComeTooLate) {
   enter(1, Deadline::at(at(2201)));
   enter(2, Deadline::at(at(2200)));
   for (const int ms : {2, 200}) {
@@ -124,7 +133,7 @@ TEST_F(RollCallTest, AsksAllRanksAgainButNotWhenAnAnswerWouldComeTooLate) {
   EXPECT_TRUE(roll.missing(2)) << "the first answer must do";
 }
 
-TEST_F(RollCallTest, ALaterAnswerOfARankReplacesItsFirst) {
+TEST_F(WaitingTest, ALaterAnswerOfARankReplacesItsFirst) {
   enter(1);
   FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
   answer.aux = 12;
@@ -135,18 +144,19 @@ TEST_F(RollCallTest, ALaterAnswerOfARankReplacesItsFirst) {
   EXPECT_NE(roll.missing(1, 2)->last.find("#13"), std::string::npos) << roll.missing(1, 2)->last;
 }
 
-TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
-  enter(1); // no bytes are due from rank 2
+TEST_F(WaitingTest, ARankThatHasEnteredSinceIsNotMissing) {
+  enter(1, Deadline::never(), 1, 3); // no bytes are due from rank 2
   const FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
   roll.answered(2, answer, at(3));
   roll.answered(3, answer, at(3));
   ASSERT_EQ(roll.missing(1)->peer, 2);
-  EXPECT_EQ(roll.compared(2, rollFrame(1, barrierOf())), RollCall::OperationState::Entered); // its question
+  static_cast<void>(roll.arrived(2, rollFrame(1, barrierOf()), at(4))); // its question
   EXPECT_EQ(roll.missing(1)->peer, 3);
   roll.answered(2, answer, at(5)); // which was on its way for longer
   EXPECT_EQ(roll.missing(1)->peer, 3);
   EXPECT_FALSE(roll.missing(1, 2));
-  EXPECT_EQ(roll.compared(3, rollFrame(1, barrierOf(), FrameType::Credit)), RollCall::OperationState::Entered);
+  static_cast<void>(roll.arrived(3, rollFrame(1, barrierOf(), FrameType::Credit), at(6)));
+  EXPECT_FALSE(roll.failed());
   EXPECT_FALSE(roll.missing(1));
   roll.tick(at(200));
   static_cast<void>(roll.takeActions());
@@ -155,7 +165,7 @@ TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
 }
 
 // Else two ranks that both have only old questions answer each other without end.
-TEST_F(RollCallTest, AnOldQuestionIsAnsweredOnceMoreAndNotWithoutEnd) {
+TEST_F(WaitingTest, AnOldQuestionIsAnsweredOnceMoreAndNotWithoutEnd) {
   const uint64_t theirs = kDerivedIdBit | 5;
   enter(1);
   EXPECT_TRUE(roll.keepUnexpected(2, rollFrame(theirs, barrierOf()), at(0)));
@@ -170,7 +180,7 @@ TEST_F(RollCallTest, AnOldQuestionIsAnsweredOnceMoreAndNotWithoutEnd) {
   EXPECT_EQ(taken(Kind::Send).size(), 1U);
 }
 
-TEST_F(RollCallTest, AnAnswerAboutWhatIsForgottenIsNotAQuestion) {
+TEST_F(WaitingTest, AnAnswerAboutWhatIsForgottenIsNotAQuestion) {
   FrameHeader answer = rollFrame(kDerivedIdBit | 5, barrierOf());
   answer.aux = 1;
   roll.asked(2, answer, at(0));
@@ -178,66 +188,56 @@ TEST_F(RollCallTest, AnAnswerAboutWhatIsForgottenIsNotAQuestion) {
   EXPECT_FALSE(roll.isUnexpected(kDerivedIdBit | 5));
 }
 
-TEST_F(RollCallTest, ARankThatCameFirstIsNotMissing) {
+TEST_F(WaitingTest, ARankThatCameFirstIsNotMissing) {
   EXPECT_TRUE(roll.keepUnexpected(2, rollFrame(1, barrierOf()), at(0)));
   enter(1);
   roll.answered(2, rollFrame(1, barrierOf(), FrameType::NotEntered), at(1));
   EXPECT_FALSE(roll.missing(1));
 }
 
-TEST_F(RollCallTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
+TEST_F(WaitingTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
   PreparedSchedule schedule;
-  for (const int peer : {1, 2}) {
-    Edge edge;
-    edge.peer = peer;
-    edge.nbytes = 100;
-    edge.steps.resize(1);
-    (peer == 1 ? schedule.incoming : schedule.outgoing).push_back(edge);
-  }
-  credits.posted(1, schedule, false, {});
-  roll.entered(OperationId{1, 1}, barrierOf(), Deadline::never(), at(0));
+  schedule.incoming.push_back(edgeOf(1, 100));
+  schedule.outgoing.push_back(edgeOf(2, 100));
+  roll.posted(OperationId{1, 1}, barrierOf(), schedule, at(0));
   roll.tick(at(200));
-  std::map<int, std::set<RollCall::Way>> ways;
-  for (const RollCall::Action& action : taken(Kind::Send)) {
+  std::map<int, std::set<Action::Way>> ways;
+  for (const Action& action : taken(Kind::Send)) {
     ways[action.peer].insert(action.way);
   }
-  EXPECT_EQ(ways[1], std::set<RollCall::Way>{RollCall::Way::OpenLink});
-  EXPECT_EQ(ways[2], std::set<RollCall::Way>{RollCall::Way::Needed}) << "it sends credit when it knows";
-  EXPECT_EQ(ways[3], std::set<RollCall::Way>{RollCall::Way::OpenLink});
+  EXPECT_EQ(ways[1], std::set<Action::Way>{Action::Way::OpenLink});
+  EXPECT_EQ(ways[2], std::set<Action::Way>{Action::Way::Needed}) << "it sends credit when it knows";
+  EXPECT_EQ(ways[3], std::set<Action::Way>{Action::Way::OpenLink});
 
   roll.asked(1, rollFrame(7, barrierOf()), at(200));
   roll.asked(1, rollFrame(kDerivedIdBit | 8, someMessage()), at(200));
-  const std::vector<RollCall::Action> answers = taken(Kind::Send);
+  const std::vector<Action> answers = taken(Kind::Send);
   ASSERT_EQ(answers.size(), 2U);
-  EXPECT_EQ(answers[0].way, RollCall::Way::OpenLink);
-  EXPECT_EQ(answers[1].way, RollCall::Way::BulkLink) << "a message";
+  EXPECT_EQ(answers[0].way, Action::Way::OpenLink);
+  EXPECT_EQ(answers[1].way, Action::Way::BulkLink) << "a message";
 }
 
 // Nobody asks a second time there.
-TEST(RollCallOfALargeGroup, QuestionsAreNotLost) {
+TEST(WaitingInALargeGroup, QuestionsAreNotLost) {
   for (const int size : {256, 257}) {
-    Credits credits{Credits::Config(), size};
-    RollCall roll{rollConfig(size), credits, kPlaces};
+    RankTables roll{rollConfig(size)};
     PreparedSchedule schedule;
-    schedule.incoming.emplace_back();
-    schedule.incoming.back().peer = 1;
-    schedule.incoming.back().steps.resize(1);
+    schedule.incoming.push_back(edgeOf(1));
     const TimePoint start = Clock::now();
-    credits.posted(1, schedule, false, {});
-    roll.entered(OperationId{1, 1}, barrierOf(), Deadline::never(), start);
+    roll.posted(OperationId{1, 1}, barrierOf(), schedule, start);
     roll.tick(start + milliseconds(2));
     roll.asked(1, rollFrame(7, barrierOf()), start + milliseconds(2));
-    const std::vector<RollCall::Action> actions = roll.takeActions();
+    const std::vector<Action> actions = roll.takeActions();
     ASSERT_EQ(actions.size(), 2U);
     EXPECT_EQ(actions[0].header.type, FrameType::Waiting);
-    EXPECT_EQ(actions[0].way, size > 256 ? RollCall::Way::Needed : RollCall::Way::OpenLink) << size;
+    EXPECT_EQ(actions[0].way, size > 256 ? Action::Way::Needed : Action::Way::OpenLink) << size;
     EXPECT_EQ(actions[1].header.type, FrameType::NotEntered);
-    EXPECT_EQ(actions[1].way, size > 256 ? RollCall::Way::BulkLink : RollCall::Way::OpenLink) << size;
+    EXPECT_EQ(actions[1].way, size > 256 ? Action::Way::BulkLink : Action::Way::OpenLink) << size;
   }
 }
 
 // As of operations in shared memory, whose slots say who lacks.
-TEST_F(RollCallTest, OneThatAsksOnlySomeRanksAsksNoOthers) {
+TEST_F(WaitingTest, OneThatAsksOnlySomeRanksAsksNoOthers) {
   enter(1);
   roll.asksOnly(1, {}, at(0));
   roll.tick(at(250));
@@ -247,13 +247,13 @@ TEST_F(RollCallTest, OneThatAsksOnlySomeRanksAsksNoOthers) {
     roll.tick(at(ms));
   }
   std::vector<int> asked;
-  for (const RollCall::Action& action : taken(Kind::Send)) {
+  for (const Action& action : taken(Kind::Send)) {
     asked.push_back(action.peer);
   }
   EXPECT_EQ(asked, (std::vector<int>{2, 2})) << "at once, and 200 ms later";
 }
 
-TEST_F(RollCallTest, OnlyOperationsThatAskKeepLaterOnesFromAsking) {
+TEST_F(WaitingTest, OnlyOperationsThatAskKeepLaterOnesFromAsking) {
   const auto many = static_cast<int64_t>(rollConfig(4).max_asking);
   for (int64_t sequence = 1; sequence <= many; ++sequence) {
     enter(sequence);
@@ -261,16 +261,16 @@ TEST_F(RollCallTest, OnlyOperationsThatAskKeepLaterOnesFromAsking) {
   }
   enter(many + 1);
   roll.tick(at(2));
-  const std::vector<RollCall::Action> asked = taken(Kind::Send);
+  const std::vector<Action> asked = taken(Kind::Send);
   ASSERT_EQ(asked.size(), 1U);
   EXPECT_EQ(asked[0].header.op_id, static_cast<uint64_t>(many + 1));
 }
 
 // Rank 1 waits in an operation that this rank has ended, and forgotten since; this rank waits for rank 1 in another one.
-TEST_F(RollCallTest, WhatWasForgottenIsNotSaidToBeMissing) {
+TEST_F(WaitingTest, WhatWasForgottenIsNotSaidToBeMissing) {
   const uint64_t forgotten = kDerivedIdBit | 1;
   for (uint64_t i = 1; i <= 300; ++i) {
-    roll.entered(OperationId{kDerivedIdBit | i, -1}, barrierOf(), Deadline::never(), at(0));
+    roll.posted(OperationId{kDerivedIdBit | i, -1}, barrierOf(), PreparedSchedule(), at(0));
     end(kDerivedIdBit | i);
   }
   enter(1);
@@ -284,7 +284,7 @@ TEST_F(RollCallTest, WhatWasForgottenIsNotSaidToBeMissing) {
 }
 
 /// Two ranks in operations of two names: rank 0 waits in #1 and gets questions about rank 1's operation.
-class StandOffTest : public RollCallTest {
+class StandOffTest : public WaitingTest {
  protected:
   static constexpr uint64_t kTheirs = kDerivedIdBit | 8;
   void hearOfTheirs(int ms) {
@@ -303,9 +303,23 @@ TEST_F(StandOffTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
   answer(10199);
   EXPECT_FALSE(roll.failed());
   answer(10200);
-  const std::vector<RollCall::Action> failures = taken(Kind::Fail);
+  const std::vector<Action> failures = taken(Kind::Fail);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
+}
+
+TEST_F(StandOffTest, OfSeveralTheOldestIsNamed) {
+  const uint64_t mine = kDerivedIdBit | 1;
+  roll.posted(OperationId{mine, -1}, barrierOf(), PreparedSchedule(), at(0));
+  for (const uint64_t sequence : {2, 4, 7, 9}) {
+    for (const int ms : {200, 9900}) {
+      EXPECT_TRUE(roll.keepUnexpected(1, rollFrame(sequence, barrierOf()), at(ms)));
+    }
+  }
+  roll.answered(1, rollFrame(mine, barrierOf(), FrameType::NotEntered), at(10200));
+  const std::vector<Action> failures = taken(Kind::Fail);
+  ASSERT_EQ(failures.size(), 1U);
+  EXPECT_NE(failures[0].record.summary.find(" #2"), std::string::npos) << failures[0].record.summary;
 }
 
 // The last question to all comes when the other has heard of this operation for that long, also if it heard of it in the first round.
@@ -325,14 +339,14 @@ TEST_F(StandOffTest, WhatWasNotHeardOfLatelyIsNoMismatchButIsAnsweredOnceMore) {
   hearOfTheirs(9000);
   answer(10250);
   EXPECT_FALSE(roll.failed());
-  const std::vector<RollCall::Action> answers = taken(Kind::Send);
+  const std::vector<Action> answers = taken(Kind::Send);
   ASSERT_EQ(answers.size(), 1U);
   EXPECT_EQ(answers[0].peer, 1);
   EXPECT_EQ(answers[0].header.type, FrameType::NotEntered);
   EXPECT_EQ(answers[0].header.op_id, kTheirs);
 }
 
-TEST_F(RollCallTest, TheLowestRankThatHasNotEnteredIsMissing) {
+TEST_F(WaitingTest, TheLowestRankThatHasNotEnteredIsMissing) {
   enter(1);
   FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
   answer.aux = 12;
@@ -346,12 +360,12 @@ TEST_F(RollCallTest, TheLowestRankThatHasNotEnteredIsMissing) {
   EXPECT_NE(roll.missing(1, 3)->last.find("#12"), std::string::npos) << roll.missing(1, 3)->last;
   EXPECT_FALSE(roll.missing(1, 1));
   EXPECT_FALSE(roll.missing(2)) << "it is not entered here";
-  roll.progressed(1, at(4));
+  waiting::progressed(*roll.tables.find(1), at(4));
   EXPECT_FALSE(roll.missing(1)) << "bytes have come";
 }
 
 // Its first report may be lost for want of memory on its way to the control plane.
-TEST_F(RollCallTest, AnOverdueOperationIsReportedEachSecondUntilItHasEnded) {
+TEST_F(WaitingTest, AnOverdueOperationIsReportedEachSecondUntilItHasEnded) {
   enter(1, Deadline::at(at(50)));
   for (const int ms : {50, 1050, 2050}) {
     roll.tick(at(ms - 1));
@@ -365,7 +379,7 @@ TEST_F(RollCallTest, AnOverdueOperationIsReportedEachSecondUntilItHasEnded) {
   EXPECT_TRUE(taken(Kind::Overdue).empty());
 }
 
-TEST_F(RollCallTest, ADeadlineIsReportedOnceWhenItHasPassed) {
+TEST_F(WaitingTest, ADeadlineIsReportedOnceWhenItHasPassed) {
   enter(1, Deadline::at(at(50)));
   enter(2, Deadline::at(at(40)));
   enter(3);
@@ -374,7 +388,7 @@ TEST_F(RollCallTest, ADeadlineIsReportedOnceWhenItHasPassed) {
   EXPECT_TRUE(taken(Kind::Overdue).empty());
   EXPECT_EQ(roll.nextTick(), at(50));
   roll.tick(at(50));
-  const std::vector<RollCall::Action> overdue = taken(Kind::Overdue);
+  const std::vector<Action> overdue = taken(Kind::Overdue);
   ASSERT_EQ(overdue.size(), 1U);
   EXPECT_EQ(overdue[0].op_id, 1U);
   roll.tick(at(60));
@@ -382,48 +396,49 @@ TEST_F(RollCallTest, ADeadlineIsReportedOnceWhenItHasPassed) {
   EXPECT_EQ(roll.nextTick(), at(200));
 }
 
-TEST_F(RollCallTest, DeadlinesAreReportedAlsoAfterAFailure) {
+TEST_F(WaitingTest, DeadlinesAreReportedAlsoAfterAFailure) {
   enter(1, Deadline::at(at(50)));
-  roll.violated(1, rollFrame(1, barrierOf()), "something");
+  matching::violated(roll.tables, 1, rollFrame(1, barrierOf()), "something");
   ASSERT_TRUE(roll.failed());
   roll.tick(at(50));
   EXPECT_EQ(taken(Kind::Overdue).size(), 1U);
 }
 
-TEST_F(RollCallTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
+TEST_F(WaitingTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
   enter(1);
-  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::OperationState::Entered);
-  EXPECT_EQ(roll.compared(1, rollFrame(2, barrierOf())), RollCall::OperationState::Unknown);
+  static_cast<void>(roll.arrived(1, rollFrame(1, barrierOf()), at(1)));
+  EXPECT_TRUE(roll.takeActions().empty()) << "it is entered here";
   end(1);
-  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::OperationState::Past);
+  static_cast<void>(roll.arrived(1, rollFrame(1, barrierOf()), at(1)));
+  EXPECT_TRUE(roll.takeActions().empty()) << "it was";
   EXPECT_FALSE(roll.failed());
 
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(9)), at(1)));
   EXPECT_TRUE(roll.isUnexpected(2));
-  EXPECT_EQ(roll.unexpectedFrom(2), std::vector<int>{3});
+  EXPECT_EQ(roll.tables.findUnexpected(2)->peers.count(3), 1U);
   enter(2);
-  const std::vector<RollCall::Action> failures = taken(Kind::Fail);
+  const std::vector<Action> failures = taken(Kind::Fail);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
   EXPECT_EQ(failures[0].record.peer, 3);
   EXPECT_FALSE(roll.isUnexpected(2));
 }
 
-TEST_F(RollCallTest, APeerThatContradictsItselfBreaksTheProtocol) {
+TEST_F(WaitingTest, APeerThatContradictsItselfBreaksTheProtocol) {
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(1)), at(1)));
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(1)), at(1)));
   EXPECT_FALSE(roll.keepUnexpected(3, rollFrame(2, barrierOf(2)), at(1)));
-  const std::vector<RollCall::Action> failures = taken(Kind::Fail);
+  const std::vector<Action> failures = taken(Kind::Fail);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   EXPECT_NE(failures[0].record.summary.find("two different descriptors"), std::string::npos);
 }
 
-TEST_F(RollCallTest, AQuestionAboutWhatIsNotEnteredIsAnsweredAlsoIfThereIsNoPlaceForIt) {
+TEST_F(WaitingTest, AQuestionAboutWhatIsNotEnteredIsAnsweredAlsoIfThereIsNoPlaceForIt) {
   enter(1);
   for (uint64_t op_id = 2; op_id < 2 + 2 * kPlaces; ++op_id) {
     roll.asked(1, rollFrame(op_id, barrierOf()), at(1));
-    const std::vector<RollCall::Action> answers = taken(Kind::Send);
+    const std::vector<Action> answers = taken(Kind::Send);
     ASSERT_EQ(answers.size(), 1U);
     EXPECT_EQ(answers[0].peer, 1);
     EXPECT_EQ(answers[0].header.type, FrameType::NotEntered);
@@ -435,8 +450,8 @@ TEST_F(RollCallTest, AQuestionAboutWhatIsNotEnteredIsAnsweredAlsoIfThereIsNoPlac
   EXPECT_TRUE(taken(Kind::Send).empty()) << "it is entered here";
 }
 
-TEST_F(RollCallTest, ASenderAnnouncesNoMoreMessagesThanThereArePlacesAndQuestions) {
-  roll.asksForMessages(1);
+TEST_F(WaitingTest, ASenderAnnouncesNoMoreMessagesThanThereArePlacesAndQuestions) {
+  roll.asked(1);
   for (uint64_t i = 0; i < kPlaces + 1; ++i) {
     roll.asked(1, rollFrame(kDerivedIdBit | (4 + i), someMessage()), at(1));
     EXPECT_FALSE(roll.failed()) << i;
@@ -445,7 +460,7 @@ TEST_F(RollCallTest, ASenderAnnouncesNoMoreMessagesThanThereArePlacesAndQuestion
   EXPECT_TRUE(roll.failed());
 }
 
-TEST_F(RollCallTest, AnOperationThatWentAnotherWayIsComparedAndIsTheLastOne) {
+TEST_F(WaitingTest, AnOperationThatWentAnotherWayIsComparedAndIsTheLastOne) {
   EXPECT_TRUE(roll.keepUnexpected(2, rollFrame(5, barrierOf()), at(0)));
   roll.passed(OperationId{5, 5}, barrierOf());
   EXPECT_FALSE(roll.failed());
@@ -453,10 +468,10 @@ TEST_F(RollCallTest, AnOperationThatWentAnotherWayIsComparedAndIsTheLastOne) {
   roll.asked(1, rollFrame(4, barrierOf()), at(1));
   EXPECT_TRUE(taken(Kind::Send).empty()) << "a counted operation before the last one is over";
   roll.asked(1, rollFrame(6, barrierOf()), at(1));
-  const std::vector<RollCall::Action> answers = taken(Kind::Send);
+  const std::vector<Action> answers = taken(Kind::Send);
   ASSERT_EQ(answers.size(), 1U);
   EXPECT_EQ(answers[0].header.aux, 5U);
 }
 
 } // namespace
-} // namespace pycomm
+} // namespace pycomm::testing

@@ -1,19 +1,20 @@
-#include "engine/data/protocol.h"
+#include "engine/data/matching.h"
 
 #include <gtest/gtest.h>
 
 #include "allocations.h"
+#include "engine/data/rank_tables.h"
 #include "schedule/make_schedule.h"
 
-namespace pycomm {
+namespace pycomm::testing {
 namespace {
 
-using ActionKind = Protocol::Action::Kind;
+using ActionKind = Action::Kind;
 
 constexpr int64_t kLarge = 4 << 20; // elements: 16 MiB of float32
 
-Protocol::Config protocolConfig(int rank, int size) {
-  Protocol::Config config;
+RankTables::Config protocolConfig(int rank, int size) {
+  RankTables::Config config;
   config.rank = rank;
   config.size = size;
   config.group = 7;
@@ -44,8 +45,8 @@ Posted broadcastOf(int64_t sequence, int rank, int size, int root, int64_t numel
   return posted;
 }
 
-void post(Protocol& protocol, const Posted& posted, TimePoint now = Clock::now()) {
-  protocol.posted(posted.id, posted.descriptor, *posted.schedule, now);
+void post(RankTables& tables, const Posted& posted, TimePoint now = Clock::now()) {
+  tables.posted(posted.id, posted.descriptor, *posted.schedule, now);
 }
 
 FrameHeader frameOf(const Posted& posted, FrameType type, uint32_t payload_nbytes = 0, uint64_t aux = 0) {
@@ -59,9 +60,9 @@ FrameHeader frameOf(const Posted& posted, FrameType type, uint32_t payload_nbyte
   return header;
 }
 
-std::vector<Protocol::Action> of(ActionKind kind, std::vector<Protocol::Action> actions) {
-  std::vector<Protocol::Action> chosen;
-  for (Protocol::Action& action : actions) {
+std::vector<Action> of(ActionKind kind, std::vector<Action> actions) {
+  std::vector<Action> chosen;
+  for (Action& action : actions) {
     if (action.kind == kind) {
       chosen.push_back(std::move(action));
     }
@@ -69,7 +70,7 @@ std::vector<Protocol::Action> of(ActionKind kind, std::vector<Protocol::Action> 
   return chosen;
 }
 
-TEST(Protocol, AnOperationThatGetsNoMemoryLeavesNothing) {
+TEST(Matching, AnOperationThatGetsNoMemoryLeavesNothing) {
   for (const int rank : {0, 1}) { // announces a message, grants credit for one
     Posted posted = broadcastOf(1, rank, 2, 0, kLarge);
     posted.descriptor.kind = rank == 0 ? Collective::Send : Collective::Recv;
@@ -77,77 +78,80 @@ TEST(Protocol, AnOperationThatGetsNoMemoryLeavesNothing) {
     int refused = 0;
     for (int64_t nth = 1; struck; ++nth) {
       ASSERT_LT(nth, 1000);
-      Protocol protocol(protocolConfig(rank, 2));
+      RankTables tables(protocolConfig(rank, 2));
       const TimePoint now = Clock::now();
       const Deadline deadline = Deadline::at(now + std::chrono::seconds(1));
-      testing::failAllocation(nth);
+      failAllocation(nth);
       bool threw = false;
       try {
-        protocol.posted(posted.id, posted.descriptor, *posted.schedule, now, deadline);
+        tables.posted(posted.id, posted.descriptor, *posted.schedule, now, deadline);
       } catch (const std::bad_alloc&) {
         threw = true;
       }
-      struck = testing::allocationFailed();
-      testing::failAllocation(0);
+      struck = allocationFailed();
+      failAllocation(0);
       ASSERT_EQ(threw, struck);
       if (!threw) {
         continue;
       }
       ++refused;
-      const Protocol::Usage usage = protocol.usage();
+      const RankTables::Usage usage = tables.usage();
       EXPECT_EQ(usage.operations, 0U) << "rank " << rank << ", allocation " << nth;
       EXPECT_EQ(usage.ahead, 0U) << "rank " << rank << ", allocation " << nth;
-      protocol.tick(now + std::chrono::seconds(2));
-      EXPECT_TRUE(of(ActionKind::Overdue, protocol.takeActions()).empty());
-      post(protocol, posted, now); // again, with memory
-      EXPECT_EQ(of(ActionKind::Send, protocol.takeActions()).size(), 1U) << "rank " << rank << ", allocation " << nth;
+      EXPECT_TRUE(tables.tables.actions.empty()) << "rank " << rank << ", allocation " << nth;
+      EXPECT_TRUE(tables.takeCreditActions().empty()) << "rank " << rank << ", allocation " << nth;
+      EXPECT_EQ(tables.tables.highest_sequence, 0) << "rank " << rank << ", allocation " << nth;
+      tables.tick(now + std::chrono::seconds(2));
+      EXPECT_TRUE(of(ActionKind::Overdue, tables.takeActions()).empty());
+      post(tables, posted, now); // again, with memory
+      EXPECT_EQ(of(ActionKind::Send, tables.takeActions()).size(), 1U) << "rank " << rank << ", allocation " << nth;
     }
     EXPECT_GT(refused, 3);
   }
 }
 
-TEST(Protocol, CreditOfLessThanNothingIsAViolation) {
+TEST(Matching, CreditOfLessThanNothingIsAViolation) {
   for (const uint64_t op_id : {0, 1}) { // of the pool, and of an operation
-    Protocol root(protocolConfig(0, 2));
+    RankTables root(protocolConfig(0, 2));
     const Posted posted = broadcastOf(1, 0, 2, 0, kLarge);
     post(root, posted);
     FrameHeader credit = frameOf(posted, FrameType::Credit, 0, uint64_t{1} << 63);
     credit.op_id = op_id;
-    EXPECT_EQ(root.arrived(1, credit, Clock::now()), Protocol::Verdict::Ignore);
+    EXPECT_EQ(root.arrived(1, credit, Clock::now()), RankTables::Verdict::Ignore);
     const auto failures = of(ActionKind::Fail, root.takeActions());
     ASSERT_EQ(failures.size(), 1U);
     EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   }
 }
 
-TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
-  Protocol root(protocolConfig(0, 2));
+TEST(Matching, SmallGoesEagerlyLargeWaitsForCredit) {
+  RankTables root(protocolConfig(0, 2));
   const Posted small = broadcastOf(1, 0, 2, 0, 100);
   const Posted large = broadcastOf(2, 0, 2, 0, kLarge);
   post(root, small);
   post(root, large);
-  EXPECT_EQ(root.maySend(1, 1, 400), Protocol::Permission::Eager);
-  EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::No);
+  EXPECT_EQ(root.maySend(1, 1, 400), RankTables::Permission::Eager);
+  EXPECT_EQ(root.maySend(2, 1, 256 << 10), RankTables::Permission::No);
 
-  EXPECT_EQ(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()), Protocol::Verdict::Ignore);
+  EXPECT_EQ(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()), RankTables::Verdict::Ignore);
   const auto may_send = of(ActionKind::MaySend, root.takeActions());
   ASSERT_EQ(may_send.size(), 1U);
   EXPECT_EQ(may_send.front().op_id, 2U);
-  EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::Credit);
-  root.sent(2, 1, 1 << 20, Protocol::Permission::Credit);
-  EXPECT_EQ(root.maySend(2, 1, 1), Protocol::Permission::No);
+  EXPECT_EQ(root.maySend(2, 1, 256 << 10), RankTables::Permission::Credit);
+  root.sent(2, 1, 1 << 20, RankTables::Permission::Credit);
+  EXPECT_EQ(root.maySend(2, 1, 1), RankTables::Permission::No);
 }
 
-TEST(Protocol, CreditThatComesBeforeTheOperationIsKept) {
-  Protocol root(protocolConfig(0, 2));
+TEST(Matching, CreditThatComesBeforeTheOperationIsKept) {
+  RankTables root(protocolConfig(0, 2));
   const Posted large = broadcastOf(1, 0, 2, 0, kLarge);
   static_cast<void>(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()));
   post(root, large);
-  EXPECT_EQ(root.maySend(1, 1, 1 << 20), Protocol::Permission::Credit);
+  EXPECT_EQ(root.maySend(1, 1, 1 << 20), RankTables::Permission::Credit);
 }
 
-TEST(Protocol, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
-  Protocol leaf(protocolConfig(1, 2));
+TEST(Matching, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
+  RankTables leaf(protocolConfig(1, 2));
   const Posted large = broadcastOf(1, 1, 2, 0, kLarge);
   post(leaf, large);
   auto credits = of(ActionKind::Send, leaf.takeActions());
@@ -163,40 +167,41 @@ TEST(Protocol, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
   EXPECT_EQ(credits.front().header.aux, uint64_t{5} << 20);
 }
 
-TEST(Protocol, EagerDataIsHeldUntilItsOperationIsPosted) {
-  Protocol leaf(protocolConfig(1, 2));
+TEST(Matching, EagerDataIsHeldUntilItsOperationIsPosted) {
+  RankTables leaf(protocolConfig(1, 2));
   const Posted small = broadcastOf(1, 1, 2, 0, 100);
-  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
+  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Hold);
   post(leaf, small);
   EXPECT_FALSE(leaf.failed());
 }
 
-TEST(Protocol, ACrowdedPoolGivesPostedOperationsCredit) {
-  Protocol leaf(protocolConfig(1, 2));
+TEST(Matching, ACrowdedPoolGivesPostedOperationsCredit) {
+  RankTables leaf(protocolConfig(1, 2));
   const Posted wanted = broadcastOf(1000, 1, 2, 0, 16 << 10);
   post(leaf, wanted);
   EXPECT_TRUE(leaf.takeActions().empty());
   for (int64_t i = 1; i <= 9; ++i) { // 9 x 64 KiB is more than half of 1 MiB
     const Posted other = broadcastOf(i, 1, 2, 0, 16 << 10);
     EXPECT_EQ(
-        leaf.arrived(0, frameOf(other, FrameType::Data, 64 << 10, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
+        leaf.arrived(0, frameOf(other, FrameType::Data, 64 << 10, kEagerFlag), Clock::now()),
+        RankTables::Verdict::Hold);
   }
   const auto credits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_FALSE(credits.empty());
   EXPECT_EQ(credits.front().header.op_id, 1000U);
 }
 
-TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
-  Protocol root(protocolConfig(0, 2));
+TEST(Matching, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
+  RankTables root(protocolConfig(0, 2));
   int64_t sent = 0;
   int64_t i = 1;
   for (; i <= 100; ++i) {
     const Posted small = broadcastOf(i, 0, 2, 0, 16 << 10);
     post(root, small);
-    if (root.maySend(static_cast<uint64_t>(i), 1, 64 << 10) != Protocol::Permission::Eager) {
+    if (root.maySend(static_cast<uint64_t>(i), 1, 64 << 10) != RankTables::Permission::Eager) {
       break;
     }
-    root.sent(static_cast<uint64_t>(i), 1, 64 << 10, Protocol::Permission::Eager);
+    root.sent(static_cast<uint64_t>(i), 1, 64 << 10, RankTables::Permission::Eager);
     sent += 64 << 10;
   }
   EXPECT_EQ(sent, 1 << 20);
@@ -205,11 +210,11 @@ TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
   room.group = 7;
   room.aux = (64 << 10) + sizeof(FrameHeader); // what the frame had cost
   static_cast<void>(root.arrived(1, room, Clock::now()));
-  EXPECT_EQ(root.maySend(static_cast<uint64_t>(i), 1, 64 << 10), Protocol::Permission::Eager);
+  EXPECT_EQ(root.maySend(static_cast<uint64_t>(i), 1, 64 << 10), RankTables::Permission::Eager);
 }
 
-TEST(Protocol, RoomThatComesBackIsForTheOldest) {
-  Protocol root(protocolConfig(0, 2));
+TEST(Matching, RoomThatComesBackIsForTheOldest) {
+  RankTables root(protocolConfig(0, 2));
   std::vector<uint64_t> oldest_first;
   for (int64_t i = 1; i <= 40; ++i) {
     post(root, broadcastOf(i, 0, 2, 0, 16));
@@ -222,16 +227,16 @@ TEST(Protocol, RoomThatComesBackIsForTheOldest) {
   room.aux = 1000;
   static_cast<void>(root.arrived(1, room, Clock::now()));
   std::vector<uint64_t> may_send;
-  for (const Protocol::Action& action : of(ActionKind::MaySend, root.takeActions())) {
+  for (const Action& action : of(ActionKind::MaySend, root.takeActions())) {
     may_send.push_back(action.op_id);
   }
   EXPECT_EQ(may_send, oldest_first);
 }
 
-TEST(Protocol, OfManyOperationsTheOldestAsk) {
-  Protocol::Config config = protocolConfig(0, 2);
+TEST(Matching, OfManyOperationsTheOldestAsk) {
+  RankTables::Config config = protocolConfig(0, 2);
   config.max_asking = 3;
-  Protocol root(config);
+  RankTables root(config);
   const TimePoint start = Clock::now();
   for (int64_t i = 1; i <= 10; ++i) {
     post(root, broadcastOf(i, 0, 2, 0, 16), start);
@@ -243,7 +248,7 @@ TEST(Protocol, OfManyOperationsTheOldestAsk) {
   const auto asked = [&](TimePoint now) {
     root.tick(now);
     std::vector<uint64_t> ids;
-    for (const Protocol::Action& action : of(ActionKind::Send, root.takeActions())) {
+    for (const Action& action : of(ActionKind::Send, root.takeActions())) {
       EXPECT_EQ(action.header.type, FrameType::Waiting);
       ids.push_back(action.op_id != 0 ? action.op_id : action.header.op_id);
     }
@@ -259,7 +264,7 @@ TEST(Protocol, OfManyOperationsTheOldestAsk) {
 }
 
 // Of the header's byte, which has room for what no rank of this build sends.
-TEST(Protocol, AWireByteThatIsNoCodecIsADifference) {
+TEST(Matching, AWireByteThatIsNoCodecIsADifference) {
   const Descriptor mine = broadcastOf(1, 1, 2, 0, 100).descriptor;
   FrameHeader header;
   mine.writeTo(header);
@@ -270,7 +275,7 @@ TEST(Protocol, AWireByteThatIsNoCodecIsADifference) {
   }
 }
 
-TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
+TEST(Matching, EveryFieldOfTheDescriptorIsCompared) {
   const auto changes = std::vector<void (*)(Descriptor&)>{
       [](Descriptor& d) { d.kind = Collective::Reduce; },
       [](Descriptor& d) { d.dtype = DType::Int32; },
@@ -283,13 +288,13 @@ TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
       [](Descriptor& d) { d.digest = 5; },
   };
   for (size_t i = 0; i < changes.size(); ++i) {
-    Protocol leaf(protocolConfig(1, 2));
+    RankTables leaf(protocolConfig(1, 2));
     const Posted mine = broadcastOf(1, 1, 2, 0, 100);
     Posted theirs = mine;
     changes[i](theirs.descriptor);
     post(leaf, mine);
     EXPECT_EQ(
-        leaf.arrived(0, frameOf(theirs, FrameType::Data, 400, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
+        leaf.arrived(0, frameOf(theirs, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
     const auto fails = of(ActionKind::Fail, leaf.takeActions());
     ASSERT_EQ(fails.size(), 1U) << i;
     EXPECT_EQ(fails.front().record.code, ErrorCode::CollectiveMismatch);
@@ -298,25 +303,25 @@ TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
   }
 }
 
-TEST(Protocol, AMismatchIsSeenOnPostingAfterwardsAndAfterTheEnd) {
+TEST(Matching, AMismatchIsSeenOnPostingAfterwardsAndAfterTheEnd) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const Posted theirs = broadcastOf(1, 1, 2, 0, 101);
-  Protocol before(protocolConfig(1, 2));
+  RankTables before(protocolConfig(1, 2));
   static_cast<void>(before.arrived(0, frameOf(theirs, FrameType::Waiting), Clock::now()));
   post(before, mine);
   EXPECT_TRUE(before.failed());
 
-  Protocol after(protocolConfig(1, 2));
+  RankTables after(protocolConfig(1, 2));
   post(after, mine);
   after.ended(1);
   static_cast<void>(after.arrived(0, frameOf(theirs, FrameType::Waiting), Clock::now()));
   EXPECT_TRUE(after.failed());
 }
 
-TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
+TEST(Matching, WaitsTellThePeerAndLearnWhoHasNotEntered) {
   const TimePoint start = Clock::now();
-  Protocol leaf(protocolConfig(1, 3));
-  Protocol root(protocolConfig(0, 3));
+  RankTables leaf(protocolConfig(1, 3));
+  RankTables root(protocolConfig(0, 3));
   const Posted mine = broadcastOf(1, 1, 3, 0, 100);
   post(leaf, mine, start);
   leaf.tick(start + std::chrono::milliseconds(1));
@@ -338,17 +343,17 @@ TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
 }
 
 // Its edge shows that, and costs nothing: data is what most frames are.
-TEST(Protocol, DataDoesNotMakeARankComeSoItTakesNoMemory) {
-  Protocol leaf(protocolConfig(1, 2));
+TEST(Matching, DataDoesNotMakeARankComeSoItTakesNoMemory) {
+  RankTables leaf(protocolConfig(1, 2));
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const TimePoint now = Clock::now();
   post(leaf, mine, now);
   const FrameHeader data = frameOf(mine, FrameType::Data, 400, kEagerFlag);
-  testing::failAllocation(1);
-  const Protocol::Verdict verdict = leaf.arrived(0, data, now);
-  const bool allocates = testing::allocationFailed();
-  testing::failAllocation(0);
-  EXPECT_EQ(verdict, Protocol::Verdict::Accept);
+  failAllocation(1);
+  const RankTables::Verdict verdict = leaf.arrived(0, data, now);
+  const bool allocates = allocationFailed();
+  failAllocation(0);
+  EXPECT_EQ(verdict, RankTables::Verdict::Accept);
   EXPECT_FALSE(allocates);
   FrameHeader late = frameOf(mine, FrameType::NotEntered);
   static_cast<void>(leaf.arrived(0, late, now)); // it came another way, and was overtaken
@@ -356,16 +361,16 @@ TEST(Protocol, DataDoesNotMakeARankComeSoItTakesNoMemory) {
 }
 
 // A callback ran inline on rank 0, which took number 2 for it, and late on rank 1, which took a derived id.
-TEST(Protocol, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
+TEST(Matching, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
   const TimePoint start = Clock::now();
-  const auto exchange = [](Protocol& from, int from_rank, Protocol& to, TimePoint now) {
+  const auto exchange = [](RankTables& from, int from_rank, RankTables& to, TimePoint now) {
     for (const auto& action : of(ActionKind::Send, from.takeActions())) {
       static_cast<void>(to.arrived(from_rank, action.header, now));
     }
   };
   for (const bool derived : {true, false}) {
-    Protocol inline_rank(protocolConfig(0, 2));
-    Protocol late_rank(protocolConfig(1, 2));
+    RankTables inline_rank(protocolConfig(0, 2));
+    RankTables late_rank(protocolConfig(1, 2));
     Posted counted = broadcastOf(2, 0, 2, 1, 100);
     Posted other = broadcastOf(3, 1, 2, 0, 100);
     if (derived) {
@@ -416,11 +421,11 @@ class StandOff {
     return failures_ != 0;
   }
 
-  Protocol inline_rank{protocolConfig(0, 2)};
-  Protocol late_rank{protocolConfig(1, 2)};
+  RankTables inline_rank{protocolConfig(0, 2)};
+  RankTables late_rank{protocolConfig(1, 2)};
 
  private:
-  void exchange(Protocol& from, int from_rank, Protocol& to) {
+  void exchange(RankTables& from, int from_rank, RankTables& to) {
     for (const auto& action : from.takeActions()) {
       if (action.kind == ActionKind::Fail) {
         EXPECT_EQ(action.record.code, ErrorCode::CollectiveMismatch);
@@ -438,7 +443,7 @@ class StandOff {
 };
 
 // The first has asked all it asks. The second finds no fresh question, and answers the old one once more.
-TEST(Protocol, AStandOffIsFoundAlsoIfOneRankHasWaitedForLong) {
+TEST(Matching, AStandOffIsFoundAlsoIfOneRankHasWaitedForLong) {
   for (const int earlier_ms : {0, 150, 5000, 60000}) {
     for (const bool inline_first : {true, false}) {
       StandOff ranks;
@@ -454,7 +459,7 @@ TEST(Protocol, AStandOffIsFoundAlsoIfOneRankHasWaitedForLong) {
 }
 
 // As that of a root does. The other rank is only late for it, because it waits in one that this rank is late for.
-TEST(Protocol, AnOperationThatEndedWithoutThisRankIsNoStandOff) {
+TEST(Matching, AnOperationThatEndedWithoutThisRankIsNoStandOff) {
   for (const int ended_after_ms : {1000, 5000}) {
     StandOff ranks;
     ranks.enterInline();
@@ -467,11 +472,11 @@ TEST(Protocol, AnOperationThatEndedWithoutThisRankIsNoStandOff) {
 }
 
 // A leaf of a tree that enters late may end at once. It has no edge with most of the ranks that wait.
-TEST(Protocol, ARankThatCameAndEndedIsNotMissing) {
+TEST(Matching, ARankThatCameAndEndedIsNotMissing) {
   const Posted leafs = broadcastOf(1, 1, 4, 0, 100);
   const Posted waits = broadcastOf(1, 2, 4, 0, 100);
-  Protocol leaf(protocolConfig(1, 4));
-  Protocol waiter(protocolConfig(2, 4));
+  RankTables leaf(protocolConfig(1, 4));
+  RankTables waiter(protocolConfig(2, 4));
   const TimePoint now = Clock::now();
   post(waiter, waits, now);
   FrameHeader question = frameOf(waits, FrameType::Waiting);
@@ -492,10 +497,10 @@ TEST(Protocol, ARankThatCameAndEndedIsNotMissing) {
   EXPECT_TRUE(leaf.takeActions().empty());
 }
 
-TEST(Protocol, WhatNoPeerSendsIsAViolation) {
+TEST(Matching, WhatNoPeerSendsIsAViolation) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const auto failsWith = [&](FrameHeader header, bool posted_before) {
-    Protocol leaf(protocolConfig(1, 2));
+    RankTables leaf(protocolConfig(1, 2));
     if (posted_before) {
       post(leaf, mine);
     }
@@ -533,66 +538,66 @@ Posted barrierOf(int64_t sequence, int rank, int size) {
 }
 
 // A frame of 0 bytes has a header, and its receiver keeps a note of it.
-TEST(Protocol, EmptyFramesFillThePool) {
-  const Protocol::Config config = protocolConfig(0, 2);
+TEST(Matching, EmptyFramesFillThePool) {
+  const RankTables::Config config = protocolConfig(0, 2);
   const int64_t most = config.eager_pool_nbytes / config.frame_nbytes;
   EXPECT_LE(most, 20000);
-  Protocol sender(config);
-  Protocol receiver(protocolConfig(1, 2));
+  RankTables sender(config);
+  RankTables receiver(protocolConfig(1, 2));
   for (int64_t i = 1; i <= most; ++i) {
     const Posted posted = barrierOf(i, 0, 2);
     post(sender, posted);
-    ASSERT_EQ(sender.maySend(posted.id.id, 1, 0), Protocol::Permission::Eager) << i;
-    sender.sent(posted.id.id, 1, 0, Protocol::Permission::Eager);
+    ASSERT_EQ(sender.maySend(posted.id.id, 1, 0), RankTables::Permission::Eager) << i;
+    sender.sent(posted.id.id, 1, 0, RankTables::Permission::Eager);
     ASSERT_EQ(
-        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
+        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Hold);
   }
   const Posted more = barrierOf(most + 1, 0, 2);
   post(sender, more);
-  EXPECT_EQ(sender.maySend(more.id.id, 1, 0), Protocol::Permission::No);
+  EXPECT_EQ(sender.maySend(more.id.id, 1, 0), RankTables::Permission::No);
   EXPECT_EQ(
-      receiver.arrived(0, frameOf(more, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
+      receiver.arrived(0, frameOf(more, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
   EXPECT_TRUE(receiver.failed());
 }
 
-TEST(Protocol, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
-  Protocol sender(protocolConfig(0, 2));
-  Protocol receiver(protocolConfig(1, 2));
+TEST(Matching, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
+  RankTables sender(protocolConfig(0, 2));
+  RankTables receiver(protocolConfig(1, 2));
   const Posted wanted = barrierOf(1000000, 0, 2);
   post(receiver, barrierOf(1000000, 1, 2));
   for (int64_t i = 1;; ++i) {
     const Posted posted = broadcastOf(i, 0, 2, 0, 1 << 10);
     post(sender, posted);
-    if (sender.maySend(posted.id.id, 1, 4 << 10) != Protocol::Permission::Eager) {
+    if (sender.maySend(posted.id.id, 1, 4 << 10) != RankTables::Permission::Eager) {
       break;
     }
-    sender.sent(posted.id.id, 1, 4 << 10, Protocol::Permission::Eager);
+    sender.sent(posted.id.id, 1, 4 << 10, RankTables::Permission::Eager);
     static_cast<void>(receiver.arrived(0, frameOf(posted, FrameType::Data, 4 << 10, kEagerFlag), Clock::now()));
   }
   post(sender, wanted);
   // The rest of the pool has no room for a payload, but for some empty frames.
-  while (sender.maySend(wanted.id.id, 1, 0) == Protocol::Permission::Eager) {
-    sender.sent(wanted.id.id, 1, 0, Protocol::Permission::Eager);
+  while (sender.maySend(wanted.id.id, 1, 0) == RankTables::Permission::Eager) {
+    sender.sent(wanted.id.id, 1, 0, RankTables::Permission::Eager);
   }
   const auto credits = of(ActionKind::Send, receiver.takeActions());
   ASSERT_FALSE(credits.empty());
   EXPECT_EQ(credits.front().header.op_id, wanted.id.id);
   EXPECT_EQ(credits.front().header.aux, 0U);
   static_cast<void>(sender.arrived(1, credits.front().header, Clock::now()));
-  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 0), Protocol::Permission::Credit);
+  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 0), RankTables::Permission::Credit);
 }
 
 // A sender far ahead of a slower receiver, which grants credit for each while its data are on their way. The credit comes when the
 // operation has long ended, more than 256 operations ago; a million operations leave nothing behind.
-TEST(Protocol, CreditForWhatHasEndedIsNotKept) {
+TEST(Matching, CreditForWhatHasEndedIsNotKept) {
   constexpr int64_t kNumel = 64;
   constexpr int64_t kBehind = 400;
-  Protocol root(protocolConfig(0, 2));
+  RankTables root(protocolConfig(0, 2));
   for (int64_t i = 1; i <= 100000; ++i) {
     const Posted posted = broadcastOf(i, 0, 2, 0, kNumel);
     post(root, posted);
-    ASSERT_EQ(root.maySend(posted.id.id, 1, 4 * kNumel), Protocol::Permission::Eager) << i;
-    root.sent(posted.id.id, 1, 4 * kNumel, Protocol::Permission::Eager);
+    ASSERT_EQ(root.maySend(posted.id.id, 1, 4 * kNumel), RankTables::Permission::Eager) << i;
+    root.sent(posted.id.id, 1, 4 * kNumel, RankTables::Permission::Eager);
     root.ended(posted.id.id);
     if (i > kBehind) {
       const Posted before = broadcastOf(i - kBehind, 0, 2, 0, kNumel);
@@ -606,8 +611,8 @@ TEST(Protocol, CreditForWhatHasEndedIsNotKept) {
   EXPECT_LE(root.usage().past, static_cast<size_t>(protocolConfig(0, 2).eager_pool_nbytes / (4 * kNumel)) + 1);
 }
 
-TEST(Protocol, WhatHasArrivedGetsNoCredit) {
-  Protocol leaf(protocolConfig(1, 2));
+TEST(Matching, WhatHasArrivedGetsNoCredit) {
+  RankTables leaf(protocolConfig(1, 2));
   for (int64_t i = 1; i <= 12; ++i) { // more than half of the pool
     static_cast<void>(leaf.arrived(
         0, frameOf(broadcastOf(i, 1, 2, 0, 16 << 10), FrameType::Data, 64 << 10, kEagerFlag), Clock::now()));
@@ -619,9 +624,9 @@ TEST(Protocol, WhatHasArrivedGetsNoCredit) {
 }
 
 // Receives that are posted far ahead do not fill the sender's memory with credit: the rest gets it when the sender has come to them.
-TEST(Protocol, CreditAheadOfTheSenderIsBounded) {
-  Protocol leaf(protocolConfig(1, 2));
-  Protocol root(protocolConfig(0, 2));
+TEST(Matching, CreditAheadOfTheSenderIsBounded) {
+  RankTables leaf(protocolConfig(1, 2));
+  RankTables root(protocolConfig(0, 2));
   const auto most = static_cast<int64_t>(protocolConfig(0, 2).max_ahead);
   for (int64_t i = 1; i <= 2 * most; ++i) {
     post(leaf, broadcastOf(i, 1, 2, 0, kLarge));
@@ -640,17 +645,17 @@ TEST(Protocol, CreditAheadOfTheSenderIsBounded) {
   EXPECT_EQ(asked_for.front().header.op_id, late.id.id);
 }
 
-TEST(Protocol, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
-  Protocol protocol(protocolConfig(0, 2));
+TEST(Matching, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
+  RankTables tables(protocolConfig(0, 2));
   const Posted watched = barrierOf(1, 0, 2);
   PreparedSchedule without_frames; // as of an operation in shared memory that is stuck
   Edge edge;
   edge.peer = 1;
   without_frames.incoming.push_back(edge);
-  protocol.posted(watched.id, watched.descriptor, without_frames, Clock::now());
+  tables.posted(watched.id, watched.descriptor, without_frames, Clock::now());
   EXPECT_EQ(
-      protocol.arrived(1, frameOf(watched, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
-  const auto failures = of(ActionKind::Fail, protocol.takeActions());
+      tables.arrived(1, frameOf(watched, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
+  const auto failures = of(ActionKind::Fail, tables.takeActions());
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   EXPECT_EQ(failures[0].record.peer, 1);
@@ -665,14 +670,14 @@ FrameHeader waitingIn(uint64_t number, Collective kind) {
   return frameOf(posted, FrameType::Waiting);
 }
 
-size_t placesOf(const Protocol::Config& config) {
+size_t placesOf(const RankTables::Config& config) {
   return static_cast<size_t>(config.eager_pool_nbytes / config.frame_nbytes) + 2 * config.max_ahead;
 }
 
 // A rank may call any number of collectives ahead of a slow one, which keeps notes of as many as it has places for. Messages have places
 // of their own.
-TEST(Protocol, ManyCollectivesAheadTakeNoPlacesOfMessages) {
-  Protocol slow(protocolConfig(1, 2));
+TEST(Matching, ManyCollectivesAheadTakeNoPlacesOfMessages) {
+  RankTables slow(protocolConfig(1, 2));
   const size_t places = placesOf(protocolConfig(1, 2));
   for (size_t i = 0; i < 2 * places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Broadcast), Clock::now()));
@@ -686,8 +691,8 @@ TEST(Protocol, ManyCollectivesAheadTakeNoPlacesOfMessages) {
   EXPECT_EQ(slow.usage().unexpected, 2 * places);
 }
 
-TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
-  Protocol slow(protocolConfig(1, 2));
+TEST(Matching, ManyMessagesAheadTakeNoPlacesOfCollectives) {
+  RankTables slow(protocolConfig(1, 2));
   const size_t places = placesOf(protocolConfig(1, 2));
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Send), Clock::now()));
@@ -698,8 +703,8 @@ TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
 }
 
 // The sender of messages announces one for each question, however many it has announced already. So each question makes a place.
-TEST(Protocol, WhatIsAskedForHasAPlace) {
-  Protocol receiver(protocolConfig(1, 2));
+TEST(Matching, WhatIsAskedForHasAPlace) {
+  RankTables receiver(protocolConfig(1, 2));
   const size_t places = placesOf(protocolConfig(1, 2));
   for (size_t i = 0; i < places + 3; ++i) {
     if (i >= places) {
@@ -717,12 +722,12 @@ TEST(Protocol, WhatIsAskedForHasAPlace) {
 
 // The receiver has given credit for as many operations as it may, and it has no place for the note that the sender waits in one more.
 // It posts that one when the sender has long asked everyone.
-TEST(Protocol, AWaitThatCouldNotBeKeptIsNotLost) {
-  Protocol::Config config = protocolConfig(0, 2);
+TEST(Matching, AWaitThatCouldNotBeKeptIsNotLost) {
+  RankTables::Config config = protocolConfig(0, 2);
   config.max_ahead = 4;
-  Protocol sender(config);
+  RankTables sender(config);
   config.rank = 1;
-  Protocol receiver(config);
+  RankTables receiver(config);
   TimePoint now = Clock::now();
   int frames = 0;
   const auto runFor = [&](std::chrono::milliseconds time) {
@@ -761,18 +766,18 @@ TEST(Protocol, AWaitThatCouldNotBeKeptIsNotLost) {
   const Posted wanted = derived(4, 0);
   post(sender, wanted, now);
   runFor(std::chrono::milliseconds(1000));
-  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 1 << 20), Protocol::Permission::No);
+  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 1 << 20), RankTables::Permission::No);
   post(receiver, derived(4, 1), now);
   runFor(std::chrono::milliseconds(20));
-  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 1 << 20), Protocol::Permission::Credit);
+  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 1 << 20), RankTables::Permission::Credit);
   EXPECT_FALSE(sender.failed());
   EXPECT_FALSE(receiver.failed());
 }
 
 // Both ranks wait for each other's data, which a third one holds up: each says so a few times, and no answer is answered.
-TEST(Protocol, TwoRanksThatWaitForEachOtherSayItOnce) {
-  Protocol first(protocolConfig(0, 2));
-  Protocol second(protocolConfig(1, 2));
+TEST(Matching, TwoRanksThatWaitForEachOtherSayItOnce) {
+  RankTables first(protocolConfig(0, 2));
+  RankTables second(protocolConfig(1, 2));
   TimePoint now = Clock::now();
   post(first, barrierOf(1, 0, 2), now);
   post(second, barrierOf(1, 1, 2), now);
@@ -793,4 +798,4 @@ TEST(Protocol, TwoRanksThatWaitForEachOtherSayItOnce) {
 }
 
 } // namespace
-} // namespace pycomm
+} // namespace pycomm::testing

@@ -1,0 +1,256 @@
+// The data plane of one rank: which way frames leave, how it ends, and what becomes of operations that come too late or cannot begin.
+#include "engine/data/data_plane.h"
+
+#include <gtest/gtest.h>
+
+#include "allocations.h"
+#include "engine/data/lone_lane.h"
+
+namespace pycomm::testing {
+namespace {
+
+// ---- which way a frame leaves
+
+FrameHeader questionOf(uint64_t id) {
+  FrameHeader header = LoneLane::frameOf(*LoneLane(2).broadcast(id), FrameType::Waiting);
+  header.op_id = id;
+  return header;
+}
+
+TEST(DataPlaneFrames, ThoseToThisRankItselfTakeNoLink) {
+  LoneLane lane(2);
+  const auto sent = lane.message(false, Deadline::never(), 0);
+  lane.plane->post(sent);
+  lane.plane->post(lane.message(true, Deadline::never(), 0));
+  EXPECT_TRUE(sent->done());
+  EXPECT_EQ(lane.connections, 0);
+}
+
+// A rank that only asks opens no bulk link: of many ranks, each would have one to every other.
+TEST(DataPlaneFrames, QuestionsTakeControlLinksUntilThereIsABulkLink) {
+  const FrameHeader question = questionOf(5);
+  LoneLane lane(2);
+  lane.receive(1, question);
+  EXPECT_EQ(lane.takeAsked().size(), 1U) << "its answer";
+  EXPECT_EQ(lane.connections, 0);
+  lane.plane->post(lane.broadcast(1));
+  EXPECT_EQ(lane.takeDataFrames(1), std::vector<uint64_t>{1});
+  FrameHeader other = question;
+  other.op_id = 6;
+  lane.receive(1, other);
+  EXPECT_TRUE(lane.takeAsked().empty());
+  EXPECT_TRUE(lane.takeDataFrames(1).empty());
+  FrameHeader last;
+  std::memcpy(
+      static_cast<void*>(&last), lane.out[1].written.data() + lane.out[1].written.size() - sizeof last, sizeof last);
+  EXPECT_EQ(last.type, FrameType::NotEntered);
+  EXPECT_EQ(last.op_id, 6U);
+}
+
+TEST(DataPlaneFrames, OnlyOneThatNoOperationNeedsMayBeLost) {
+  LoneLane lane(2);
+  lane.refuses = true;
+  const auto receive = lane.message(true);
+  lane.plane->post(receive);
+  lane.tick(2); // it asks for its message
+  EXPECT_EQ(lane.connections, 1);
+  EXPECT_TRUE(lane.noticed.empty()) << lane.noticed.front().text();
+  lane.plane->post(lane.broadcast(1));
+  EXPECT_EQ(lane.noticed.size(), 1U);
+}
+
+TEST(DataPlaneFrames, NoneLeavesOnceThePlaneEnds) {
+  const FrameHeader question = questionOf(5);
+  LoneLane lane(2);
+  lane.plane->follow(lane.broadcast(1));
+  lane.plane->fail(LoneLane::because(ErrorCode::PeerDead));
+  lane.receive(1, question);
+  lane.tick(200);
+  EXPECT_TRUE(lane.takeAsked().empty());
+  EXPECT_EQ(lane.connections, 0);
+}
+
+// ---- how the plane ends
+
+/// What an operation that comes now ends with.
+ErrorCode late(LoneLane& lane) {
+  const auto operation = lane.broadcast(99);
+  lane.plane->post(operation);
+  EXPECT_TRUE(operation->done());
+  const auto error = operation->error();
+  EXPECT_TRUE(error.has_value());
+  EXPECT_STREQ(error->phase.text(), "not_started");
+  return error->code;
+}
+
+struct DataPlaneEnd : ::testing::Test {
+  LoneLane lane{2};
+  int closed = 0;
+
+  void fail(ErrorCode code) {
+    lane.plane->fail(LoneLane::because(code));
+  }
+  void close(ErrorCode code = ErrorCode::Aborted) {
+    lane.plane->close(LoneLane::because(code), [this] { ++closed; });
+  }
+  /// Opens a link to rank 1, on which a goodbye can be said.
+  void open() {
+    lane.plane->post(lane.broadcast(1));
+    EXPECT_EQ(lane.takeDataFrames(1).size(), 1U);
+    lane.tick(0); // nothing waits any more
+  }
+  /// The links end then, and not before.
+  void expectEndAt(int ms) {
+    EXPECT_EQ(lane.plane->nextTick(), lane.at(ms));
+    lane.tick(ms - 1);
+    EXPECT_EQ(closed, 0);
+    lane.tick(ms);
+    EXPECT_EQ(closed, 1);
+    EXPECT_EQ(lane.plane->nextTick(), TimePoint::max()) << "once";
+  }
+};
+
+TEST_F(DataPlaneEnd, AnOperationOfAWayThatIsOverAlreadyEndsAtOnce) {
+  Operation::Request request;
+  request.id = {1, 1};
+  request.descriptor.kind = Collective::Broadcast;
+  request.descriptor.algorithm = Algorithm::SharedMemory;
+  const auto operation = std::make_shared<Operation>(std::move(request));
+  lane.plane->post(operation);
+  ASSERT_TRUE(operation->done());
+  EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
+}
+
+TEST_F(DataPlaneEnd, TheFirstFailureStays) {
+  fail(ErrorCode::PeerDead);
+  fail(ErrorCode::Timeout);
+  EXPECT_EQ(late(lane), ErrorCode::PeerDead);
+  EXPECT_EQ(lane.plane->nextTick(), TimePoint::max()) << "links stay open until the group is closed";
+}
+
+TEST_F(DataPlaneEnd, WithoutALinkNoGoodbyeIsWaitedFor) {
+  close();
+  EXPECT_EQ(late(lane), ErrorCode::Aborted);
+  expectEndAt(0);
+  EXPECT_EQ(late(lane), ErrorCode::Aborted);
+}
+
+TEST_F(DataPlaneEnd, GoodbyesThatHaveLeftNeedNoRoom) {
+  open();
+  close();
+  expectEndAt(20);
+}
+
+TEST_F(DataPlaneEnd, LinksStayOpenForGoodbyesThatWaitForRoom) {
+  open();
+  lane.out[1].full = true;
+  close();
+  EXPECT_EQ(lane.plane->nextTick(), lane.at(1500));
+  lane.passTo(100);
+  lane.out[1].full = false;
+  static_cast<void>(lane.takeDataFrames(1));
+  expectEndAt(120);
+}
+
+// News of the failure is still on its way to other ranks, and an end of the links would look like a death.
+TEST_F(DataPlaneEnd, LinksStayOpenForAWhileAfterAFailure) {
+  fail(ErrorCode::PeerDead);
+  lane.passTo(10);
+  close();
+  EXPECT_EQ(late(lane), ErrorCode::PeerDead) << "the group's cause, not that it is closed";
+  expectEndAt(50);
+}
+
+TEST_F(DataPlaneEnd, AFailureThatIsLongAgoHoldsNothingUp) {
+  fail(ErrorCode::PeerDead);
+  lane.passTo(500);
+  close();
+  expectEndAt(500);
+}
+
+TEST_F(DataPlaneEnd, AGroupThatClosesMayFail) {
+  open();
+  lane.out[1].full = true;
+  close();
+  lane.passTo(1);
+  fail(ErrorCode::PeerDead);
+  EXPECT_EQ(late(lane), ErrorCode::PeerDead);
+  expectEndAt(1500);
+}
+
+// ---- operations that cannot begin
+
+TEST(DataPlaneRefused, OperationsEndWithTheGroupOldestFirst) {
+  LoneLane lane(2);
+  lane.plane->post(lane.broadcast(1, Deadline::never(), 1 << 20)); // waits for credit
+  std::vector<int> ended;
+  for (const int ms : {50, 20}) {
+    const auto operation = lane.broadcast(1, Deadline::at(lane.at(ms))); // a second one of that name
+    operation->onDone([&ended, ms] { ended.push_back(ms); });
+    lane.plane->post(operation);
+    EXPECT_FALSE(operation->done()) << "its waiter would begin what the other ranks do not expect";
+  }
+  EXPECT_EQ(lane.noticed.size(), 2U);
+  EXPECT_EQ(lane.plane->usage().refused, 2U);
+  EXPECT_LE(lane.plane->nextTick(), lane.at(20));
+  lane.plane->fail(LoneLane::because(ErrorCode::PeerDead));
+  EXPECT_EQ(ended, (std::vector<int>{50, 20}));
+  EXPECT_EQ(lane.plane->usage().refused, 0U);
+}
+
+TEST(DataPlaneRefused, AFailureThatWasLostEndsThemAtTheirDeadlines) {
+  LoneLane lane(2);
+  lane.plane->post(lane.broadcast(1, Deadline::never(), 1 << 20));
+  const auto one = lane.broadcast(1, Deadline::at(lane.at(50)));
+  const auto other = lane.broadcast(1, Deadline::at(lane.at(20)));
+  lane.plane->post(one);
+  lane.plane->post(other);
+  lane.tick(19);
+  EXPECT_FALSE(other->done());
+  lane.tick(20);
+  ASSERT_TRUE(other->done());
+  EXPECT_EQ(other->error()->code, ErrorCode::OutOfMemory) << other->error()->text();
+  EXPECT_FALSE(one->done());
+  EXPECT_EQ(lane.plane->usage().refused, 1U);
+}
+
+TEST(DataPlaneRefused, WithoutMemoryToRememberItAnOperationEndsAtOnce) {
+  int at_once = 0;
+  bool struck = true;
+  for (int64_t nth = 1; struck && nth < 100; ++nth) {
+    LoneLane lane(2);
+    lane.plane->post(lane.broadcast(1, Deadline::never(), 1 << 20));
+    const auto second = lane.broadcast(1);
+    failAllocation(nth);
+    lane.plane->post(second);
+    struck = allocationFailed();
+    failAllocation(0);
+    EXPECT_TRUE(second->done() || lane.plane->usage().refused == 1) << "allocation " << nth;
+    if (second->done()) {
+      ++at_once;
+      EXPECT_EQ(second->error()->code, ErrorCode::Internal) << "why it cannot begin: " << second->error()->text();
+    }
+  }
+  EXPECT_GE(at_once, 1);
+}
+
+// ---- links that arrive
+
+TEST(DataPlaneLinks, OneThatWasNotTakenForWantOfMemoryMayStillArrive) {
+  LoneLane lane(2);
+  LaneWire in;
+  lane.plane->post(lane.message(true));
+  auto link = std::make_unique<LaneLink>(in, 2000);
+  failAllocation(1);
+  lane.plane->adopt(1, std::move(link));
+  const bool struck = allocationFailed();
+  failAllocation(0);
+  ASSERT_TRUE(struck);
+  ASSERT_EQ(lane.noticed.size(), 1U);
+  EXPECT_EQ(lane.noticed[0].code, ErrorCode::OutOfMemory);
+  lane.plane->peerLeft(1);
+  EXPECT_EQ(lane.noticed.size(), 1U) << "its link has not ended: " << lane.noticed.back().text();
+}
+
+} // namespace
+} // namespace pycomm::testing
