@@ -241,6 +241,11 @@ class Reconfigurable(Options):
     ``enable_reconfigure=True`` does since torch 2.14: the group has no members, and every
     collective raises, until all members have called ``pycomm.reconfigure`` (docs/reconfigure.md).
     Groups made later by ``new_group`` are ordinary ones.
+
+    Example::
+
+        dist.init_process_group("pycomm", pg_options=pycomm.Reconfigurable(timeout=30))
+        pycomm.reconfigure(1, [pycomm.reconfigure_handle()])  # a group of this process alone
     """
 
 

@@ -55,7 +55,7 @@ class Found:
             f"{name:<9}{self.inputs:>12,}{self.cpu_seconds:>8.0f}{self.cpu_before:>8.0f}"
             f"{self.first_edges:>8}{self.edges - self.first_edges:>+7}"
             f"{self.first_corpus:>8}{self.corpus - self.first_corpus:>+7}"
-            f"{self.since_new():>13,}  {self.reason or 'the session ended; not dry yet'}"
+            f"{self.since_new():>13,}  {self.reason or 'it was stopped; not dry yet'}"
         )
 
 

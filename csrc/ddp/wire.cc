@@ -56,8 +56,9 @@ constexpr int kTopAim = 9;
 constexpr int kTopHighest = 15;
 constexpr int kTopLowest = 0;
 
-// 2^-s must be a normal fp32 number, and so must 2^s times a ratio of PassWeights, which is up to ranks * passes.
-constexpr int kExponentLimit = 100;
+// 2^s and 2^-s must both be normal fp32 numbers; and so must 2^s times a ratio of PassWeights, which is up to ranks * passes.
+constexpr int kExponentLimit = 126;
+constexpr int kExponentLimitOfWeighed = 100;
 
 constexpr int kAllZeroCode = 0;
 
@@ -98,7 +99,11 @@ int ceilLog2(int value) {
 /// the fp16 sum holds Inf. Both ranks read 17 and 2, take s = 9 - 17 - 1 = -9, pack again: 100000 * 2^-9 = 195.3 fits.
 class ScaledWire final : public Wire {
  public:
-  ScaledWire(int world_size, int exponent) : world_size_(world_size), exponent_(exponent), next_exponent_(exponent) {}
+  ScaledWire(int world_size, int exponent, bool weighed)
+      : world_size_(world_size),
+        exponent_limit_(weighed ? kExponentLimitOfWeighed : kExponentLimit),
+        exponent_(exponent),
+        next_exponent_(exponent) {}
 
   [[nodiscard]] std::optional<at::ScalarType> castTo() const override {
     return at::kHalf;
@@ -168,7 +173,7 @@ class ScaledWire final : public Wire {
     }
     const int sum_exponent = highest - ExponentCode::kBias + ceilLog2(world_size_); // E + L
     const int top = sum_exponent + exponent_;
-    const int next = std::clamp(kTopAim - sum_exponent, -kExponentLimit, kExponentLimit);
+    const int next = std::clamp(kTopAim - sum_exponent, -exponent_limit_, exponent_limit_);
     if ((top >= kTopLowest && top <= kTopHighest) || next == exponent_) {
       return {accepted, next};
     }
@@ -176,6 +181,7 @@ class ScaledWire final : public Wire {
   }
 
   int world_size_;
+  int exponent_limit_;
   int exponent_; ///< s
   int next_exponent_; ///< of the next step
 };
@@ -240,7 +246,7 @@ std::unique_ptr<Wire> makeWire(const WireContext& context, const ReducedParam& p
     return std::make_unique<OwnWire>(context.hook_averages);
   }
   if (param.wire_dtype == at::kHalf) {
-    return std::make_unique<ScaledWire>(context.group.size(), exponent);
+    return std::make_unique<ScaledWire>(context.group.size(), exponent, context.options.weighs);
   }
   const bool casts = param.wire_dtype.value_or(param.tensor.scalar_type()) != param.tensor.scalar_type();
   if (param.codec != Codec::None) {

@@ -22,6 +22,7 @@ import pycomm
 from pycomm import _torch_range, errors, service
 from pycomm._ddp_options import ONLY
 from pycomm._settings import SETTINGS, WIRE_DTYPES
+from pycomm.doctor.splits import FP16_NBYTES, FP32_NBYTES, INT8_NBYTES, ddp_nbytes, wire_seconds
 from pycomm.integrations import torchrec
 
 DOCUMENTS = [
@@ -100,6 +101,7 @@ def published(path: str, command: str) -> dict[tuple[str, int, int], tuple[float
 
 LOOPBACK = "benchmarks/results/allreduce-loopback-2026-11-26.txt"
 BETWEEN_HOSTS = "benchmarks/results/allreduce-hosts-2026-11-26.txt"
+VALUE_NBYTES = (FP32_NBYTES, FP16_NBYTES, INT8_NBYTES)
 STEPS = "benchmarks/results/ddp-hosts-2026-11-26.txt"
 
 
@@ -120,9 +122,9 @@ def test_the_readmes_table_of_syncs_is_computed_and_near_what_was_measured() -> 
     readme = read("README.md")
 
     def predicted_s(parameters: float, gbit_s: float) -> list[float]:
-        """Of two machines: each sends and receives the bytes once; and of every 32nd step."""
-        fp32 = parameters * 32 / (0.95e9 * gbit_s)
-        return [fp32, fp32 / 2, fp32 / 4, fp32 / 32]
+        """Of two machines."""
+        ways = [ddp_nbytes(parameters, 2, value_nbytes=each) for each in VALUE_NBYTES]
+        return [wire_seconds(each, gbit_s) for each in (*ways, ddp_nbytes(parameters, 2, every=32))]
 
     rows = list(
         table(readme, "parameters", "link", "fp32", "fp16", "int8", "fp32, every 32nd step")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import ROOT, installed_environment, read
+from documents import ROOT, installed_environment
 from hosts import Host, run_on_both, wire
 
 from pycomm.doctor.splits import (
@@ -35,11 +35,6 @@ def test_the_formulas_by_hand() -> None:
     assert pipeline_nbytes(1000, 10, 2, value_nbytes=FP16_NBYTES) == 20e3
     assert wire_seconds(117.7e6, 1) == pytest.approx(1.0, abs=1e-3)
     assert wire_seconds(117.7e6, 2.5) == pytest.approx(0.4, abs=1e-3)
-
-
-def test_the_sync_that_was_measured() -> None:
-    assert "a gigabit take 2.1 s" in " ".join(read("README.md").split())
-    assert wire_seconds(ddp_nbytes(62.5e6, 2), 1) == pytest.approx(2.1, abs=0.05)
 
 
 def test_the_tables_are_computed() -> None:
