@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -169,6 +170,36 @@ TEST(Instance, FailsIfAMemberLeavesBeforeAllAreReadyAndNotAfter) {
       EXPECT_TRUE(instance.allTold());
     }
   }
+}
+
+TEST(Instance, CannotFailOnceAllAreReady) {
+  Instance instance(1, std::vector<MemberHandle>(2));
+  ErrorRecord first;
+  first.summary = "the first cause";
+  (void)instance.ready(0);
+  (void)instance.ready(1);
+  EXPECT_FALSE(instance.fail(first));
+  EXPECT_FALSE(instance.failure());
+  Instance fails(2, std::vector<MemberHandle>(2));
+  (void)fails.ready(0);
+  EXPECT_TRUE(fails.fail(first));
+  EXPECT_TRUE(fails.fail(ErrorRecord()));
+  EXPECT_EQ(fails.failure()->summary, first.summary);
+}
+
+TEST(Instance, CountersHaveTheLimitsOfTheRest) {
+  Instance instance(1, std::vector<MemberHandle>(2));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(instance.add("a", kMost), kMost);
+  EXPECT_THROW((void)instance.add("a", 1), Error);
+  EXPECT_EQ(instance.add("a", -1), kMost - 1);
+  const std::string key(1 << 20, 'k');
+  for (int i = 0; i < 63; ++i) {
+    EXPECT_EQ(instance.add(key + std::to_string(i), 1), 1);
+  }
+  EXPECT_THROW((void)instance.add(key + "last", 1), Error);
+  EXPECT_THROW(instance.set("value", key), Error);
+  EXPECT_EQ(instance.add(key + "0", 1), 2); // it is there already
 }
 
 TEST(Reconfigurable, MembersMeetShrinkAndMeetAgain) {
@@ -371,6 +402,96 @@ TEST(Door, AnswersNobodyWhoHasAnEarlierHandleOfItsPort) {
   const Knocked knocked = knock(handle, {*door, handle, true}, Deadline::after(3000), none);
   EXPECT_EQ(knocked.link, nullptr);
   EXPECT_TRUE(knocked.another_listens) << knocked.why;
+}
+
+/// A door with one incarnation, and a visitor of the same process.
+struct Visited {
+  Visited() {
+    Door::Config config;
+    config.id = newProcessId();
+    config.nonce = 7;
+    config.listeners.push_back(Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}));
+    door = Door::open(engine.control(), std::move(config));
+    MemberHandle first;
+    first.incarnation = newProcessId();
+    MemberHandle second;
+    second.incarnation = newProcessId();
+    instance = std::make_shared<Instance>(1, std::vector<MemberHandle>{door->addressed(first), second});
+    door->add(first.incarnation);
+    visitor = Door::open(engine.control(), {{}, "", nullptr, newProcessId(), 1});
+  }
+  [[nodiscard]] std::unique_ptr<Link> knock() const {
+    const AbortToken none;
+    const MemberHandle& first = instance->member(0);
+    return pycomm::knock(first, {*visitor, first, false}, Deadline::after(3000), none).link;
+  }
+  [[nodiscard]] static std::string ask(Link& link, const std::vector<std::string_view>& request) {
+    const AbortToken none;
+    return askDoor(link, request, Deadline::after(3000), none).front();
+  }
+
+  Engine engine;
+  std::shared_ptr<Door> door;
+  std::shared_ptr<Door> visitor;
+  std::shared_ptr<Instance> instance;
+};
+
+TEST(Door, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
+  const Visited visited;
+  visited.door->call(visited.instance->member(0).incarnation, visited.instance);
+  const auto link = visited.knock();
+  ASSERT_NE(link, nullptr);
+  const std::vector<std::string> words = requestFor(door_request::kEnter, *visited.instance, 0, 1);
+  ASSERT_EQ(Visited::ask(*link, {words.begin(), words.end()}), door_answer::kHere);
+  EXPECT_EQ(Visited::ask(*link, {door_request::kReady}), door_answer::kHere);
+  (void)visited.instance->ready(0);
+  ErrorRecord late;
+  late.code = ErrorCode::RendezvousTimeout;
+  late.rank = 1;
+  const std::string record = late.serialize();
+  EXPECT_EQ(Visited::ask(*link, {door_request::kFail, record}), door_answer::kComplete);
+  EXPECT_FALSE(visited.instance->failure());
+}
+
+TEST(Door, HangsUpOnALargeRequestBeforeEntryAndOnTwoAtOnce) {
+  const Visited visited;
+  const auto link = visited.knock();
+  ASSERT_NE(link, nullptr);
+  const std::string large(kMaxFirstDoorFrame, 'x');
+  EXPECT_THROW((void)Visited::ask(*link, {door_request::kLook, large}), Error);
+  const auto other = visited.knock();
+  ASSERT_NE(other, nullptr);
+  const std::string twice = packWords({door_request::kHas, "a"}) + packWords({door_request::kHas, "a"});
+  const AbortToken none;
+  const Deadline deadline = Deadline::after(3000);
+  writeAll(*other, {reinterpret_cast<const std::byte*>(twice.data()), twice.size()}, deadline, none);
+  std::byte answer{};
+  EXPECT_THROW(readAll(*other, {&answer, 1}, deadline, none), Error);
+}
+
+TEST(Door, KnowsNobodyWhoWasRemoved) {
+  const Visited visited;
+  const ProcessId self = visited.instance->member(0).incarnation;
+  visited.door->remove(self);
+  EXPECT_THROW(visited.door->call(self, visited.instance), Error);
+  const auto link = visited.knock();
+  ASSERT_NE(link, nullptr);
+  const std::vector<std::string> words = requestFor(door_request::kEnter, *visited.instance, 0, 1);
+  EXPECT_EQ(Visited::ask(*link, {words.begin(), words.end()}), door_answer::kGone);
+}
+
+TEST(Reconfigurable, AMemberWithoutAWayToAnotherFailsAtOnceAndNamesIt) {
+  Process process;
+  MemberHandle elsewhere = MemberHandle::parse(process.members->handle());
+  elsewhere.incarnation = newProcessId();
+  elsewhere.host.hostname = "elsewhere";
+  elsewhere.addresses = {SocketAddress::loopback(AddressFamily::IPv4).withPort(4711)};
+  const TimePoint began = Clock::now();
+  const auto error = process.meet(1, {process.members->handle(), elsewhere.text()}, 20000);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, ErrorCode::ConnectFailed) << error->text();
+  EXPECT_EQ(error->peer, 1) << error->text();
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
 }
 
 TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {

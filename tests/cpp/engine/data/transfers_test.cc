@@ -31,9 +31,9 @@ class CountingLoop final : public Loop {
 struct TransfersTest : ::testing::Test {
   static constexpr int64_t kNumel = 4;
   const GroupIdentity identity = identityOf();
-  Tables tables{identity, Limits()};
   CountingLoop lane;
   StagingPool staging{lane.stagingMemory()};
+  Tables tables{identity, Limits()}; // its rows hold staging buffers
   Transfers transfers{tables, staging, lane, [](int, OutFrame) {}};
   const TimePoint now = Clock::now();
   std::vector<float> output = std::vector<float>(kNumel);
