@@ -42,6 +42,7 @@ def reconfigure_handle(group: dist.ProcessGroup | None = None) -> str:
 
     Raises:
         InvalidArgumentError: The group was not made for that.
+        ForkedError: This process is a child of ``fork()``: the handle is the parent's.
         ValueError: The group is not pycomm's, or there is no group.
     """
     return str(_extension.native.reconfigure_handle(native_backend(group)))
@@ -81,10 +82,13 @@ def reconfigure(
             as it was.
         ConfigMismatchError: A member has another secret, another list for this uuid, or other
             options.
+        ConnectFailedError: A member's handle has no address that this host could reach.
+        ForkedError: This process is a child of ``fork()``. The parent's group is as it was.
         PeerDeadError: A member has ended: nobody listens at its address, or its connection broke.
         RendezvousTimeoutError: A member has not called this in time; the text names it.
-        PycommError: Any other reason why the members did not come together. After all errors but
-            the first the group has no members: call this again, with a new uuid.
+        PycommError: Any other reason why the members did not come together. After an error that
+            is neither of the arguments nor ForkedError, the group has no members: call this again,
+            with a new uuid.
 
     Returns when every member has said that it is ready, or at most one second after the timeout.
     If a member ends just then, the first collective raises that. Blocks without the interpreter's
@@ -116,7 +120,7 @@ def register_abort_hook(
     """Has a function called when a group fails or is aborted, to save what explains it.
 
     It runs once for each set of members, on a thread of pycomm's, or within ``abort()`` on the
-    caller's. What it raises is logged.
+    caller's. What it raises is logged. ``destroy_process_group`` forgets it.
 
     Args:
         hook_id: A number of yours; another hook with it is replaced.

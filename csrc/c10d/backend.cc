@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/TensorBody.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -31,6 +32,21 @@ std::string whyHere() {
   }
 }
 
+ErrorRecord endedBy(int rank, const char* does) {
+  ErrorRecord reason;
+  reason.code = ErrorCode::Aborted;
+  reason.peer = rank;
+  reason.summary = "Rank " + std::to_string(rank) + " " + does + " the process group.";
+  return reason;
+}
+
+Error destroyed() {
+  return {
+      ErrorCode::ShutDown,
+      "The process group was destroyed, so reconfigure() cannot give it members.",
+      "make a new one with init_process_group()"};
+}
+
 } // namespace
 
 /// Any thread. Outlives the backend: a group that fails while that ends may be about to call them.
@@ -40,19 +56,28 @@ struct PycommBackend::AbortHooks {
 
   std::mutex mutex; ///< guards the rest; not held while a hook runs
   Hooks hooks;
-  bool ran = false; ///< for the group that there is now
+  uint64_t epoch = 0; ///< counts the calls of reconfigure()
+  bool ran = false; ///< in this epoch
 
-  void run() noexcept {
-    Hooks now;
+  /// From now on the next group's. Its number.
+  uint64_t next() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ran = false;
+    return ++epoch;
+  }
+  /// Those to run now: none if they have run, if there is another group since `of`, or if there is no memory.
+  [[nodiscard]] Hooks take(std::optional<uint64_t> of) noexcept {
     try {
       const std::lock_guard<std::mutex> lock(mutex);
-      if (std::exchange(ran, true)) {
-        return;
+      if (!ran && (!of || *of == epoch)) {
+        ran = true;
+        return hooks;
       }
-      now = hooks;
     } catch (const std::exception&) { // no memory
-      return;
     }
+    return {};
+  }
+  static void run(const Hooks& now) noexcept {
     for (const auto& [id, hook] : now) {
       try {
         (*hook)();
@@ -75,7 +100,7 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
   }
   // Last, as the role refers to this until the destructor settles it.
   owner_ = c10::make_intrusive<WorkOwner>(group_, GroupRole::next(*this, settings_.starts_world));
-  watchFailure(group_);
+  watchFailure(group_, 0);
 }
 
 PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> members, Settings settings)
@@ -117,30 +142,56 @@ c10d::ErrorType PycommBackend::getError() {
 }
 
 void PycommBackend::abort() {
-  hooks_->run();
-  ErrorRecord reason;
-  reason.code = ErrorCode::Aborted;
-  const std::shared_ptr<Group> group = groupIfAny();
-  reason.peer = group == nullptr ? -1 : group->identity().jobRank();
-  reason.summary =
-      (reason.peer < 0 ? "A member" : "Rank " + std::to_string(reason.peer)) + " aborted the process group.";
-  {
-    const std::lock_guard<std::mutex> lock(joining_mutex_);
-    if (joining_ != nullptr) {
-      joining_->abort(reason);
-    }
-  }
-  if (group != nullptr) {
-    group->abort(reason);
+  AbortHooks::run(hooks_->take(std::nullopt));
+  abortJoining("aborted");
+  // After that: a reconfigure() that has not seen it has adopted its group.
+  if (const std::shared_ptr<Group> group = groupIfAny()) {
+    group->abort(endedBy(group->identity().jobRank(), "aborted"));
   }
 }
 
+void PycommBackend::abortJoining(const char* does) {
+  const std::lock_guard<std::mutex> lock(joining_mutex_);
+  if (joining_rank_ < 0) {
+    return;
+  }
+  if (!abort_wanted_) {
+    abort_wanted_ = endedBy(joining_rank_, does);
+  }
+  if (joining_ != nullptr) {
+    joining_->abort(*abort_wanted_);
+  }
+}
+
+std::optional<ErrorRecord> PycommBackend::endJoining() noexcept {
+  const std::lock_guard<std::mutex> lock(joining_mutex_);
+  joining_rank_ = -1;
+  return std::exchange(abort_wanted_, std::nullopt);
+}
+
 void PycommBackend::shutdown() {
-  const std::shared_ptr<Group> group = groupIfAny();
+  if (members_ != nullptr) {
+    if (!members_->belongsToThisProcess()) {
+      return; // nothing here is a forked child's
+    }
+    closed_ = true;
+    members_->leave();
+    abortJoining("destroyed");
+  }
+  std::shared_ptr<Group> group;
+  std::shared_ptr<CudaDevices> devices;
+  {
+    const EpochLock lock = members_ == nullptr ? EpochLock(epoch_mutex_, std::defer_lock) : EpochLock(epoch_mutex_);
+    group = group_;
+    devices = devices_;
+  }
   if (group != nullptr) {
-    devices_->stop();
+    devices->stop();
     group->close();
   }
+  AbortHooks::Hooks gone; // freed after the lock
+  const std::lock_guard<std::mutex> lock(hooks_->mutex);
+  std::swap(gone, hooks_->hooks);
 }
 
 PycommBackend::EpochLock PycommBackend::holdEpoch() const {
@@ -189,7 +240,13 @@ std::string PycommBackend::reconfigureHandle() const {
       throw Error(
           ErrorCode::InvalidArgument,
           "This process group cannot be reconfigured: it was not made for that.",
-          "init_process_group(enable_reconfigure=True), or pg_options=pycomm.Options(enable_reconfigure=True) before torch 2.14");
+          "init_process_group(enable_reconfigure=True), or pg_options=pycomm.Reconfigurable() before torch 2.14");
+    }
+    if (!members_->belongsToThisProcess()) {
+      throw Error(
+          ErrorCode::Forked,
+          "A process group cannot be reconfigured in a child of fork(): its handle and its port belong to the parent.",
+          "start workers with the spawn method, or make a new process group in the child");
     }
     return members_->handle();
   });
@@ -210,6 +267,9 @@ void PycommBackend::adopt(Epoch epoch, const std::string& why_none, Deadline dea
         "reconfigure() timed out: another call for this group is under way and does not return.",
         "call it when no collective is being issued, and not in a signal handler");
   }
+  if (epoch.group != nullptr && closed_) {
+    throw destroyed();
+  }
   if (epoch.group != nullptr) {
     renumber(rank_, epoch.group->identity().rank);
     renumber(size_, epoch.group->identity().size);
@@ -223,11 +283,14 @@ void PycommBackend::adopt(Epoch epoch, const std::string& why_none, Deadline dea
   why_none_ = why_none;
 }
 
-// On the control loop: a hook may take the interpreter's lock.
-void PycommBackend::watchFailure(const std::shared_ptr<Group>& group) {
-  group->whenFailed([hooks = hooks_, &pool = group->engine().callbacks()] {
+// On the control loop: a hook may take the interpreter's lock. Which hooks these are is decided when the group fails: what happens before
+// the pool comes to it, a shutdown() or another group, changes nothing.
+void PycommBackend::watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) {
+  group->whenFailed([hooks = hooks_, epoch, &pool = group->engine().callbacks()] {
     try {
-      static_cast<void>(pool.submit([hooks] { hooks->run(); }));
+      if (AbortHooks::Hooks now = hooks->take(epoch); !now.empty()) {
+        static_cast<void>(pool.submit([now = std::move(now)] { AbortHooks::run(now); }));
+      }
     } catch (const std::exception&) { // no memory for it
     }
   });
@@ -251,7 +314,7 @@ void PycommBackend::reconfigureTo(
     int64_t uuid,
     const std::vector<std::string>& handles,
     std::chrono::milliseconds timeout) {
-  (void)reconfigureHandle(); // raises if this is not reconfigurable
+  (void)reconfigureHandle(); // raises if this is not reconfigurable, and in a child of fork()
   const Deadline deadline = Deadline::after(timeout.count());
   pycomm::raising([&] {
     const std::unique_lock<std::mutex> alone(reconfigure_mutex_, std::try_to_lock);
@@ -266,8 +329,16 @@ void PycommBackend::reconfigureTo(
                 : "Another thread reconfigures this group already.",
           alone ? "leave the manager first" : "call reconfigure() from one thread at a time");
     }
+    if (closed_) {
+      throw destroyed();
+    }
     const Reconfigurable::Plan plan = members_->plan(uuid, handles);
     const std::string which = "reconfigure(uuid=" + std::to_string(uuid) + ")";
+    {
+      const std::lock_guard<std::mutex> lock(joining_mutex_);
+      joining_rank_ = plan.rank; // an abort() counts for the new group from here on
+    }
+    const auto over = c10::make_scope_exit([&] { (void)endJoining(); });
     uint32_t number = 0;
     if (const std::shared_ptr<Group> old = groupIfAny()) {
       number = groupNumber();
@@ -275,6 +346,7 @@ void PycommBackend::reconfigureTo(
       old->close();
     }
     adopt({}, which + " is under way or was interrupted", deadline);
+    const uint64_t epoch = hooks_->next();
     {
       const std::lock_guard<std::mutex> lock(windows_mutex_);
       windows_.clear(); // of other threads, whose managers' bodies have raised or will
@@ -287,9 +359,12 @@ void PycommBackend::reconfigureTo(
         const auto joining = [&](JoinAbort* now) {
           const std::lock_guard<std::mutex> lock(joining_mutex_);
           joining_ = now;
+          if (now != nullptr && abort_wanted_) {
+            now->abort(*abort_wanted_);
+          }
         };
-        joining(&abort);
         try {
+          joining(&abort);
           met = members_->meet(plan, deadline, abort);
         } catch (...) {
           joining(nullptr);
@@ -297,12 +372,11 @@ void PycommBackend::reconfigureTo(
         }
         joining(nullptr);
       });
-      {
-        const std::lock_guard<std::mutex> lock(hooks_->mutex);
-        hooks_->ran = false;
-      }
-      watchFailure(met.group);
+      watchFailure(met.group, epoch);
       adopt({met.store, met.group, GroupRole::ofMeeting(plan.instance->name(), number)}, "", deadline);
+      if (const auto wanted = endJoining()) { // after the meeting, which has not seen it
+        met.group->abort(*wanted);
+      }
     } catch (...) { // also what a handler of a signal has raised
       if (met.group != nullptr) {
         ErrorRecord reason;

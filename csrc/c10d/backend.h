@@ -334,11 +334,15 @@ class PycommBackend final : public c10d::Backend {
     std::shared_ptr<Group> group;
     std::shared_ptr<GroupRole> role;
   };
-  /// Replaces that. An empty one: there is no group, and `why_none_` says why. Throws Error(Timeout) if a call does not return.
+  /// Replaces that. An empty one: there is no group, and `why_none_` says why. Throws Error(Timeout) if a call does not return, and
+  /// Error(ShutDown) for a group after shutdown().
   void adopt(Epoch epoch, const std::string& why_none, Deadline deadline);
-  void watchFailure(const std::shared_ptr<Group>& group);
-  /// The hooks of those who have not run since the last adopt().
-  void runAbortHooks() noexcept;
+  /// `epoch`: of hooks_. The hooks of another one do not run.
+  void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch);
+  /// For the reconfigure() under way, if any, also before and after its JoinAbort is there. `does`: "aborted".
+  void abortJoining(const char* does);
+  /// The reconfigure() under way is over. What abortJoining() has left for it.
+  std::optional<ErrorRecord> endJoining() noexcept;
   struct AbortHooks;
 
   const std::unique_ptr<Reconfigurable> members_; ///< null: not reconfigurable
@@ -354,8 +358,11 @@ class PycommBackend final : public c10d::Backend {
 
   const std::shared_ptr<AbortHooks> hooks_;
   std::mutex reconfigure_mutex_; ///< held by the one reconfigure() at a time
-  std::mutex joining_mutex_; ///< guards joining_
-  JoinAbort* joining_ = nullptr; ///< of the reconfigure() under way: abort() ends it
+  std::atomic<bool> closed_{false}; ///< by shutdown(): no group is adopted any more
+  std::mutex joining_mutex_; ///< guards the next three
+  int joining_rank_ = -1; ///< this member's in the reconfigure() under way; -1: none is
+  JoinAbort* joining_ = nullptr; ///< of that, while it meets the members: abort() ends it
+  std::optional<ErrorRecord> abort_wanted_; ///< of that: abort() was called
 
   /// The calling thread's, or null. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
   /// operation may take: torch's coalescing manager does not end a window if its body raises, and later operations would never begin.

@@ -190,7 +190,7 @@ Reconfigurable::Reconfigurable(Engine& engine, Group::Config config)
 }
 
 Reconfigurable::~Reconfigurable() {
-  door_->remove(incarnation_);
+  leave();
 }
 
 std::shared_ptr<Door> Reconfigurable::openDoor() {
@@ -199,19 +199,27 @@ std::shared_ptr<Door> Reconfigurable::openDoor() {
   const std::string key_id = security.secret == nullptr ? "" : security.secret->keyId();
   const bool unix_sockets = config_.transport != Transport::Tcp;
   const bool ports = security.secret != nullptr || security.policy != SecurityPolicy::Require;
+  SocketAddress route;
+  if (ports) {
+    AddressPolicy policy;
+    policy.spec = meeting.spec;
+    policy.family = meeting.family;
+    policy.store_host = meeting.store_host;
+    const HostNetwork network = HostNetwork::ofThisHost();
+    route = chooseRoute(policy, network).address;
+    if (route.isLoopback() && (meeting.spec.empty() || meeting.spec.exclude)) {
+      policy.store_host.clear(); // the store is here, and its name leads no other host here: the default route may
+      route = chooseRoute(policy, network).address;
+    }
+  }
   const std::string key = meeting.spec.text() + " " + addressFamilyName(meeting.family) + " " + meeting.ports.text() +
-      " " + key_id + (unix_sockets ? " unix" : "") + (ports ? " ports" : "");
+      " " + key_id + (unix_sockets ? " unix" : "") + (ports ? " ports " + route.ip() : "");
   return engine_.door(key, [&] {
     Door::Config config;
     config.tls = security.open();
     config.id = config.tls == nullptr ? newProcessId() : config.tls->self();
     config.nonce = randomNumber();
     if (ports) {
-      AddressPolicy policy;
-      policy.spec = meeting.spec;
-      policy.family = meeting.family;
-      policy.store_host = meeting.store_host;
-      const SocketAddress route = chooseRoute(policy, HostNetwork::ofThisHost()).address;
       config.listeners.push_back(Listener::bind(route, meeting.ports));
       // Members of this host come by loopback, also when that interface is down. A user who has named interfaces gets no other.
       if (!route.isLoopback() && (meeting.spec.empty() || meeting.spec.matches("lo"))) {
@@ -291,6 +299,9 @@ Reconfigurable::Plan Reconfigurable::plan(int64_t uuid, const std::vector<std::s
 
 // A rendezvous over torch's store speaks of that.
 ErrorRecord Reconfigurable::explained(ErrorRecord record, const Instance& instance) const {
+  if (record.code == ErrorCode::Aborted) { // by abort(), or by a signal: not a reason to start the job again
+    record.hint = "let the members that go on call reconfigure() again with a new uuid";
+  }
   const bool timed_out = record.code == ErrorCode::RendezvousTimeout;
   if (timed_out && record.summary.rfind("reconfigure(", 0) != 0) {
     record.hint =
@@ -328,6 +339,16 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
   try {
     PYCOMM_FAULT_POINT("reconfigure.call");
     door_->call(incarnation_, instance);
+    for (int rank = 0; rank < instance->size(); ++rank) {
+      if (rank != plan.rank && waysTo(instance->member(rank), self_.host, visitor.unix_sockets).empty()) {
+        throw Error(instance->trouble(
+            ErrorCode::ConnectFailed,
+            rank,
+            "cannot be reached from " + self_.who() + ": its handle has no address that leads there",
+            "set PYCOMM_SOCKET_IFNAME in that process to the interface that the other hosts reach; under PYCOMM_SECURITY=require, give "
+            "all hosts a secret"));
+      }
+    }
     std::unique_ptr<MeetingStore> store;
     if (plan.rank == 0) {
       (void)instance->enter(0);
@@ -345,15 +366,21 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     ErrorRecord record = explained(recordOf(exception, "the group could not be reconfigured"), *instance);
     record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
     record.group = record.group.empty() ? meeting.group_name : record.group;
-    ErrorRecord told = record; // by this member
-    told.rank = plan.rank;
-    told.host = localHostName();
-    instance->fail(told);
-    if (place != nullptr) {
-      place->meeting().fail(told);
+    if (record.peer < 0 && record.rank >= 0 && record.rank != plan.rank) { // another one has given up
+      record.peer = record.rank;
+      record.peer_host = record.host;
+    }
+    record.rank = plan.rank;
+    record.host = localHostName();
+    if (place == nullptr) {
+      instance->fail(record);
+    } else if (!place->meeting().fail(record) && met.group != nullptr) {
+      place->meeting().finish(); // all the others return their group
+      met.store = {place, &place->store()};
+      return met;
     }
     if (met.group != nullptr) {
-      met.group->abort(told);
+      met.group->abort(record);
       met.group->close();
       met.group.reset();
     }
@@ -365,8 +392,6 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     if (place != nullptr) {
       place->meeting().finish();
     }
-    record.rank = plan.rank;
-    record.host = localHostName();
     throw Error(record);
   }
   met.store = {place, &place->store()};

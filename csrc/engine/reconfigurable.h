@@ -37,6 +37,15 @@ class Reconfigurable {
     return self_.text();
   }
 
+  /// Nobody can meet this one from now on: its group was destroyed. Idempotent. Does nothing in a child of fork().
+  void leave() noexcept {
+    door_->remove(incarnation_);
+  }
+  /// False in a child of fork(): the door is the parent's.
+  [[nodiscard]] bool belongsToThisProcess() const noexcept {
+    return engine_.belongsToThisProcess();
+  }
+
   /// A list of members that this one may meet.
   struct Plan {
     std::shared_ptr<Instance> instance;
@@ -51,7 +60,7 @@ class Reconfigurable {
     std::shared_ptr<Group> group;
   };
   /// Meets the members, and makes the group. Blocks until all of them have it, or one of them gives up; that one says why, and all throw
-  /// it. Not later than 1 s after the deadline. Throws what Group::join() throws, and errors that name the member that was not met.
+  /// it. If this one gives up when all are ready already, it returns the group, which may have failed. Not later than 1 s after the deadline. Throws what Group::join() throws, and errors that name the member that was not met.
   /// `abort` ends it from another thread.
   [[nodiscard]] Met meet(const Plan& plan, Deadline deadline, JoinAbort& abort);
 

@@ -20,7 +20,7 @@ namespace pycomm {
 namespace {
 
 constexpr uint32_t kDoorGroup = 0x726f6f64; // "door": instead of the hash of a group
-constexpr std::chrono::seconds kSilence{10}; // of a process that has said Hello and has not entered
+constexpr std::chrono::seconds kForRequest{10}; // from Hello or the last answer, for one that has not entered
 constexpr std::chrono::seconds kRemembered{60};
 constexpr size_t kMostRemembered = 16;
 constexpr size_t kMaxSessions = 8192;
@@ -86,7 +86,7 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
 class Door::Session final : public Loop::Handler {
  public:
   Session(Door& door, uint64_t number, std::unique_ptr<Link> link)
-      : door_(door), number_(number), link_(std::move(link)), heard_(Clock::now()) {
+      : door_(door), number_(number), link_(std::move(link)), since_(Clock::now()) {
     door_.control_.watch(link_->fd(), EPOLLIN, *this);
   }
   ~Session() override {
@@ -110,19 +110,15 @@ class Door::Session final : public Loop::Handler {
   /// Throws Error(ConnectionReset).
   void serve() {
     std::array<std::byte, kReadNbytes> bytes; // NOLINT: only written
-    for (;;) {
-      if (!flush()) {
-        return;
-      }
-      if (takeRequest()) {
-        continue;
-      }
+    if (!flush()) {
+      return;
+    }
+    while (!takeRequest()) {
       if (over_) {
         return;
       }
       const Progress progress = link_->tryRead({bytes.data(), bytes.size()});
       in_.append(reinterpret_cast<const char*>(bytes.data()), progress.nbytes);
-      heard_ = progress.nbytes > 0 ? Clock::now() : heard_;
       if (progress.closed) {
         end();
         return;
@@ -131,9 +127,11 @@ class Door::Session final : public Loop::Handler {
         return;
       }
     }
+    (void)flush(); // the next request has an event of its own
   }
-  [[nodiscard]] TimePoint heard() const noexcept {
-    return heard_;
+  /// When a process that has not entered is dropped. Single bytes do not put it off.
+  [[nodiscard]] TimePoint patience() const noexcept {
+    return instance == nullptr ? since_ + kForRequest : TimePoint::max();
   }
   [[nodiscard]] uint64_t number() const noexcept {
     return number_;
@@ -162,7 +160,7 @@ class Door::Session final : public Loop::Handler {
       out_.erase(0, progress.nbytes);
       if (progress.nbytes == 0 && (!out_.empty() || link_->unsent())) {
         writes_ = true;
-        door_.control_.watch(link_->fd(), EPOLLIN | EPOLLOUT, *this);
+        door_.control_.watch(link_->fd(), static_cast<uint32_t>(link_->roomEvent()), *this);
         return false;
       }
     }
@@ -177,7 +175,7 @@ class Door::Session final : public Loop::Handler {
       return false;
     }
     std::memcpy(&length, in_.data(), sizeof length);
-    if (length > kMaxDoorFrame) {
+    if (length > (instance == nullptr ? kMaxFirstDoorFrame : kMaxDoorFrame)) {
       end();
       return false;
     }
@@ -186,11 +184,12 @@ class Door::Session final : public Loop::Handler {
     }
     const auto request = unpackWords(std::string_view(in_).substr(sizeof length, length));
     in_.erase(0, sizeof length + length);
-    if (!request) {
+    if (!request || !in_.empty()) { // one request, one answer, in turn
       end();
       return false;
     }
     out_ += door_.answer(*this, *request);
+    since_ = Clock::now();
     return true;
   }
 
@@ -199,8 +198,8 @@ class Door::Session final : public Loop::Handler {
   const std::unique_ptr<Link> link_;
   std::string in_;
   std::string out_;
-  TimePoint heard_;
-  bool writes_ = false; ///< the loop reports room, too
+  TimePoint since_; ///< the Hello, or the last answer
+  bool writes_ = false; ///< the loop reports room only
   bool over_ = false;
 };
 
@@ -210,22 +209,20 @@ TimePoint Door::Ears::nextTick() const noexcept {
     next = std::min(next, acceptor->nextDeadline());
   }
   for (const auto& [number, session] : door_.sessions_) {
-    if (session->instance == nullptr) {
-      next = std::min(next, session->heard() + kSilence);
-    }
+    next = std::min(next, session->patience());
   }
   return next;
 }
 
 void Door::Ears::tick(TimePoint now) {
   onReady(0);
-  std::vector<uint64_t> silent;
+  std::vector<uint64_t> slow;
   for (const auto& [number, session] : door_.sessions_) {
-    if (session->instance == nullptr && now - session->heard() >= kSilence) {
-      silent.push_back(number);
+    if (now >= session->patience()) {
+      slow.push_back(number);
     }
   }
-  for (const uint64_t number : silent) {
+  for (const uint64_t number : slow) {
     door_.sessions_.erase(number);
   }
 }
@@ -331,7 +328,11 @@ void Door::forgetOld(std::deque<Called>& called, TimePoint now) const {
 void Door::call(const ProcessId& incarnation, std::shared_ptr<Instance> instance) {
   const TimePoint now = Clock::now();
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::deque<Called>& called = here_[incarnation];
+  const auto here = here_.find(incarnation);
+  if (here == here_.end()) {
+    throw Error(ErrorCode::ShutDown, "the process group was destroyed while reconfigure() was under way");
+  }
+  std::deque<Called>& called = here->second;
   for (const Called& before : called) {
     before.instance->forget();
   }
@@ -453,8 +454,11 @@ std::string Door::answer(Session& session, const std::vector<std::string>& reque
       return packWords({door_answer::kHere, std::to_string(ready.count), std::to_string(ready.first_missing)});
     }
     if (what == ask::kFail && request.size() == 2) {
-      if (const auto record = ErrorRecord::deserialize(request[1], instance.size())) {
-        instance.fail(*record);
+      const auto record = ErrorRecord::deserialize(request[1], instance.size());
+      if (record && !instance.fail(*record)) {
+        return packWords({door_answer::kComplete});
+      }
+      if (record) {
         instance.told(session.rank);
       }
       return packWords({door_answer::kHere});

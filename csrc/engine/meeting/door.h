@@ -53,7 +53,7 @@ class Door final {
   /// From now on this incarnation can be met here, until removed.
   void add(const ProcessId& incarnation);
   void remove(const ProcessId& incarnation) noexcept;
-  /// This incarnation has called reconfigure(). The instance of its last call counts no more, unless somebody asks why it failed: for a
+  /// This incarnation has called reconfigure(). Throws Error(ShutDown) if it was removed. The instance of its last call counts no more, unless somebody asks why it failed: for a
   /// minute, and only of the last 16.
   void call(const ProcessId& incarnation, std::shared_ptr<Instance> instance);
 

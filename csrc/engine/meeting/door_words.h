@@ -16,6 +16,8 @@ namespace pycomm {
 
 /// Bytes of a frame. A list of a round comes in parts of 1 MiB (StoreRound).
 inline constexpr size_t kMaxDoorFrame = 2 << 20;
+/// The same before the process has entered: names and numbers only.
+inline constexpr size_t kMaxFirstDoorFrame = 1 << 10;
 
 namespace door_request {
 inline constexpr std::string_view kEnter = "enter"; ///< to, from, instance, uuid, rank: kHere, or why not
@@ -26,7 +28,7 @@ inline constexpr std::string_view kHas = "has"; ///< key: kHere or kNone
 inline constexpr std::string_view kAdd = "add"; ///< key, number: kHere and the sum
 inline constexpr std::string_view kRemove = "remove"; ///< key: kHere or kNone
 inline constexpr std::string_view kReady = "ready"; ///< kHere, how many are ready, and the first rank that is not
-inline constexpr std::string_view kFail = "fail"; ///< an ErrorRecord
+inline constexpr std::string_view kFail = "fail"; ///< an ErrorRecord: kHere, or kComplete
 } // namespace door_request
 
 namespace door_answer {
@@ -37,6 +39,7 @@ inline constexpr std::string_view kNotYet =
 inline constexpr std::string_view kGone = "gone"; ///< this door knows no such incarnation
 inline constexpr std::string_view kOther = "other"; ///< that member has called it with this uuid and another list; why
 inline constexpr std::string_view kFailed = "failed"; ///< an ErrorRecord
+inline constexpr std::string_view kComplete = "complete"; ///< all members are ready, so it cannot fail any more
 } // namespace door_answer
 
 [[nodiscard]] inline std::string packWords(const std::vector<std::string_view>& words) {

@@ -34,13 +34,17 @@ void Instance::throwIfFailed() const {
   }
 }
 
+void Instance::reserve(size_t nbytes) {
+  if (nbytes > kMaxStored - stored_) {
+    throw Error(ErrorCode::ProtocolViolation, "the members of a meeting have written more than any group needs");
+  }
+  stored_ += nbytes;
+}
+
 void Instance::set(const std::string& key, std::string value) {
   const std::lock_guard<std::mutex> lock(mutex_);
   throwIfFailed();
-  stored_ += key.size() + value.size();
-  if (stored_ > kMaxStored) {
-    throw Error(ErrorCode::ProtocolViolation, "the members of a meeting have written more than any group needs");
-  }
+  reserve(key.size() + value.size());
   values_[key] = std::move(value);
 }
 
@@ -60,9 +64,16 @@ bool Instance::has(const std::string& key) const {
 int64_t Instance::add(const std::string& key, int64_t amount) {
   const std::lock_guard<std::mutex> lock(mutex_);
   throwIfFailed();
-  const auto [counter, fresh] = counters_.try_emplace(key, 0);
-  stored_ += fresh ? key.size() : 0;
-  return counter->second += amount;
+  const auto counter = counters_.find(key);
+  const bool fresh = counter == counters_.end();
+  int64_t sum = 0;
+  if (__builtin_add_overflow(fresh ? 0 : counter->second, amount, &sum)) {
+    throw Error(ErrorCode::ProtocolViolation, "a member of a meeting adds more than a counter holds");
+  }
+  if (fresh) {
+    reserve(key.size());
+  }
+  return counters_[key] = sum;
 }
 
 bool Instance::remove(const std::string& key) {
@@ -111,11 +122,12 @@ void Instance::left(int rank) {
   }
 }
 
-void Instance::fail(const ErrorRecord& cause) {
+bool Instance::fail(const ErrorRecord& cause) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!failure_ && !isComplete()) {
     failure_ = cause;
   }
+  return failure_.has_value();
 }
 
 void Instance::told(int rank) {

@@ -43,7 +43,7 @@ class Instance {
   void set(const std::string& key, std::string value);
   [[nodiscard]] std::optional<std::string> find(const std::string& key) const;
   [[nodiscard]] bool has(const std::string& key) const;
-  [[nodiscard]] int64_t add(const std::string& key, int64_t amount);
+  [[nodiscard]] int64_t add(const std::string& key, int64_t amount); ///< also Error(ProtocolViolation): sum too large
   bool remove(const std::string& key);
 
   struct Ready {
@@ -59,8 +59,8 @@ class Instance {
   /// Its connection has ended: a failure, unless all are ready.
   void left(int rank);
 
-  /// The first cause counts.
-  void fail(const ErrorRecord& cause);
+  /// The first cause counts. False if all are ready: then none counts, and the meeting has succeeded.
+  bool fail(const ErrorRecord& cause);
   /// A member that has entered knows why this has failed.
   void told(int rank);
   /// All members that have entered, but the first, know it.
@@ -73,6 +73,7 @@ class Instance {
 
  private:
   void throwIfFailed() const;
+  void reserve(size_t nbytes); ///< throws Error(ProtocolViolation) beyond kMaxStored
   [[nodiscard]] bool isComplete() const noexcept {
     return ready_count_ == size();
   }

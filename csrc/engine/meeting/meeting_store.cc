@@ -71,10 +71,11 @@ std::string MeetingStore::get(const std::string& key, Deadline deadline) {
   }
 }
 
-void OwnMeeting::fail(const ErrorRecord& cause) noexcept {
+bool OwnMeeting::fail(const ErrorRecord& cause) noexcept {
   try {
-    instance_->fail(cause);
+    return instance_->fail(cause);
   } catch (const std::exception&) { // no memory: the others find out when their connection ends
+    return true;
   }
 }
 
@@ -330,13 +331,19 @@ Instance::Ready MeetingBehindDoor::ready() {
   return ready;
 }
 
-void MeetingBehindDoor::fail(const ErrorRecord& cause) noexcept {
+bool MeetingBehindDoor::fail(const ErrorRecord& cause) noexcept {
   try {
-    instance_->fail(cause); // for those who ask here
     const std::string record = cause.serialize();
-    (void)ask({door_request::kFail, record});
+    if (ask({door_request::kFail, record}).front() == door_answer::kComplete) {
+      return false;
+    }
   } catch (const std::exception&) { // the first member has failed, too, or will see that the connection ends
   }
+  try {
+    instance_->fail(cause); // for those who ask here
+  } catch (const std::exception&) { // no memory: they get no answer of use
+  }
+  return true;
 }
 
 void MeetingBehindDoor::finish() noexcept {

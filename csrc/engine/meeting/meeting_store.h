@@ -22,8 +22,8 @@ class MeetingStore : public Store {
 
   /// This member has its group. How many have.
   [[nodiscard]] virtual Instance::Ready ready() = 0;
-  /// This member gives up: all others get the cause.
-  virtual void fail(const ErrorRecord& cause) noexcept = 0;
+  /// This member gives up: all others get the cause. False if all were ready already: then the meeting has succeeded.
+  virtual bool fail(const ErrorRecord& cause) noexcept = 0;
   /// Nothing of it is needed any more.
   virtual void finish() noexcept = 0;
 };
@@ -51,7 +51,7 @@ class OwnMeeting final : public MeetingStore {
   [[nodiscard]] Instance::Ready ready() override {
     return instance_->ready(0);
   }
-  void fail(const ErrorRecord& cause) noexcept override;
+  bool fail(const ErrorRecord& cause) noexcept override;
   void finish() noexcept override;
 
  private:
@@ -117,7 +117,7 @@ class MeetingBehindDoor final : public MeetingStore {
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override;
   bool remove(const std::string& key) override;
   [[nodiscard]] Instance::Ready ready() override;
-  void fail(const ErrorRecord& cause) noexcept override;
+  bool fail(const ErrorRecord& cause) noexcept override;
   void finish() noexcept override;
 
  private:

@@ -313,6 +313,31 @@ def test_an_ordinary_group_says_how_it_would_have_to_be_made() -> None:
     assert seen["type"] == "InvalidArgumentError" and "enable_reconfigure=True" in seen["text"]
 
 
+def forks(rank: int, world_size: int, path: str) -> int:
+    member = Member(rank, world_size, path)
+    handles = member.all_together(1)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for use in (pycomm.reconfigure_handle, lambda: pycomm.reconfigure(2, handles)):
+                with pytest.raises(pycomm.errors.ForkedError, match="child of fork"):
+                    use()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    pycomm.reconfigure(2, handles)  # the child has used nothing up
+    assert_sums()
+    member.wait_for_all("done")
+    return code
+
+
+def test_a_child_of_fork_is_refused(tmp_path: Path) -> None:
+    results = run(2, forks, tmp_path)
+    assert results.values() == [0, 0], results.describe()
+
+
 # --- who does not come ----------------------------------------------------------------------------
 
 
