@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,7 +48,10 @@ class HostRanks : public ::testing::Test {
     }
     for (size_t i = 0; i < kOnHost.size(); ++i) {
       HostPlane::Events events;
-      events.notice = [this](ErrorRecord record) { noticed = noticed.value_or(std::move(record)); };
+      events.notice = [this](ErrorRecord record) { // on the threads of all planes
+        const std::lock_guard<std::mutex> lock(mutex_);
+        first_ = first_.value_or(std::move(record));
+      };
       events.stuck = [this](const std::shared_ptr<Operation>&, uint64_t lacking) { lacking_ = lacking; };
       HostHeaps own = heaps;
       own.own = heaps_[i];
@@ -102,19 +107,24 @@ class HostRanks : public ::testing::Test {
   void finish(const std::vector<std::shared_ptr<Operation>>& operations) {
     const Deadline deadline = Deadline::after(20000);
     bool done = false;
-    while (!done && !noticed && !deadline.expired()) {
+    while (!done && !noticed() && !deadline.expired()) {
       done = true;
       for (size_t i = 0; i < operations.size(); ++i) {
         (void)plane(i).drive(*operations[i], Deadline::after(0));
         done = done && operations[i]->done();
       }
     }
-    ASSERT_TRUE(done) << noticed.value_or(ErrorRecord()).text();
+    ASSERT_TRUE(done) << noticed().value_or(ErrorRecord()).text();
   }
 
-  std::optional<ErrorRecord> noticed;
+  [[nodiscard]] std::optional<ErrorRecord> noticed() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return first_;
+  }
   std::vector<std::vector<float>> values = std::vector<std::vector<float>>(3, std::vector<float>(kLarge));
-  uint64_t lacking_ = 0;
+  std::atomic<uint64_t> lacking_{0};
+  std::mutex mutex_;
+  std::optional<ErrorRecord> first_; ///< guarded by mutex_
 
  private:
   std::shared_ptr<SharedArena> arena_ =
@@ -155,11 +165,12 @@ TEST_F(HostRanks, AMismatchNamesTheRankByItsNumberInTheJob) {
   for (size_t i = 3; i-- > 0;) {
     (void)plane(i).drive(*mine, Deadline::after(0));
   }
-  ASSERT_TRUE(noticed);
-  EXPECT_EQ(noticed->code, ErrorCode::CollectiveMismatch);
-  EXPECT_EQ(noticed->rank, 11);
-  EXPECT_EQ(noticed->peer, 14);
-  EXPECT_NE(noticed->summary.find("ank 14"), std::string::npos) << noticed->summary;
+  const std::optional<ErrorRecord> found = noticed();
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->code, ErrorCode::CollectiveMismatch);
+  EXPECT_EQ(found->rank, 11);
+  EXPECT_EQ(found->peer, 14);
+  EXPECT_NE(found->summary.find("ank 14"), std::string::npos) << found->summary;
 }
 
 TEST_F(HostRanks, WhoIsWaitedForIsARankOfTheGroup) {
@@ -179,10 +190,11 @@ TEST_F(HostRanks, ARankThatLeavesIsNamedByItsNumberInTheJob) {
   (void)plane(1).drive(*other, Deadline::after(0)); // so that only the one that leaves is waited for
   plane(2).close(causeOf(ErrorCode::ShutDown));
   (void)plane(0).drive(*mine, Deadline::after(20));
-  ASSERT_TRUE(noticed);
-  EXPECT_EQ(noticed->code, ErrorCode::PeerLeft);
-  EXPECT_EQ(noticed->peer, 14);
-  EXPECT_EQ(noticed->summary.rfind("Rank 14 on beta closed its process group", 0), 0U) << noticed->summary;
+  const std::optional<ErrorRecord> found = noticed();
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->code, ErrorCode::PeerLeft);
+  EXPECT_EQ(found->peer, 14);
+  EXPECT_EQ(found->summary.rfind("Rank 14 on beta closed its process group", 0), 0U) << found->summary;
 }
 
 std::string g_warned;
