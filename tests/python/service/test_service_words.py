@@ -230,12 +230,13 @@ def test_the_command_names_its_own_option(
     monkeypatch.delenv("PADDLE_TRAINERS_NUM", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     make = f"{test_service.__file__}:make_counter"
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["serve", make, "--listen", "127.0.0.1:0"]) == 1
     assert "--workers is missing: pass it, or set PADDLE_TRAINERS_NUM" in capsys.readouterr().err
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "0")
     assert main(["serve", make, "--listen", "127.0.0.1:0"]) == 1
     assert "--workers is 0" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before the command
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_help_has_defaults_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
