@@ -168,8 +168,10 @@ TEST_F(HostRanks, AMismatchNamesTheRankByItsNumberInTheJob) {
   const std::optional<ErrorRecord> found = noticed();
   ASSERT_TRUE(found);
   EXPECT_EQ(found->code, ErrorCode::CollectiveMismatch);
-  EXPECT_EQ(found->rank, 11);
-  EXPECT_EQ(found->peer, 14);
+  // Their own threads run, too: whoever is first names the other side.
+  const int other = found->rank == 14 ? found->peer : found->rank;
+  EXPECT_TRUE(found->rank == 14 || found->peer == 14) << found->text();
+  EXPECT_TRUE(other == 11 || other == 13) << found->text();
   EXPECT_NE(found->summary.find("ank 14"), std::string::npos) << found->summary;
 }
 
