@@ -168,7 +168,7 @@ TEST_F(HostRanks, AMismatchNamesTheRankByItsNumberInTheJob) {
   const std::optional<ErrorRecord> found = noticed();
   ASSERT_TRUE(found);
   EXPECT_EQ(found->code, ErrorCode::CollectiveMismatch);
-  // Their own threads run, too: whoever is first names the other side.
+  // Their own threads run, too: the first one names the other side.
   const int other = found->rank == 14 ? found->peer : found->rank;
   EXPECT_TRUE(found->rank == 14 || found->peer == 14) << found->text();
   EXPECT_TRUE(other == 11 || other == 13) << found->text();
