@@ -647,16 +647,23 @@ void Agreement::onAccepted(const Message& message, TimePoint) {
 
 // ---- acceptor
 
-void Agreement::onPrepare(const Message& message, TimePoint now) {
+bool Agreement::raisePromise(const Message& message) {
   round_ = std::max(round_, message.ballot.round());
   if (message.ballot < promised_) {
     Message refuse = make(Message::Kind::Refuse);
     refuse.ballot = promised_;
     refuse.testaments = testaments();
     send(std::move(refuse), {message.from});
-    return;
+    return false;
   }
   promised_ = message.ballot;
+  return true;
+}
+
+void Agreement::onPrepare(const Message& message, TimePoint now) {
+  if (!raisePromise(message)) {
+    return;
+  }
   owed_ = Owed{message.ballot, message.from};
   if (proposal_ && proposal_->ballot < message.ballot) {
     proposal_.reset();
@@ -692,15 +699,9 @@ void Agreement::promiseWhenReady(TimePoint now) {
 }
 
 void Agreement::onAccept(const Message& message, TimePoint) {
-  round_ = std::max(round_, message.ballot.round());
-  if (message.ballot < promised_) {
-    Message refuse = make(Message::Kind::Refuse);
-    refuse.ballot = promised_;
-    refuse.testaments = testaments();
-    send(std::move(refuse), {message.from});
+  if (!raisePromise(message)) {
     return;
   }
-  promised_ = message.ballot;
   accepted_ = Accepted{message.ballot, *message.next};
   keep();
   Message accepted = make(Message::Kind::Accepted);

@@ -163,6 +163,8 @@ class Agreement {
   void begin(ErrorCode cause, const std::optional<Incarnation>& culprit, TimePoint now);
   void ask(TimePoint now);
   void propose(TimePoint now);
+  /// Promises a ballot that is no smaller than the promised one; refuses another one, and says so to its sender.
+  [[nodiscard]] bool raisePromise(const Message& message);
   void onPrepare(const Message& message, TimePoint now);
   void onPromise(const Message& message, TimePoint now);
   void onAccept(const Message& message, TimePoint now);

@@ -134,7 +134,8 @@ void Group::close() {
       engine_.hostMates().unwatch(watch);
     }
   });
-  closed_ = true; // after what may find no memory: a second call then closes the group
+  closed_ =
+      true; // after the steps have their memory; a step that finds none for its task still leaves the group half closed
   if (crowds_) {
     engine_.lane().addCrowded(-1);
   }

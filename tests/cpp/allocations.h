@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 
 namespace pycomm::testing {
 
@@ -11,6 +12,20 @@ namespace pycomm::testing {
 void failAllocation(int64_t nth) noexcept;
 /// Whether the one that was to fail has.
 [[nodiscard]] bool allocationFailed() noexcept;
+
+/// Whether `body` throws std::bad_alloc when its `nth` allocation fails.
+template <typename Body>
+[[nodiscard]] bool throwsWithoutMemory(int64_t nth, const Body& body) {
+  bool threw = false;
+  failAllocation(nth);
+  try {
+    body();
+  } catch (const std::bad_alloc&) {
+    threw = true;
+  }
+  failAllocation(0);
+  return threw;
+}
 
 /// The thread's next allocation lasts until `go`, and says with `begun` that it has begun. Both outlive it.
 void holdNextAllocation(std::atomic<bool>& begun, const std::atomic<bool>& go) noexcept;

@@ -135,14 +135,7 @@ TEST_F(HistoryTest, WithoutMemoryToRememberItOneThatPassedIsStillUnexpected) {
   int strikes = 0;
   for (int64_t nth = 1; threw; ++nth) {
     ASSERT_LT(nth, 100);
-    failAllocation(nth);
-    try {
-      threw = false;
-      rank.passed(counted(4), numbered(1));
-    } catch (const std::bad_alloc&) {
-      threw = true;
-    }
-    failAllocation(0);
+    threw = throwsWithoutMemory(nth, [&] { rank.passed(counted(4), numbered(1)); });
     strikes += threw ? 1 : 0;
     EXPECT_EQ(rank.isUnexpected(4), threw) << nth;
     EXPECT_EQ(hasEnded(4), !threw) << nth;

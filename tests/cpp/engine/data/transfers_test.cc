@@ -195,15 +195,9 @@ TEST_F(TransfersTest, WithoutMemoryForAnOperationTheTablesAreAsBefore) {
   bool threw = true;
   for (int64_t nth = 1; threw; ++nth) {
     ASSERT_LT(nth, 1000);
-    testing::failAllocation(nth);
-    try {
-      static_cast<void>(transfers.add(operation, now));
-      threw = false;
-    } catch (const std::bad_alloc&) {
-      ++refused;
-    }
-    testing::failAllocation(0);
+    threw = testing::throwsWithoutMemory(nth, [&] { static_cast<void>(transfers.add(operation, now)); });
     if (threw) {
+      ++refused;
       EXPECT_EQ(tables.last_entered.id, 0U) << nth;
       EXPECT_EQ(tables.highest_sequence, 0) << nth;
       EXPECT_TRUE(tables.actions.empty()) << nth;

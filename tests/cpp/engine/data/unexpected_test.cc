@@ -68,14 +68,7 @@ TEST_F(UnexpectedTest, WithoutMemoryNothingIsKept) {
   int strikes = 0;
   for (int64_t nth = 1; threw; ++nth) {
     ASSERT_LT(nth, 100);
-    failAllocation(nth);
-    try {
-      threw = false;
-      EXPECT_TRUE(keep(3, 7));
-    } catch (const std::bad_alloc&) {
-      threw = true;
-    }
-    failAllocation(0);
+    threw = throwsWithoutMemory(nth, [&] { EXPECT_TRUE(keep(3, 7)); });
     strikes += threw ? 1 : 0;
     EXPECT_EQ(rank.usage().unexpected, threw ? 0U : 1U) << nth;
     EXPECT_EQ(rank.usage().places_taken, threw ? 0U : 1U) << nth;

@@ -118,20 +118,14 @@ MUTATIONS = [
         "M1",
         "a smaller ballot is promised",
         "agreement.cc",
-        "  if (message.ballot < promised_) {\n    Message refuse = make(Message::Kind::Refuse);\n"
-        "    refuse.ballot = promised_;\n    refuse.testaments = testaments();\n"
-        "    send(std::move(refuse), {message.from});\n    return;\n  }\n"
-        "  promised_ = message.ballot;\n  owed_",
+        "  if (!raisePromise(message)) {\n    return;\n  }\n  owed_",
         "  promised_ = message.ballot;\n  owed_",
     ),
     Mutation(
         "M1",
         "a smaller ballot is accepted",
         "agreement.cc",
-        "  if (message.ballot < promised_) {\n    Message refuse = make(Message::Kind::Refuse);\n"
-        "    refuse.ballot = promised_;\n    refuse.testaments = testaments();\n"
-        "    send(std::move(refuse), {message.from});\n    return;\n  }\n"
-        "  promised_ = message.ballot;\n  accepted_",
+        "  if (!raisePromise(message)) {\n    return;\n  }\n  accepted_",
         "  promised_ = message.ballot;\n  accepted_",
         survives="Agreement.ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted "
         "notices it",
