@@ -110,6 +110,7 @@ def end():
     if how == "exits":
         sys.exit(7)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 futures = []
 ended = threading.Event()
 rank = None
