@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
 from pycomm._backend import (
-    backend_error,
     dump_flight_record,
     flight_record,
     last_error,
@@ -59,7 +58,6 @@ __all__ = [
     "StreamingDiLoCo",
     "SyncBatchNorm",
     "__version__",
-    "backend_error",
     "codec_stats",
     "comm_hooks",
     "dump_flight_record",
@@ -82,7 +80,6 @@ register()
 
 # The module of each name, imported by its first use: the wrapper needs the native part, and some
 # need torch.nn, which a program that uses only the backend should not load.
-_MODULES = ("report", "backend", "barrier", "compression")  # the last three: old names, until 0.3
 _LATER = {
     "BalancedSampler": "balanced_sampler",
     "DiLoCo": "local_sgd",
@@ -97,8 +94,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"pycomm.{name}")
+    if name == "report":
+        return importlib.import_module("pycomm.report")
     if name in _LATER:
         return getattr(importlib.import_module(f"pycomm.{_LATER[name]}"), name)
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")

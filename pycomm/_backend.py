@@ -9,13 +9,12 @@ import logging
 import os
 import socket
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -33,9 +32,6 @@ from pycomm.options import (
     ResolvedOptions,
     fault_points,
 )
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ErrorType
 
 logger = logging.getLogger("pycomm")
 
@@ -229,31 +225,6 @@ def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | N
     backend = native_backend(group)
     record = None if extension is None else extension.last_error(backend)
     return None if record is None else errors.ErrorRecord(**record)
-
-
-def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
-    """``getError()`` of torch's interface to backends, which torch does not offer in Python.
-
-    Deprecated, and removed in 0.3: ``last_error()`` has the code, the peer and the hint.
-
-    Args:
-        group: Default: the default group.
-
-    Returns:
-        ``SUCCESS`` if there is no error; ``TIMEOUT``; ``REMOTE_ERROR`` if another rank is to blame;
-        ``COMM_ERROR`` for all others.
-
-    Raises:
-        ValueError: The group is not pycomm's, or there is no group.
-    """
-    warnings.warn(
-        "pycomm.backend_error will be removed in 0.3. Try: pycomm.last_error(), which is None "
-        "until a failure and then has its code",
-        FutureWarning,
-        stacklevel=2,
-    )
-    backend = native_backend(group)
-    return _extension.native.backend_error(backend)
 
 
 def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:

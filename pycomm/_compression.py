@@ -1,4 +1,4 @@
-"""Lossy gradient reductions with error feedback, for ``comm_hooks.top_k`` and ``int8``.
+"""Lossy gradient reductions with error feedback, for ``comm_hooks.top_k``.
 
 With error feedback a rank keeps the loss of its bytes and adds it to the values that it sends next
 time. So nothing is lost for good, only late (Seide et al. 2014; Karimireddy et al. 2019). A hook
@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from pycomm import codecs
-
-_BLOCK = 256  # values; slices of a bucket are whole blocks of the codec
 _INDEX_LIMIT = 2**31
 
 
@@ -126,70 +123,6 @@ class TopK:
         if not self._finite:
             self.residuals.forget()
         self._finite = True
-
-
-class Int8:
-    """Both halves of an all_reduce as int8, each with a residual of its own.
-
-    A rank sends e(g + r) and keeps r = g + r - d(e(g + r)). The owner of a slice averages the
-    values that it gets, adds the loss of its last average, and sends the sum's bytes to all (Tang
-    et al. 2019).
-    """
-
-    def __init__(self, error_feedback: bool, module: nn.Module | None) -> None:
-        self.error_feedback = error_feedback
-        self.residuals = Residuals(module)
-        # By parameters of a bucket: the row of `residuals`, the offset of this rank's slice in
-        # it, the loss of the slice's last average, and the group's size.
-        self._owned: dict[tuple[int, ...], tuple[torch.Tensor, int, torch.Tensor, int]] = {}
-
-    def reduce(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.Tensor:
-        gradient = _float_buffer(bucket, "int8")
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        numel = gradient.numel()
-        share = max(1, math.ceil(numel / (_BLOCK * size))) * _BLOCK  # of one rank
-        values = torch.zeros(share * size)
-        values[:numel] = gradient
-        residual = owned = None
-        if self.error_feedback:
-            residual, owned = self._feedback(bucket.parameters(), numel, share, rank, size)
-            values[:numel] += residual[:numel]
-        codes = codecs.encode("int8", values, error=values if residual is not None else None)
-        if residual is not None:
-            residual.copy_(values[:numel])
-        arrived = torch.empty_like(codes)
-        dist.all_to_all_single(arrived, codes, group=group)
-        average = values[:share]
-        codecs.decode_sum("int8", list(arrived.chunk(size)), average, divisor=size)
-        if owned is not None:
-            average += owned
-        result = codecs.encode("int8", average, error=owned)
-        dist.all_gather_into_tensor(codes, result, group=group)
-        codecs.decode_sum("int8", [codes], values)
-        gradient.copy_(values[:numel])
-        return gradient
-
-    def settle(self) -> None:
-        """Moves the loss of averages into the residuals, which belong to parameters.
-
-        A rank's contribution is divided by the group's size, so it counts that many times as much.
-        """
-        for row, begin, owned, size in self._owned.values():
-            part = row[begin : begin + owned.numel()]
-            part += owned[: part.numel()] * size
-        self._owned.clear()
-
-    def _feedback(
-        self, parameters: list[torch.Tensor], numel: int, share: int, rank: int, size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = tuple(map(id, parameters))
-        if key not in self._owned:
-            if any(not set(key).isdisjoint(old) for old in self._owned):
-                self.settle()  # the buckets have changed
-            row = self.residuals.of(parameters, numel)
-            self._owned[key] = (row, min(rank * share, numel), torch.zeros(share), size)
-        row, _, owned, _ = self._owned[key]
-        return row, owned
 
 
 def _float_buffer(bucket: GradBucket, name: str) -> torch.Tensor:

@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import queue
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from torch.futures import Future
 
 from pycomm import _exit, _extension
 from pycomm._backend import next_number
-from pycomm._compression import Int8, TopK
+from pycomm._compression import TopK
 from pycomm._ddp_group import by_nccl, is_pycomm, pycomm_backend
 
 _State = TypeVar("_State")
@@ -107,41 +106,13 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
     return CompressedHook(TopK(fraction, module), "top_k")
 
 
-def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> CompressedHook:
-    """Averages gradients as int8 with a scale per block of 256, a quarter of fp32's bytes.
-
-    Deprecated, and removed in 0.3: ``pycomm.DistributedDataParallel(module, wire_dtype="int8")``
-    feeds back the same, with one all_reduce, and saves it by parameter name.
-
-    Unlike ``Options.wire_dtype="int8"`` it can feed back the loss, both of a rank's bytes and of
-    those of the averages. All ranks hold the same bits.
-
-        model.register_comm_hook(None, pycomm.comm_hooks.int8())
-
-    Args:
-        error_feedback: Whether the loss is added to the next gradient: one more row of float32
-            for the gradients, and one for this rank's slice.
-        module: As in ``top_k``.
-
-    Returns:
-        As ``top_k``.
-    """
-    warnings.warn(
-        "pycomm.comm_hooks.int8 will be removed in 0.3. "
-        'Try: pycomm.DistributedDataParallel(module, wire_dtype="int8")',
-        FutureWarning,
-        stacklevel=2,
-    )
-    return CompressedHook(Int8(error_feedback, module), "int8")
-
-
 class CompressedHook:
     """A communication hook with a state to save: the values that this rank has not sent yet.
 
     Every rank saves and loads its own: ``state_dict`` differs from rank to rank.
     """
 
-    def __init__(self, method: TopK | Int8, name: str) -> None:
+    def __init__(self, method: TopK, name: str) -> None:
         self._method = method
         self.__qualname__ = self.__name__ = name  # DDP logs this name
 

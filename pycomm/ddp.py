@@ -276,8 +276,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             bool(state.get("order_agreed", False)),
         )
         # After what may be refused: residuals that are overwritten are gone, and no checksum shows.
-        residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
-        self.reducer.set_residuals(dict(residuals))
+        self.reducer.set_residuals(dict(state.get("residuals", {})))
         self.reducer.set_accumulated(int(state["accumulated"]))
         if self._weight is not None:
             self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0, -1)))

@@ -115,7 +115,6 @@ PYTHON_FLOORS = [
         "_metrics_file",
         "_metrics_text",
         "_model_check",
-        "_old_names",
         "_operation_counts",
         "_process_reports",
         "_saved_state",
@@ -143,7 +142,6 @@ PYTHON_FLOORS = [
         "sync_batch_norm",
     },
     {"_compression"},
-    {"backend", "barrier", "compression"},  # the old names of these, until 0.3
     {"comm_hooks"},
     {"ddp"},
     {"_outer_step"},

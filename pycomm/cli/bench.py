@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds after which an operation, or the ranks' meeting, fails; default: %(default)s",
     )
-    add(
-        "--json",
-        nargs="?",
-        const=True,
-        metavar="FILE",
-        help="print one JSON object, on rank 0 (a FILE is deprecated)",
-    )
+    add("--json", action="store_true", help="print one JSON object, on rank 0")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _timed(arguments: argparse.Namespace) -> int:
     first = dist.get_rank() == 0
-    shown = first and arguments.json is not True
+    shown = first and not arguments.json
     if shown:
         print(f"# {dist.get_world_size()} ranks: {topology_text()}\n{_HEAD}\n{_UNITS}", flush=True)
     rows = []
@@ -107,17 +99,8 @@ def _timed(arguments: argparse.Namespace) -> int:
             rows.append(_row(case, timing))
             if shown:
                 print(_line(rows[-1]), flush=True)
-    if first and arguments.json is not None:
-        text = json.dumps({"topology": topology_text(), "rows": rows}, indent=2)
-        if arguments.json is True:
-            print(text)
-        else:  # until 0.3
-            warnings.warn(
-                "pycomm bench --json FILE is deprecated: redirect the output of --json",
-                FutureWarning,
-                stacklevel=1,
-            )
-            Path(arguments.json).write_text(text)
+    if first and arguments.json:
+        print(json.dumps({"topology": topology_text(), "rows": rows}, indent=2))
     return sum(int(row["wrong"]) for row in rows)
 
 

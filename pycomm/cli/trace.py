@@ -14,7 +14,6 @@ from pycomm._flight_record import BadRecordError, ranks_text
 from pycomm.trace.align import Aligned, Records, dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.findings import Finding, findings_of, seconds_text
-from pycomm.trace.torch_format import write_torch_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OUT.json",
         help="write a trace for chrome://tracing or ui.perfetto.dev",
     )
-    parser.add_argument(
-        "--torch",
-        type=Path,
-        metavar="FOLDER",
-        help="deprecated: write files that torchfrtrace reads",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,9 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         records = read_records(dump_files(arguments.dumps))
         if arguments.chrome is not None:
             arguments.chrome.write_text(json.dumps(chrome_trace(records.groups)))
-        if arguments.torch is not None:
-            print("pycomm trace: --torch will be removed in 0.3; try --chrome", file=sys.stderr)
-            write_torch_records(records.processes, arguments.torch)
     except (BadRecordError, OSError) as error:
         print(f"pycomm trace: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,6 @@ def make_accelerator(
     wire_dtype: WireDtype = None,
     weight: str | None = None,
     group_options: Mapping[str, Any] | None = None,
-    process_group: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """An ``accelerate.Accelerator`` for CPU training whose ``prepare`` wraps models for sure.
@@ -50,7 +48,6 @@ def make_accelerator(
         wire_dtype: For pycomm's wrapper: what gradients travel as.
         weight: The same: "samples" for ranks that count by their samples.
         group_options: Further arguments of ``init_process_group``, such as ``timeout``.
-        process_group: The old name of ``group_options``, until 0.3.
         options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
             ``DistributedDataParallelKwargs``.
 
@@ -72,7 +69,7 @@ def make_accelerator(
             "make_accelerator is for CPU training. Try, on GPUs: Accelerator("
             "kwargs_handlers=[InitProcessGroupKwargs(backend='pycomm')])"
         )
-    arguments = group_arguments(group_options, process_group)
+    arguments = group_arguments(group_options)
     accelerate = _optional.load(
         "accelerate", package="accelerate", needed_by="pycomm.integrations.accelerate"
     )
@@ -85,18 +82,8 @@ def make_accelerator(
     return accelerator
 
 
-def group_arguments(group_options: object, process_group: object) -> dict[str, Any]:
-    """The arguments of ``init_process_group`` that a caller gave, by the new or the old name."""
-    if process_group is not None:
-        if group_options is not None:
-            raise TypeError("process_group is the old name of group_options: pass only the latter")
-        if isinstance(process_group, Mapping):
-            warnings.warn(
-                "process_group= of a dict will be removed in 0.3. Try: group_options=",
-                FutureWarning,
-                stacklevel=3,
-            )
-        group_options = process_group
+def group_arguments(group_options: object) -> dict[str, Any]:
+    """The arguments of ``init_process_group`` that a caller gave."""
     if group_options is None:
         return {}
     if not isinstance(group_options, Mapping):

@@ -24,7 +24,6 @@ def make_training_arguments(
     *,
     wire_dtype: str | torch.dtype | None = None,
     group_options: Mapping[str, Any] | None = None,
-    process_group: Mapping[str, Any] | None = None,
     arguments_class: Any = None,
     **options: Any,
 ) -> Any:
@@ -38,7 +37,6 @@ def make_training_arguments(
             the model in torch's wrapper, so this is the ``pycomm.Options.wire_dtype`` of the group;
             for CPU. On GPUs set ``PYCOMM_WIRE_DTYPE``.
         group_options: Further arguments of ``init_process_group``, for CPU.
-        process_group: The old name of ``group_options``, until 0.3.
         arguments_class: A subclass of ``TrainingArguments`` to make instead.
         options: For ``TrainingArguments``. ``ddp_backend`` may be left out or be "pycomm".
 
@@ -49,7 +47,7 @@ def make_training_arguments(
         ValueError: ``ddp_backend`` or the default group is another backend's, or ``wire_dtype``
             does not fit.
     """
-    arguments_of_group = _accelerate.group_arguments(group_options, process_group)
+    arguments_of_group = _accelerate.group_arguments(group_options)
     library = _load()
     _optional.load("accelerate", package="accelerate", needed_by="pycomm.integrations.transformers")
     kind = library.TrainingArguments if arguments_class is None else arguments_class

@@ -250,7 +250,7 @@ def test_help_names_the_command_that_was_typed(
         main(["bench", "--help"])
     out = capsys.readouterr().out
     assert f"usage: {shown} bench " in out
-    assert "[--json [FILE]]" in out
+    assert "[--json]" in out
 
 
 def test_the_other_package_of_this_name_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,14 +377,3 @@ def test_bench_refuses_what_is_no_time(capsys: pytest.CaptureFixture[str]) -> No
         assert caught.value.code == 2
         said = f"argument --timeout: {wrong!r} is not a number of seconds, above 0 and up to 86400"
         assert said in capsys.readouterr().err
-
-
-@pytest.mark.in_shares
-def test_bench_still_writes_a_file_and_says_what_to_do_instead(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.json"
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    table = [sys.executable, "-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05"]
-    done = run_python([*launched, *table, f"--json={rows}"], timeout_s=120.0)
-    assert done.returncode == 0, done.stderr
-    assert "pycomm bench --json FILE is deprecated: redirect the output of --json" in done.stderr
-    assert [row["size"] for row in json.loads(rows.read_text())["rows"]] == [4]

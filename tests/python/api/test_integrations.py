@@ -250,15 +250,10 @@ def test_bad_arguments_come_before_anything_is_made() -> None:
 
 def test_options_of_the_group_are_a_mapping() -> None:
     arguments = accelerate.group_arguments
-    assert arguments(None, None) == {}
-    assert arguments({"timeout": 3}, None) == {"timeout": 3}
-    with pytest.warns(FutureWarning, match=r"process_group= of a dict .* 0.3. Try: group_options="):
-        assert arguments(None, {"timeout": 3}) == {"timeout": 3}
-    with pytest.raises(TypeError, match="pass only the latter"):
-        arguments({}, {})
-    for wrong in ((None, object()), (object(), None)):
-        with pytest.raises(TypeError, match="group_options is of type object, and not a dict"):
-            arguments(*wrong)
+    assert arguments(None) == {}
+    assert arguments({"timeout": 3}) == {"timeout": 3}
+    with pytest.raises(TypeError, match="group_options is of type object, and not a dict"):
+        arguments(object())
 
 
 def make_with_wire_dtype(rank: int, world_size: int) -> str:

@@ -327,35 +327,6 @@ def test_sys_path_is_not_needed() -> None:
     assert Path(_pycomm_autoload.__file__).parent == Path(str(pycomm.__file__)).parent.parent
 
 
-@pytest.mark.parametrize(
-    ("name", "has"),
-    [
-        pytest.param("backend", "native_backend", marks=pytest.mark.every_day),
-        ("barrier", "monitored_barrier"),
-        ("compression", "TopK"),
-    ],
-)
-@pytest.mark.in_shares
-def test_old_names_of_private_modules_warn_once(name: str, has: str) -> None:
-    program = f"""
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import pycomm
-    assert not caught, caught[0]
-    from pycomm.{name} import {has} as by_import
-    import pycomm.{name}
-    assert pycomm.{name}.{has} is by_import
-    from pycomm import _{name}
-    assert _{name}.{has} is by_import
-(warning,) = caught
-assert warning.category is FutureWarning and warning.filename == "<string>", warning
-assert str(warning.message).startswith("pycomm.{name} is private and will be removed in 0.3. Try:")
-"""
-    done = run_python(["-c", program])
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_function_hides_no_module() -> None:
     assert callable(pycomm.flight_record)
     assert importlib.util.find_spec("pycomm.flight_record") is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_format import torch_record
 
 from pycomm._flight_record import BadRecordError, parse_record
 from pycomm._settings import SETTINGS
@@ -17,7 +18,6 @@ from pycomm.cli import main
 from pycomm.trace.align import dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.findings import findings_of, ranks_text
-from pycomm.trace.torch_format import torch_record
 
 MS = 1_000_000
 START = 1_700_000_000_000 * MS
@@ -79,10 +79,6 @@ def test_nothing_is_wrong_with_a_healthy_job(
     assert texts(tmp_path) == {}
     assert main(["trace", str(tmp_path)]) == 0
     assert "nothing is wrong here" in capsys.readouterr().out
-    assert main(["trace", str(tmp_path), "--torch", str(tmp_path / "torchs")]) == 0
-    assert capsys.readouterr().err == (
-        "pycomm trace: --torch will be removed in 0.3; try --chrome\n"
-    )
 
 
 def test_a_rank_that_has_not_entered_is_named_with_its_last_operation(tmp_path: Path) -> None:

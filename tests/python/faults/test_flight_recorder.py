@@ -20,12 +20,12 @@ import torch.distributed as dist
 from ranks import RankResults, mark, run_ranks, start_ranks
 from signals import CaughtSignal
 from time_bound import assert_within
+from torch_format import write_torch_records
 
 import pycomm
 from pycomm.trace.align import Records, dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.findings import Finding, findings_of
-from pycomm.trace.torch_format import write_torch_records
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
 

@@ -1,4 +1,4 @@
-"""The records as torch's flight recorder writes them, for ``torchfrtrace``.
+"""The records as torch's flight recorder writes them, for torch's own analyser as an oracle.
 
 Source: the keys of torch/csrc/distributed/c10d/FlightRecorder.hpp of torch 2.13 (version 2.10 of
 its format), and torch/distributed/flight_recorder, which reads them. torch's reader knows a fixed
