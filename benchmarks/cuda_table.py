@@ -33,7 +33,7 @@ SIZES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }  # of a bucket's elements
-CODECS = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4}
+CODECS = {"bf16": 1, "fp16": 2, "int8": 3}
 OPS = {"sum": 1, "avg": 2, "product": 3, "min": 4, "max": 5}
 _FUNCTIONS = (
     "error_name",

@@ -50,11 +50,11 @@ def wrapped(module: nn.Module, way: str, group: Any) -> Any:
     """The module, in the wrapper that a way to train says."""
     backend, _, how = way.partition("#")
     name, _, variant = backend.partition(":")
-    encoded = not {"bf16", "fp16", "fp8", "int8"}.isdisjoint(variant.split("+"))
+    encoded = not {"bf16", "fp16", "int8"}.isdisjoint(variant.split("+"))
     if name == "pycomm" and how != "torch" and not encoded:
         import pycomm
 
-        wires: dict[str, Any] = {name: name for name in ("bf16", "fp16", "fp8", "int8")}
+        wires: dict[str, Any] = {name: name for name in ("bf16", "fp16", "int8")}
         wires["feedback"] = {"layers.0.norm1.weight": "int8"}
         wire = wires.get(how)
         return pycomm.DistributedDataParallel(module, process_group=group, wire_dtype=wire)

@@ -11,7 +11,7 @@ its own, and says, in MB over what the same training without a wrapper needs:
 Both are the mean over the ranks. A way is `backend` or `backend#how`, as in ddp.py: `gloo`
 (torch's wrapper, gradients as bucket views), `pycomm#torch` the same over pycomm, `pycomm` our
 wrapper, `pycomm:tcp` without shared memory, and each of them with `#fp16`; `none` trains alone. Our
-wrapper also takes `#bf16`, `#fp8` and `#int8`. Of another checkout that is built in place:
+wrapper also takes `#bf16` and `#int8`. Of another checkout that is built in place:
 
     PYTHONPATH=../before ../before/.venv/bin/python benchmarks/ddp_memory.py --ways pycomm#int8
 """

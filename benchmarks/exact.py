@@ -103,8 +103,8 @@ def rounding_on_the_wire(codec: str, ranks: int) -> float:
     """Return by how much a sum over ranks may differ when it travels in a codec.
 
     fp16 holds these sums exactly. The others round each rank's part and then the sum: int8 by half
-    of 1/127 of the largest value of a block, fp8 (e4m3) by 1/16 of each value.
+    of 1/127 of the largest value of a block.
     """
     largest = 6.0 * ranks
-    steps = {"bf16": 1 / 256, "int8": 1 / 254, "fp8": 1 / 16}
+    steps = {"bf16": 1 / 256, "int8": 1 / 254}
     return 2 * largest * steps.get(codec, 0.0)

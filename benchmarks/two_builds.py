@@ -42,7 +42,7 @@ LIMIT_S = 300  # of a pair
 _PIN = "TWO_BUILDS_PIN"
 BACKENDS = {"pycomm": "auto", "pycomm:tcp": "tcp"}
 SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
-WIRES = ("", "bf16", "fp16", "int8", "fp8")
+WIRES = ("", "bf16", "fp16", "int8")
 ROWS = [
     *((f"all_reduce {name:10}", nbytes, name, "") for nbytes in SIZES for name in BACKENDS),
     *((f"step {wire:5} {name:10}", 0, name, wire) for wire in WIRES for name in BACKENDS),

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--wire-dtype",
         default="none",
         type=str.lower,
-        choices=["none", "fp32", "fp16", "bf16", "int8", "fp8"],
+        choices=["none", "fp32", "fp16", "bf16", "int8"],
         help="dtype of gradients on the network; with gloo, none, or fp16 by torch's own hook",
     )
     parser.add_argument("--seed", type=int, default=0)

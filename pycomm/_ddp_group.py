@@ -84,7 +84,7 @@ def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> N
     """Whether the group serves the wire dtypes of a wrapper's parameters.
 
     Raises:
-        UnsupportedError: int8 or fp8, and the group is not pycomm's.
+        UnsupportedError: int8, and the group is not pycomm's.
     """
     encoded = next((wire for wire in wires if wire in ENCODED), None)
     if encoded is not None:

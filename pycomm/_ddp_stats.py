@@ -77,5 +77,5 @@ class DDPStats:
     """Of the buckets as they are now, what the other ranks of this host reach in place; 0 where the
     ranks are on several hosts, or share no memory."""
     codec_overflows: int
-    """Finite values that became infinite on this rank as int8 or fp8: see ``codec_stats``, which
+    """Finite values that became infinite on this rank as int8: see ``codec_stats``, which
     counts all that the group does."""

@@ -55,7 +55,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "pycomm_ddp_codec_overflows_total": (
         _COUNTER,
-        "Finite values that became infinite in int8 or fp8 on this rank.",
+        "Finite values that became infinite in int8 on this rank.",
     ),
 }
 

@@ -24,10 +24,10 @@ _MAX_RECORDED = 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
 _ALLOWED_TIMEOUT = "seconds above 0 and up to one year, as 300 or 2.5"
 _MIN_SILENCE_S, _MAX_SILENCE_S = 0.5, 3600.0
-WIRE_DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8")
+WIRE_DTYPES = ("fp32", "fp16", "bf16", "int8")
 """The names of all wire dtypes: as ``Options``, the wrapper, the codecs and the native part use."""
 # torch's names of the same, by their texts, so that this module does not import torch. torch.int8
-# and torch's fp8 are not here: they have no scales, as the wire dtypes of those names have.
+# is not here: it has no scales, as the wire dtype of that name has.
 _OF_TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _OF_TORCH |= {f"torch.{dtype}": name for dtype, name in _OF_TORCH.items()}
 
@@ -291,7 +291,7 @@ SETTINGS: tuple[Setting, ...] = (
         "fp32",
         "PYCOMM_WIRE_DTYPE",
         "The encoding of large float32 and float64 sums: `fp32` for their own dtype, `fp16`, "
-        "`bf16`, `fp8` or `int8`. `float32`, `float16` and `bfloat16`, with or without `torch.`, "
+        "`bf16` or `int8`. `float32`, `float16` and `bfloat16`, with or without `torch.`, "
         "are the first three, and case does not matter, as in every `wire_dtype`. [Averages that "
         "pycomm makes](codecs.md#what-is-encoded-and-what-is-not) do not use it: "
         "`DistributedDataParallel` and `StreamingDiLoCo` have a `wire_dtype` of their own, and the "

@@ -11,7 +11,7 @@ import torch
 from pycomm._settings import wire_dtype_name
 from pycomm.errors import UnsupportedError
 
-ENCODED = ("int8", "fp8")
+ENCODED = ("int8",)
 """Those that only pycomm's own all_reduce can add up."""
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -67,7 +67,7 @@ def all_reduce(
 
     Args:
         tensor: As for ``dist.all_reduce``.
-        wire_dtype: "fp32", "bf16", "fp16", "fp8" or "int8"; ``torch.float16`` and the like.
+        wire_dtype: "fp32", "bf16", "fp16" or "int8"; ``torch.float16`` and the like.
         op: As for ``dist.all_reduce``.
         group: A group of pycomm; default: the default group.
         residual: (as tensor) float32, contiguous. Error feedback: the same tensor in every call,
@@ -107,7 +107,7 @@ def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = Non
     bytes as the whole.
 
     Args:
-        codec: "bf16", "fp16", "fp8" or "int8".
+        codec: "bf16", "fp16" or "int8".
         values: (any shape) float32, float64, float16 or bfloat16; contiguous, CPU.
         error: (as values) Gets the loss, ``values - decode(encode(values))``, and 0 if that is not
             finite; float32, as values must be then. May be ``values``.

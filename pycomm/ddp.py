@@ -76,15 +76,15 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         module: The model. Names, shapes, dtypes and strides of parameters must be the same on all
             ranks, and are compared. Freeze and unfreeze parameters between passes, on all ranks.
         wire_dtype: The dtype that gradients travel in: None for their own dtype, "fp32", "fp16",
-            "bf16", "int8" or "fp8", ``torch.float16`` and the like, or a mapping from patterns over
+            "bf16" or "int8", ``torch.float16`` and the like, or a mapping from patterns over
             parameter names to one of these; the first that matches wins:
             ``{"*.norm.*": "fp32", "*": "int8"}``. The group's ``wire_dtype`` does not count. The
             backend rounds fp16 and bf16 sums (pycomm adds in fp32 and rounds once). The division
             comes after, in fp32. fp16 is scaled by a power of two that follows the
             gradients' size, so neither 1e-6 nor 1e5 is lost; if the scale of a bucket was wrong, it
-            is reduced again and counted in ``stats()``. int8 and fp8 need a group of pycomm, and
-            send a scale for each 256 elements.
-        error_feedback: Whether a rank adds the loss of int8 and fp8 to its next gradients, for one
+            is reduced again and counted in ``stats()``. int8 needs a group of pycomm, and
+            sends a scale for each 256 elements.
+        error_feedback: Whether a rank adds the loss of int8 to its next gradients, for one
             more float32 per such element. Part of ``communication_state_dict()``.
         drops_nonfinite_steps: Whether you drop a step with an average that is Inf or NaN, as a
             ``GradScaler`` does: then error feedback keeps nothing of it. False if you repair such

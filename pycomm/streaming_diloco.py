@@ -79,7 +79,7 @@ class StreamingDiLoCo(FixedParameters):
             lands, from 0 to less than 1; the rest is the new anchor's. 0 drops the steps that it
             took meanwhile. None is 0 without a delay and 0.5 with one.
         wire_dtype: The encoding of float32 and float64 differences: None or "fp32" for their own
-            dtype, or "fp16", "bf16", "fp8", "int8"; with a name the group must be pycomm's. The
+            dtype, or "fp16", "bf16", "int8"; with a name the group must be pycomm's. The
             group's ``wire_dtype`` does not count.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks, once for each
             fragment. By default as ``DiLoCo``'s.

@@ -18,7 +18,6 @@ Layout layoutOf(Codec codec) noexcept {
       return {2, 0};
     case Codec::Float16:
       return {2, 2};
-    case Codec::Float8:
     case Codec::Int8:
       return {1, 2};
   }
@@ -35,8 +34,6 @@ const char* codecName(Codec codec) noexcept {
       return "bf16";
     case Codec::Float16:
       return "fp16";
-    case Codec::Float8:
-      return "fp8";
     case Codec::Int8:
       return "int8";
   }
@@ -44,7 +41,7 @@ const char* codecName(Codec codec) noexcept {
 }
 
 std::optional<Codec> codecNamed(const std::string& name) noexcept {
-  for (const Codec codec : {Codec::None, Codec::BFloat16, Codec::Float16, Codec::Float8, Codec::Int8}) {
+  for (const Codec codec : {Codec::None, Codec::BFloat16, Codec::Float16, Codec::Int8}) {
     if (name == codecName(codec)) {
       return codec;
     }

@@ -13,11 +13,10 @@ enum class Codec : uint8_t {
   None = 0,
   BFloat16 = 1,
   Float16 = 2,
-  Float8 = 3,
-  Int8 = 4,
+  Int8 = 3,
 };
 
-/// "fp32" for None, "bf16", "fp16", "fp8", "int8".
+/// "fp32" for None, "bf16", "fp16", "int8".
 [[nodiscard]] const char* codecName(Codec codec) noexcept;
 /// The reverse; nullopt for another name.
 [[nodiscard]] std::optional<Codec> codecNamed(const std::string& name) noexcept;

@@ -22,7 +22,7 @@ namespace {
 Codec lossyCodec(const std::string& name) {
   const auto codec = codecNamed(name);
   if (!codec || *codec == Codec::None) {
-    throw Error(ErrorCode::InvalidArgument, "'" + name + "' is not a codec.", "bf16, fp16, fp8 or int8");
+    throw Error(ErrorCode::InvalidArgument, "'" + name + "' is not a codec.", "bf16, fp16 or int8");
   }
   return *codec;
 }

@@ -38,7 +38,6 @@ std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::
       return {at::kBFloat16, Codec::None};
     case Codec::Float16:
       return {at::kHalf, Codec::None};
-    case Codec::Float8:
     case Codec::Int8:
       break;
   }

@@ -47,37 +47,26 @@ PYCOMM_HD CodecBlock blockAt(const CodecArgs& args, uint64_t block) {
   return at;
 }
 
-/// The facts about a block that an encoder needs. Those of several threads' shares combine by maximum and by "or".
+/// What an encoder needs to know about a block. Those of several threads' shares combine by maximum.
 struct BlockSummary {
   uint32_t max_bits = 0; ///< of the largest finite magnitude
-  uint32_t special = 0; ///< 1: a value is not finite
 };
 
 PYCOMM_HD BlockSummary summarizeShare(const float* values, uint32_t count, uint32_t lane, uint32_t lanes) {
   BlockSummary summary;
   for (uint32_t i = lane; i < count; i += lanes) {
     const uint32_t magnitude = magnitudeBits(values[i]);
-    if (magnitude >= kFloatInfinity) {
-      summary.special = 1;
-    } else if (magnitude > summary.max_bits) {
+    if (magnitude < kFloatInfinity && magnitude > summary.max_bits) {
       summary.max_bits = magnitude;
     }
   }
   return summary;
 }
 
-inline constexpr uint32_t kSpecialFlag = 0x100; // in the header of an fp8 block
-inline constexpr uint32_t kFloat8Infinity = 0x7f;
-inline constexpr uint32_t kFloat8MinusInfinity = 0xff;
-inline constexpr uint32_t kFloat8SpecialNan = 0x80;
-
 PYCOMM_HD uint32_t codecHeader(Codec codec, const BlockSummary& summary) {
   const uint32_t exponent = summary.max_bits >> 23;
   if (codec == Codec::Float16) {
     return exponent > 15 ? exponent - 14 : 1;
-  }
-  if (codec == Codec::Float8) {
-    return (exponent > 8 ? exponent - 7 : 1) | (summary.special != 0 ? kSpecialFlag : 0U);
   }
   if (codec == Codec::Int8) {
     const uint32_t up = (floatBits(floatOf(summary.max_bits) / 126.0F) + 0xffffU) >> 16;
@@ -87,7 +76,7 @@ PYCOMM_HD uint32_t codecHeader(Codec codec, const BlockSummary& summary) {
 }
 
 PYCOMM_HD uint32_t encodeValue(Codec codec, uint32_t header, float value) {
-  const float factor = floatOf((254U - (header & 0xffU)) << 23); // of fp16 and fp8
+  const float factor = floatOf((254U - (header & 0xffU)) << 23); // of fp16
   if (codec == Codec::BFloat16) {
     return Bfloat16::store(value);
   }
@@ -96,13 +85,6 @@ PYCOMM_HD uint32_t encodeValue(Codec codec, uint32_t header, float value) {
   }
   const uint32_t magnitude = magnitudeBits(value);
   const bool negative = floatBits(value) >> 31 != 0;
-  if (codec == Codec::Float8) {
-    if ((header & kSpecialFlag) != 0 && magnitude >= kFloatInfinity) {
-      return magnitude > kFloatInfinity ? kFloat8SpecialNan : (negative ? kFloat8MinusInfinity : kFloat8Infinity);
-    }
-    const uint32_t code = E4m3::store(value * factor);
-    return (header & kSpecialFlag) != 0 && code == kFloat8SpecialNan ? 0 : code;
-  }
   if (magnitude >= kFloatInfinity) {
     return magnitude > kFloatInfinity ? 0x80U : (negative ? 0x81U : 0x7fU); // -128, -127, 127
   }
@@ -111,19 +93,12 @@ PYCOMM_HD uint32_t encodeValue(Codec codec, uint32_t header, float value) {
 }
 
 PYCOMM_HD float decodeValue(Codec codec, uint32_t header, uint32_t code) {
-  const float factor = floatOf((header & 0xffU) << 23); // of fp16 and fp8
+  const float factor = floatOf((header & 0xffU) << 23); // of fp16
   if (codec == Codec::BFloat16) {
     return Float32::store(Bfloat16::load(static_cast<uint16_t>(code)));
   }
   if (codec == Codec::Float16) {
     return Float32::store(Half::load(static_cast<uint16_t>(code)) * factor);
-  }
-  if (codec == Codec::Float8) {
-    if ((header & kSpecialFlag) != 0 && (code == kFloat8SpecialNan || (code & 0x7fU) == kFloat8Infinity)) {
-      return floatOf(
-          code == kFloat8SpecialNan ? kFloatNan : (kFloatInfinity | (code == kFloat8Infinity ? 0U : 0x80000000U)));
-    }
-    return Float32::store(E4m3::load(static_cast<uint8_t>(code)) * factor);
   }
   const auto number = static_cast<int32_t>(static_cast<int8_t>(code));
   if (number == -128) {

@@ -191,7 +191,6 @@ bool hasCodec(Codec codec) {
   switch (codec) {
     case Codec::BFloat16:
     case Codec::Float16:
-    case Codec::Float8:
     case Codec::Int8:
       return true;
     case Codec::None:

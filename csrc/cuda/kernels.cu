@@ -67,7 +67,6 @@ __global__ void __launch_bounds__(kBlockThreads) encodeKernel(const __grid_const
     const float* const values = args.values + at.value;
     BlockSummary summary = summarizeShare(values, at.count, lane, kWarp);
     summary.max_bits = __reduce_max_sync(0xffffffffU, summary.max_bits);
-    summary.special = __reduce_or_sync(0xffffffffU, summary.special);
     overflows += encodeShare(args.codec, args.encoded + at.byte, values, at.count, summary, lane, kWarp);
   }
   overflows = __reduce_add_sync(0xffffffffU, overflows);

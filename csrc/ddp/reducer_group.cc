@@ -31,7 +31,7 @@ ReducerGroup::ReducerGroup(
   const bool encodes =
       std::any_of(params.begin(), params.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
   auto* ours = dynamic_cast<PycommBackend*>(backend.get());
-  TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
+  TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 on the wire needs a process group of pycomm");
   memory_ = FlatMemory(ours != nullptr && ours->supportsTensorAlloc(-1));
   if (ours != nullptr) {
     const std::shared_ptr<Group> now = raising([&] { return ours->group(); });

@@ -35,7 +35,7 @@ enum class Verdict {
 /// gradient times the ratio of PassWeights. Another kind of wire is one more class, and a line in makeWire(); a tail is
 /// the fp16 scale's.
 ///
-/// fp16 is scaled; bf16 and another float dtype are cast; fp8 and int8 are encoded: see makeWire() and bindings/ddp.cc wireOf().
+/// fp16 is scaled; bf16 and another float dtype are cast; int8 is encoded: see makeWire() and bindings/ddp.cc wireOf().
 ///
 /// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent of the next
 /// step is there after commit(). The all-reduce itself writes the loss, because it makes the sums.

@@ -14,7 +14,6 @@ namespace pycomm {
 //   codec  a block's bytes                              |d(v) - v| at most, for finite v
 //   bf16   values                                       2^-8 |v|, or 2^-134
 //   fp16   exponent b (2), values: v * 2^(127-b)        2^-11 |v|, or 2^-39 m, or 2^-150
-//   fp8    exponent b (2), values: v * 2^(127-b), e4m3  2^-4 |v|, or 2^-17 m, or 2^-136
 //   int8   scale s as bf16 (2), v / s                   s / 2 + 2^-24 |v|, where m / 126 <= s <= m / 125, or m / 126 + 2^-133
 //
 // The largest of the alternatives holds: the first is the format's own rounding, the second its smallest step, the
@@ -23,7 +22,7 @@ namespace pycomm {
 //
 // NaN stays NaN and an infinity keeps its sign, in every codec; neither changes the other values of its block. A finite
 // value becomes infinite only if rounding takes it beyond fp32's largest number, or if it is a double beyond that.
-// Encoders return the number of such values. -0 becomes +0 in int8, and in fp8 blocks with a NaN or infinity.
+// Encoders return the number of such values. -0 becomes +0 in int8.
 //
 // from, to: Float32, Float64, Float16 or BFloat16; anything else, and Codec::None, throw Error(Unsupported). Doubles go
 // through fp32. Any thread, any alignment; buffers do not overlap. SIMD paths give the same bits as the scalar ones,

@@ -12,13 +12,6 @@ namespace {
 constexpr auto kBlock = static_cast<size_t>(kCodecBlock);
 constexpr uint32_t kInfinity = 0x7f800000U;
 constexpr uint32_t kLargestExponent = 254; // of finite fp32 numbers, biased
-constexpr uint16_t kSpecialFlag =
-    0x100; // in the header of an fp8 block: kFloat8Infinity and kFloat8SpecialNan are in use
-
-// e4m3fn has no infinity. In a block that needs one its NaNs become the infinities, and -0 becomes NaN.
-constexpr uint8_t kFloat8Infinity = 0x7f;
-constexpr uint8_t kFloat8MinusInfinity = 0xff;
-constexpr uint8_t kFloat8SpecialNan = 0x80;
 
 /// 2^(exponent - 127), for exponents of ordinary numbers.
 float powerOfTwo(uint32_t exponent) {
@@ -36,31 +29,6 @@ uint16_t int8Scale(const BlockSummary& summary) {
   const float scale = bitCast<float>(summary.max_bits) / 126.0F;
   const uint32_t up = (bitCast<uint32_t>(scale) + 0xffffU) >> 16;
   return static_cast<uint16_t>(up == 0 ? 1 : up);
-}
-
-void markSpecials(std::byte* codes, const float* src, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) {
-    const uint32_t bits = bitCast<uint32_t>(src[i]);
-    const uint32_t magnitude = bits & 0x7fffffffU;
-    const auto code = std::to_integer<uint8_t>(codes[i]);
-    if (magnitude < kInfinity) {
-      codes[i] = code == kFloat8SpecialNan ? std::byte{0} : codes[i];
-    } else {
-      const uint8_t infinite = bits >> 31 != 0 ? kFloat8MinusInfinity : kFloat8Infinity;
-      codes[i] = std::byte{magnitude == kInfinity ? infinite : kFloat8SpecialNan};
-    }
-  }
-}
-
-void restoreSpecials(float* dst, const std::byte* codes, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) {
-    const auto code = std::to_integer<uint8_t>(codes[i]);
-    if (code == kFloat8SpecialNan) {
-      dst[i] = bitCast<float>(kFloatNan);
-    } else if (code == kFloat8Infinity || code == kFloat8MinusInfinity) {
-      dst[i] = bitCast<float>(code == kFloat8Infinity ? kInfinity : kInfinity | 0x80000000U);
-    }
-  }
 }
 
 uint16_t readHeader(const std::byte* block) {
@@ -89,12 +57,6 @@ void decodeBlock(const KernelSet& set, Codec codec, float* dst, const std::byte*
     case Codec::Float16:
       convertRow(set, DType::Float32, dst, DType::Float16, src + 2, numel, powerOfTwo(readHeader(src) & 0xffU));
       return;
-    case Codec::Float8:
-      convertRow(set, DType::Float32, dst, DType::Float8E4M3, src + 2, numel, powerOfTwo(readHeader(src) & 0xffU));
-      if ((readHeader(src) & kSpecialFlag) != 0) {
-        restoreSpecials(dst, src + 2, numel);
-      }
-      return;
     case Codec::Int8:
       set.dequantize(dst, src + 2, numel, bitCast<float>(static_cast<uint32_t>(readHeader(src)) << 16));
       return;
@@ -113,14 +75,6 @@ size_t encodeBlock(const KernelSet& set, Codec codec, std::byte* dst, const floa
     case Codec::Float16:
       header = static_cast<uint16_t>(blockExponent(summary, 14));
       convertRow(set, DType::Float16, dst + 2, DType::Float32, src, numel, powerOfTwo(254U - header));
-      break;
-    case Codec::Float8:
-      header = static_cast<uint16_t>(blockExponent(summary, 7));
-      convertRow(set, DType::Float8E4M3, dst + 2, DType::Float32, src, numel, powerOfTwo(254U - header));
-      if (summary.special) {
-        header |= kSpecialFlag;
-        markSpecials(dst + 2, src, numel);
-      }
       break;
     case Codec::Int8:
       header = int8Scale(summary);

@@ -8,8 +8,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 BLOCK = 256
-CODECS = ("bf16", "fp16", "fp8", "int8")
-BYTES_PER_BLOCK = {"bf16": 512, "fp16": 514, "fp8": 258, "int8": 258}
+CODECS = ("bf16", "fp16", "int8")
+BYTES_PER_BLOCK = {"bf16": 512, "fp16": 514, "int8": 258}
 
 
 def bound(codec: str, values: Floats) -> Floats:
@@ -22,8 +22,6 @@ def bound(codec: str, values: Floats) -> Floats:
         return np.maximum(v * 2.0**-8, 2.0**-134)
     if codec == "fp16":
         return np.maximum.reduce([v * 2.0**-11, m * 2.0**-39, np.full_like(v, 2.0**-150)])
-    if codec == "fp8":
-        return np.maximum.reduce([v * 2.0**-4, m * 2.0**-17, np.full_like(v, 2.0**-136)])
     if codec == "int8":
         return np.maximum(m / 125, m / 126 + 2.0**-133) / 2 + v * 2.0**-24
     raise ValueError(codec)

@@ -237,7 +237,7 @@ def every_kind(numel: int) -> Step:
     return step
 
 
-CODECS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4, "int8": 1 / 250}
+CODECS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 250}
 """What one rounding may lose: of a value; with int8 of the largest value of its block."""
 
 

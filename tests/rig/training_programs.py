@@ -128,8 +128,8 @@ def random_program(seed: int) -> Program:
 def _draw_wrapper(draw: random.Random, parts: list[str], options: dict[str, Any]) -> str:
     """Options, and the hook."""
     if draw.random() < 0.6:
-        options["wire"] = draw.choice(["fp32", "bf16", "fp16", "int8", "int8", "fp8"])
-        if options["wire"] in ("int8", "fp8"):
+        options["wire"] = draw.choice(["fp32", "bf16", "fp16", "int8", "int8"])
+        if options["wire"] == "int8":
             parts.append("table")
             if draw.random() < 0.15:
                 options["error_feedback"] = False
@@ -157,7 +157,7 @@ def _wire_dtype(draw: random.Random, parts: list[str], wire: str) -> Any:
     if len(able) == len(parts) and draw.random() < 0.5:
         return wire
     tables = [index for index in able if parts[index] == "table"]
-    if wire in ("int8", "fp8") and tables:
+    if wire == "int8" and tables:
         able = tables + [index for index in able if draw.random() < 0.3 and index not in tables]
     return {f"parts.{index}.*": wire for index in sorted(able)} or None
 

@@ -45,9 +45,9 @@ _ROUNDING = {
 _LEAST = {torch.float16: 2.0**-22}
 """Half of the smallest number above zero, a few times."""
 _WIRE_ROUNDING = {"bf16": 2.0**-6, "fp16": 2.0**-8}
-_OF_LARGEST = {"fp16": 2.0**-19, "int8": 0.05, "fp8": 0.2}
+_OF_LARGEST = {"fp16": 2.0**-19, "int8": 0.05}
 """Of an average: how far it may be from the mean, as a part of the largest gradient so far."""
-ENCODED = ("int8", "fp8")
+ENCODED = ("int8",)
 _SPIKE = 1e25
 
 

@@ -47,7 +47,6 @@ struct Format {
 };
 constexpr Format kBfloat16 = {8, 8, -126};
 constexpr Format kHalf = {11, 5, -14};
-constexpr Format kE4m3 = {4, 4, -6};
 
 /// The code of a finite value that the format can hold (or rounds to twice its largest power): its index in the list of
 /// the format's numbers.
@@ -100,9 +99,7 @@ double decode16(const Format& format, uint32_t code) {
 
 void encodeBlock(Codec codec, std::byte* dst, const std::vector<double>& values) {
   double largest = 0;
-  bool special = false;
   for (const double value : values) {
-    special = special || !std::isfinite(value);
     largest = std::isfinite(value) ? std::max(largest, std::fabs(value)) : largest;
   }
   if (codec == Codec::BFloat16) {
@@ -128,30 +125,18 @@ void encodeBlock(Codec codec, std::byte* dst, const std::vector<double>& values)
     }
     return;
   }
-  const bool half = codec == Codec::Float16;
   const int exponent = largest == 0 ? -200 : std::ilogb(largest);
-  const int shift = std::max(exponent - (half ? 14 : 7), -126);
-  put16(dst, static_cast<uint32_t>(shift + 127) | (!half && special ? 0x100U : 0U));
+  const int shift = std::max(exponent - 14, -126);
+  put16(dst, static_cast<uint32_t>(shift + 127));
   for (size_t i = 0; i < values.size(); ++i) {
     const double value = values[i];
-    const double scaled = std::ldexp(value, -shift);
-    if (half) {
-      put16(dst + 2 + 2 * i, std::isfinite(value) ? codeOf(kHalf, scaled) : specialCode(kHalf, value));
-      continue;
-    }
-    uint32_t code = 0x80; // NaN
-    if (std::isinf(value)) {
-      code = value < 0 ? 0xff : 0x7f;
-    } else if (std::isfinite(value)) {
-      code = codeOf(kE4m3, scaled);
-      code = special && code == 0x80 ? 0 : code;
-    }
-    dst[2 + i] = static_cast<std::byte>(code);
+    const bool finite = std::isfinite(value);
+    put16(dst + 2 + 2 * i, finite ? codeOf(kHalf, std::ldexp(value, -shift)) : specialCode(kHalf, value));
   }
 }
 
 double decodeOne(Codec codec, const std::byte* block, size_t i) {
-  const auto code = std::to_integer<uint32_t>(block[codec == Codec::Float8 || codec == Codec::Int8 ? 2 + i : 0]);
+  const auto code = std::to_integer<uint32_t>(block[codec == Codec::Int8 ? 2 + i : 0]);
   switch (codec) {
     case Codec::None:
       break;
@@ -159,16 +144,6 @@ double decodeOne(Codec codec, const std::byte* block, size_t i) {
       return decode16(kBfloat16, get16(block + 2 * i));
     case Codec::Float16:
       return std::ldexp(decode16(kHalf, get16(block + 2 + 2 * i)), static_cast<int>(get16(block) & 0xffU) - 127);
-    case Codec::Float8: {
-      const bool special = (get16(block) & 0x100U) != 0;
-      if (special && code == 0x80) {
-        return kNan;
-      }
-      if (special && (code & 0x7fU) == 0x7f) {
-        return code == 0xff ? -kInfinity : kInfinity;
-      }
-      return std::ldexp(valueOf(kE4m3, code), static_cast<int>(get16(block) & 0xffU) - 127);
-    }
     case Codec::Int8: {
       const int number = code < 128 ? static_cast<int>(code) : static_cast<int>(code) - 256;
       if (number == -128) {

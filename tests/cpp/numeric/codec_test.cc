@@ -17,7 +17,7 @@ namespace {
 using testing::AtLevel;
 using testing::levels;
 
-const std::vector<Codec> kCodecs = {Codec::BFloat16, Codec::Float16, Codec::Float8, Codec::Int8};
+const std::vector<Codec> kCodecs = {Codec::BFloat16, Codec::Float16, Codec::Int8};
 const std::vector<size_t> kNumels = {0, 1, 7, 255, 256, 257, 512, 1000};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -66,8 +66,6 @@ double bound(Codec codec, double v, double m) {
       return std::max(std::ldexp(v, -8), 0x1p-134);
     case Codec::Float16:
       return std::max({std::ldexp(v, -11), std::ldexp(m, -39), 0x1p-150});
-    case Codec::Float8:
-      return std::max({std::ldexp(v, -4), std::ldexp(m, -17), 0x1p-136});
     case Codec::Int8:
       return std::max(m / 125, m / 126 + 0x1p-133) / 2 + std::ldexp(v, -24);
   }
@@ -323,17 +321,17 @@ TEST(Codec, TheErrorIsWhatWasLost) {
 TEST(Codec, TakesOtherFloatsAndRefusesTheRest) {
   const std::vector<float> values = {1.0F, -0.5F, 0.25F, 96.0F};
   const std::vector<double> doubles(values.begin(), values.end());
-  Encoded bytes(static_cast<size_t>(encodedNbytes(Codec::Float8, 4)));
-  EXPECT_EQ(encode(Codec::Float8, bytes.data(), DType::Float64, doubles.data(), 4), 0U);
-  EXPECT_EQ(bytes, encoded(Codec::Float8, values).bytes);
+  Encoded bytes(static_cast<size_t>(encodedNbytes(Codec::Float16, 4)));
+  EXPECT_EQ(encode(Codec::Float16, bytes.data(), DType::Float64, doubles.data(), 4), 0U);
+  EXPECT_EQ(bytes, encoded(Codec::Float16, values).bytes);
   std::vector<double> back(4);
-  decode(Codec::Float8, DType::Float64, back.data(), bytes.data(), 4);
+  decode(Codec::Float16, DType::Float64, back.data(), bytes.data(), 4);
   EXPECT_EQ(back, doubles);
   std::vector<uint16_t> halves(4);
-  decode(Codec::Float8, DType::Float16, halves.data(), bytes.data(), 4);
+  decode(Codec::Float16, DType::Float16, halves.data(), bytes.data(), 4);
   EXPECT_EQ(halves, (std::vector<uint16_t>{0x3c00, 0xb800, 0x3400, 0x5600}));
-  EXPECT_EQ(encode(Codec::Float8, bytes.data(), DType::Float16, halves.data(), 4), 0U);
-  EXPECT_EQ(bytes, encoded(Codec::Float8, values).bytes);
+  EXPECT_EQ(encode(Codec::Float16, bytes.data(), DType::Float16, halves.data(), 4), 0U);
+  EXPECT_EQ(bytes, encoded(Codec::Float16, values).bytes);
   EXPECT_THROW(decode(Codec::Int8, DType::Int32, back.data(), bytes.data(), 1), Error);
   EXPECT_THROW(decode(Codec::None, DType::Float32, back.data(), bytes.data(), 1), Error);
   EXPECT_THROW(decode(static_cast<Codec>(9), DType::Float32, back.data(), bytes.data(), 1), Error);

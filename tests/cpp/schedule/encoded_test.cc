@@ -13,7 +13,7 @@
 namespace pycomm::testing {
 namespace {
 
-const std::vector<Codec> kCodecs = {Codec::BFloat16, Codec::Float16, Codec::Float8, Codec::Int8};
+const std::vector<Codec> kCodecs = {Codec::BFloat16, Codec::Float16, Codec::Int8};
 using Floats = std::vector<float>;
 
 ScheduleRequest encodedRequest(Collective kind, Codec codec, int32_t size, int64_t numel, ReduceOp op) {

@@ -163,7 +163,7 @@ def test_reduce_follows_float64(dtype: str, op: str, offset: int) -> None:
     assert bool((error[fits] <= (size * 5 * step + 2**-24)[fits]).all())
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_codec_kernels_are_within_their_bounds(codec: str) -> None:
     table = CudaTable(_extension.CUDA_LIBRARY)
     torch.manual_seed(4)
@@ -184,7 +184,6 @@ def test_codec_kernels_are_within_their_bounds(codec: str) -> None:
     bound = {  # docs/codecs.md
         "fp16": torch.maximum(size * 2**-11, largest * 2**-39),
         "bf16": size * 2**-8,
-        "fp8": torch.maximum(size * 2**-4, largest * 2**-17),
         "int8": largest / 250 + size * 2**-24,
     }[codec]
     error = (back.double() - values.double()).abs()
@@ -205,7 +204,7 @@ def _encoded(rank: int, size: int, wire: str) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8"])
 def test_a_codec_gives_cuda_tensors_the_bits_of_cpu_tensors(wire: str) -> None:
     for same in run_ranks(2, _encoded, args=(wire,), fresh=True, timeout_s=120).values():
         assert same == [True, True]

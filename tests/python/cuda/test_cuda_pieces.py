@@ -167,9 +167,7 @@ def _encoded(rank: int, size: int, library: str, wire: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize(
-    ("wire", "share"), [("fp16", 0.51), ("bf16", 0.51), ("fp8", 0.26), ("int8", 0.26)]
-)
+@pytest.mark.parametrize(("wire", "share"), [("fp16", 0.51), ("bf16", 0.51), ("int8", 0.26)])
 @pytest.mark.in_shares
 def test_encoded_bytes_cross_the_bus_and_have_the_bits_of_cpu_tensors(
     fake_cuda: Path, wire: str, share: float

@@ -1,4 +1,4 @@
-"""int8 and fp8 on our wrapper's wire, by parameter name, and what error feedback is worth."""
+"""int8 on our wrapper's wire, by parameter name, and what error feedback is worth."""
 
 from __future__ import annotations
 
@@ -57,25 +57,25 @@ def slopes_of(rank: int, step: int = 0) -> torch.Tensor:
 
 def by_pattern(rank: int, world_size: int) -> None:
     """What matches travels encoded, within the codec's bound; what does not is exact."""
-    for codec in ("int8", "fp8"):
-        model = wrap(Slopes(), wire_dtype={"bias": "fp32", "*": codec}, error_feedback=False)
-        exact = wrap(Slopes())
-        for step in range(3):
-            slopes = slopes_of(rank, step)
-            weight, bias = reduced(model, slopes)
-            expected, plain = reduced(exact, slopes)
-            torch.testing.assert_close(bias, plain, rtol=1e-6, atol=1e-6)
-            assert not torch.equal(weight, expected)
-            assert (rows(weight) == rows(weight)[0]).all()
-            every = rows(slopes)
-            wrong = np.abs(weight.double().numpy() - every.mean(0))
-            assert (wrong <= codec_bounds.sum_bound(codec, every / world_size) + 1e-12).all()
-        stats = model.stats()
-        nbytes = codec_bounds.BYTES_PER_BLOCK[codec] * NUMEL // codec_bounds.BLOCK + 4 * NUMEL
-        assert stats.wire_nbytes == 3 * nbytes
-        assert stats.saved_nbytes == 3 * (8 * NUMEL - nbytes) * 2 * (world_size - 1) // world_size
-        assert stats.codec_overflows == 0
-        assert len(model.reducer.bucket_names()) == 2
+    codec = "int8"
+    model = wrap(Slopes(), wire_dtype={"bias": "fp32", "*": codec}, error_feedback=False)
+    exact = wrap(Slopes())
+    for step in range(3):
+        slopes = slopes_of(rank, step)
+        weight, bias = reduced(model, slopes)
+        expected, plain = reduced(exact, slopes)
+        torch.testing.assert_close(bias, plain, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(weight, expected)
+        assert (rows(weight) == rows(weight)[0]).all()
+        every = rows(slopes)
+        wrong = np.abs(weight.double().numpy() - every.mean(0))
+        assert (wrong <= codec_bounds.sum_bound(codec, every / world_size) + 1e-12).all()
+    stats = model.stats()
+    nbytes = codec_bounds.BYTES_PER_BLOCK[codec] * NUMEL // codec_bounds.BLOCK + 4 * NUMEL
+    assert stats.wire_nbytes == 3 * nbytes
+    assert stats.saved_nbytes == 3 * (8 * NUMEL - nbytes) * 2 * (world_size - 1) // world_size
+    assert stats.codec_overflows == 0
+    assert len(model.reducer.bucket_names()) == 2
 
 
 def small_and_large(rank: int) -> torch.Tensor:
@@ -248,20 +248,13 @@ def uneven(rank: int, world_size: int) -> None:
     assert torch.isfinite(weight).all()
 
 
-def overflow(rank: int, world_size: int) -> None:
-    model = wrap(Slopes(), wire_dtype="fp8")
+def infinite(rank: int, world_size: int) -> None:
+    model = wrap(Slopes(), wire_dtype="int8")
     slopes = torch.ones(NUMEL)
     slopes[7] = float("inf")  # before it is packed: passes on, and does not count
     weight, _ = reduced(model, slopes)
     assert torch.isinf(weight[7])
     assert model.stats().codec_overflows == 0
-    big = torch.ones(NUMEL)
-    big[9] = 3.4e38
-    weight, _ = reduced(model, big)  # twice 1.7e38: rounded up beyond the largest float32
-    counted = torch.tensor([model.stats().codec_overflows])
-    dist.all_reduce(counted)  # the rank that makes the sum counts it
-    assert torch.isinf(weight[9])
-    assert counted.item() == 2  # of weight, and of bias
     weight, _ = reduced(model, torch.ones(NUMEL))
     assert torch.isfinite(weight).all()  # nothing infinite has been kept
 
@@ -402,7 +395,7 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> None:
 def test_encoded_gradients_on_two_ranks() -> None:
     names = ["by_pattern", "feedback", "sums_are_conserved", "checkpoint", "half_parameters"]
     names += ["unused", "unused_in_join"]
-    names += ["uneven", "overflow", "hooked", "one_operation", "averages_are_written_early"]
+    names += ["uneven", "infinite", "hooked", "one_operation", "averages_are_written_early"]
     options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
     ranks.run_ranks(2, in_turn, args=(names,), **options)
 
@@ -433,7 +426,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     from pycomm.errors import UnsupportedError
 
     said = []
-    for options in ({"wire_dtype": {"bias": "fp8"}}, {"wire_dtype": "int8"}):
+    for options in ({"wire_dtype": {"bias": "int8"}}, {"wire_dtype": "int8"}):
         with pytest.raises(UnsupportedError) as caught:
             wrap(Slopes(), **options)
         said.append(str(caught.value))
@@ -485,6 +478,6 @@ def test_a_hook_with_sums_of_another_backend_is_refused() -> None:
 
 def test_another_backend_is_refused_in_words() -> None:
     (said,) = ranks.run_ranks(1, refused, backend="gloo", preload=ranks.TORCH_DDP).values()
-    assert "'fp8' needs a process group of pycomm" in said[0]
+    assert "'int8' needs a process group of pycomm" in said[0]
     assert "backend is 'gloo'" in said[1]
     assert "together with a comm hook needs a process group of pycomm" in said[2]

@@ -23,9 +23,9 @@ WORLD = 3
 STEPS = 9
 LOCAL = ("LocalSGD", "DiLoCo", "SparseLoCo", "StreamingDiLoCo")
 MIXED = {"parts.0.*": "fp16", "parts.1.*": "int8", "*": "bf16"}
-WIRES = (None, "fp32", "fp16", "bf16", "int8", "fp8", MIXED)
+WIRES = (None, "fp32", "fp16", "bf16", "int8", MIXED)
 """Of a wrapper with ``sync_every``."""
-FRAGMENT_WIRES = (None, "fp32", "fp16", "bf16", "int8", "fp8")
+FRAGMENT_WIRES = (None, "fp32", "fp16", "bf16", "int8")
 METHODS = [
     *(("sync_every", wire) for wire in WIRES),
     *((name, None) for name in LOCAL[:3]),

@@ -159,7 +159,7 @@ def test_every_after_trains_all_ranks_as_one_process_would(trained: Trained) -> 
 
 
 def test_torchfts_and_hiveminds_after_follow_the_equations(trained: Trained) -> None:
-    """The model is too small for fp8 to be sent, so both are close."""
+    """The model is too small for int8 to be sent, so both are close."""
     import torch
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
