@@ -116,7 +116,6 @@ class HostDevice : public DeviceRuntime {
       for (uint32_t thread = 0; thread < threads_; ++thread) {
         const BlockSummary share = summarizeShare(args.values + at.value, at.count, thread, threads_);
         summary.max_bits = std::max(summary.max_bits, share.max_bits);
-        summary.special |= share.special;
       }
       for (uint32_t thread = 0; thread < threads_; ++thread) {
         const uint32_t overflows = encodeShare(
