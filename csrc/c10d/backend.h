@@ -279,6 +279,23 @@ class PycommBackend final : public c10d::Backend {
   template <typename Opts>
   struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
 
+  /// allgather, gather, scatter and reduce_scatter.
+  template <typename Opts>
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> withList(
+      Collective kind,
+      std::vector<std::vector<at::Tensor>>& lists,
+      std::vector<at::Tensor>& singles,
+      const Opts& opts,
+      Titled titled);
+  /// all_gather_into_tensor and reduce_scatter_tensor.
+  template <typename Opts>
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> withWhole(
+      Collective kind,
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const Opts& opts,
+      Titled titled,
+      const char* op);
   /// Sets the codec of a request that is otherwise complete, if the codec of the group, or of the chain that issues it, applies to it.
   /// Inside ExactSums none does.
   void chooseCodec(Group::Call& call) const;
