@@ -59,6 +59,16 @@ bool lists(const Message& promise, const Incarnation& newcomer) {
 
 } // namespace
 
+MemberSet Proposal::voters() const noexcept {
+  MemberSet found = value ? accepted : MemberSet();
+  if (!value) {
+    for (const auto& [position, promise] : promises) {
+      found.set(static_cast<size_t>(position));
+    }
+  }
+  return found;
+}
+
 std::optional<View> chooseNext(
     const View& view,
     const Proposal& proposal,
@@ -69,7 +79,7 @@ std::optional<View> chooseNext(
   }
   std::set<int> members = connected(proposal);
   const size_t alive = view.members.size() - proposal.dead.count();
-  if (members.empty() && proposal.promised.count() < alive) {
+  if (members.empty() && proposal.promises.size() < alive) {
     return std::nullopt;
   }
   View next;

@@ -15,10 +15,12 @@ struct Proposal {
   MemberSet dead; ///< voters that the ballot does not count
   TimePoint since; ///< when it was sent
   std::map<int, Message> promises; ///< by position
-  MemberSet promised;
   std::map<Incarnation, Message> newcomers; ///< promises of processes that are no members yet
   std::optional<View> value; ///< what voters are asked to accept
   MemberSet accepted;
+
+  /// The members that have given the answer for which the proposer waits.
+  [[nodiscard]] MemberSet voters() const noexcept;
 };
 
 /// The next view, from the promises of a quorum and what the dead had accepted. nullopt if nobody would be in it, although voters that

@@ -243,10 +243,8 @@ MUTATIONS = [
         "M8",
         "nobody follows a proposer that dies",
         "agreement.cc",
-        "    if (phase_ == Phase::Agreeing && !proposal_ && isLowest()) {\n"
-        "      propose_at_ = std::min(propose_at_, now);\n    }\n  }\n  settle(now);\n}\n\n"
-        "void Agreement::certified",
-        "  }\n  settle(now);\n}\n\nvoid Agreement::certified",
+        "    begin(code, peer, now);\n    proposeIfLowest(now);\n",
+        "    begin(code, peer, now);\n",
     ),
     Mutation(
         "M8",
