@@ -163,7 +163,9 @@ TimePoint Agreement::chooseAt() const {
     return config_.accept_split_brain ? proposal_->since + window() : TimePoint::max();
   }
   TimePoint at = TimePoint::min();
-  for (const Incarnation& other : others(true)) {
+  std::vector<Incarnation> awaited = others(true);
+  awaited.push_back(config_.self); // its promise waits for its seal, too
+  for (const Incarnation& other : awaited) {
     const int position = view_.position(other);
     if (proposal_->promises.count(position) != 0 || proposal_->newcomers.count(other) != 0) {
       continue;
@@ -198,7 +200,7 @@ std::map<int, std::optional<Accepted>> Agreement::dead() const {
   std::map<int, std::optional<Accepted>> found;
   for (const auto& [peer, last] : gone_) {
     const int position = view_.position(peer);
-    if (position < 0 || last.epoch > view_.epoch) {
+    if (position < 0) {
       continue;
     }
     if (last.epoch < view_.epoch) {
@@ -230,7 +232,8 @@ void Agreement::merge(const std::vector<Testament>& testaments) {
 
 bool Agreement::suspectedHard(const Incarnation& member) const {
   const auto suspect = suspects_.find(member);
-  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0;
+  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0 ||
+      deaf_.count(member) != 0;
 }
 
 bool Agreement::reached(const Incarnation& other) const {
@@ -238,9 +241,13 @@ bool Agreement::reached(const Incarnation& other) const {
   return position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
 }
 
+bool Agreement::cannotLead(const Incarnation& member) const {
+  return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0;
+}
+
 bool Agreement::isLowest() const {
   return std::all_of(view_.members.begin(), view_.members.begin() + self_, [&](const Incarnation& lower) {
-    return suspects_.count(lower) != 0 || gone_.count(lower) != 0;
+    return cannotLead(lower);
   });
 }
 
@@ -384,11 +391,18 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
   if (!newcomer && !view_.has(peer)) {
     return;
   }
-  suspects_[peer] = {code, nonce_};
+  Suspicion& suspicion = suspects_[peer];
+  if (!isHard(suspicion.code)) { // else a link of a dead process breaks, too
+    suspicion.code = code;
+  }
+  suspicion.nonce = nonce_;
   if (code == ErrorCode::ConnectionReset) {
     ++resets_[peer];
   }
   if (view_.has(peer)) {
+    if (phase_ == Phase::Agreeing && isHard(code)) {
+      accuse(peer);
+    }
     begin(code, peer, now);
     proposeIfLowest(now);
   }
@@ -461,14 +475,11 @@ void Agreement::ask(TimePoint now) {
   std::vector<Incarnation> heard;
   for (const Incarnation& other : others()) {
     const auto suspicion = suspects_.find(other);
-    if (suspicion == suspects_.end() || !isHard(suspicion->second.code)) {
+    if (suspicion != suspects_.end() && isHard(suspicion->second.code)) {
+      accuse(other);
+    } else {
       heard.push_back(other);
-      continue;
     }
-    Message unheard = suspect; // its messages do not arrive here, which it cannot know
-    unheard.cause = suspicion->second.code;
-    unheard.culprit = other;
-    send(std::move(unheard), {other});
   }
   send(std::move(suspect), std::move(heard));
   std::vector<Incarnation> silent = others(true);
@@ -496,6 +507,14 @@ void Agreement::ask(TimePoint now) {
   }
   retry_at_ = now + retry_after_;
   retry_after_ = std::min<TimePoint::duration>(2 * retry_after_, milliseconds(config_.dead_after_ms / 2));
+}
+
+void Agreement::accuse(const Incarnation& member) {
+  Message suspect = make(Message::Kind::Suspect);
+  suspect.cause = suspects_.at(member).code;
+  suspect.culprit = member;
+  suspect.testaments = testaments();
+  send(std::move(suspect), {member});
 }
 
 void Agreement::beginIfChangeIsReady(TimePoint now) {
@@ -629,8 +648,8 @@ void Agreement::onRefuse(const Message& message, TimePoint now) {
   }
   proposal_.reset();
   const auto rival = static_cast<size_t>(message.ballot.proposer());
-  const bool works = rival < view_.members.size() && gone_.count(view_.members[rival]) == 0 &&
-      suspects_.count(view_.members[rival]) == 0 && static_cast<int>(rival) != self_;
+  const bool works =
+      rival < view_.members.size() && static_cast<int>(rival) != self_ && !cannotLead(view_.members[rival]);
   propose_at_ = works ? takeoverAt(now) : now;
 }
 
@@ -663,7 +682,8 @@ void Agreement::onPrepare(const Message& message, TimePoint now) {
   owed_ = message.from;
   if (proposal_ && proposal_->ballot < message.ballot) {
     proposal_.reset();
-    propose_at_ = takeoverAt(now);
+    // Two processes may each believe that their messages do not reach the other: one of them has to wait.
+    propose_at_ = deaf_.count(message.from) != 0 ? now + window() : takeoverAt(now);
   }
 }
 
@@ -748,6 +768,7 @@ void Agreement::install(const View& next, TimePoint now) {
   proposal_.reset();
   sealed_ = false;
   rumours_.clear();
+  deaf_.clear();
   retry_at_ = TimePoint::max();
   propose_at_ = TimePoint::max();
   for (const Incarnation& member : next.members) {
@@ -820,7 +841,9 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
   }
   if (message.kind == Kind::Decide || message.kind == Kind::Goodbye) {
     learn(*message.next, now);
-    if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from)) {
+    // One of a later epoch does not say what its sender had accepted in this one.
+    if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from) &&
+        message.epoch <= view_.epoch) {
       gone_.try_emplace(message.from, Gone{message.epoch, message.accepted});
       begin(ErrorCode::PeerLeft, message.from, now);
       proposeIfLowest(now);
@@ -836,7 +859,8 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
   }
   if (message.kind == Kind::Suspect && message.culprit == config_.self && isHard(message.cause) &&
       view_.has(message.from)) {
-    rumours_.insert(message.from); // nothing of this process arrives there
+    deaf_.insert(message.from);
+    proposeIfLowest(now);
   }
   if (message.view != view_id_) {
     if (message.epoch < view_.epoch) {
@@ -944,10 +968,16 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       return;
     }
     case Message::Kind::Decide:
-      if (message.next->has(config_.self) && message.next->step == loaded_) {
-        step_.committed = loaded_;
-        install(*message.next, now);
+      if (!message.next->has(config_.self)) {
+        return;
       }
+      if (message.next->step != loaded_) { // members would wait for it
+        raise(Action::Error::NotAdmitted);
+        phase_ = Phase::Over;
+        return;
+      }
+      step_.committed = loaded_;
+      install(*message.next, now);
       return;
     case Message::Kind::Suspect:
     case Message::Kind::Promise:

@@ -135,7 +135,7 @@ class Agreement {
   };
   /// A voter that accepts nothing any more.
   struct Gone {
-    uint64_t epoch = 0; ///< its last
+    uint64_t epoch = 0; ///< its last, which is no later than this process's
     std::optional<Accepted> accepted; ///< in that epoch
   };
   struct Suspicion {
@@ -158,6 +158,8 @@ class Agreement {
   void answerOld(const Message& message);
   void begin(ErrorCode cause, const std::optional<Incarnation>& culprit, TimePoint now);
   void ask(TimePoint now);
+  /// Tells that member that nothing of it arrives here, which it cannot know.
+  void accuse(const Incarnation& member);
   void propose(TimePoint now);
   /// The one before has failed.
   void proposeIfLowest(TimePoint now);
@@ -186,6 +188,8 @@ class Agreement {
   [[nodiscard]] std::vector<Incarnation> others(bool with_newcomers = false) const;
   [[nodiscard]] std::map<int, std::optional<Accepted>> dead() const;
   [[nodiscard]] std::vector<Testament> testaments(const MemberSet& of = MemberSet().set()) const;
+  /// Whether this member's ballot cannot be the one that this process promises.
+  [[nodiscard]] bool cannotLead(const Incarnation& member) const;
   [[nodiscard]] bool isLowest() const;
   [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
   /// Whether this member or newcomer has answered a ping since the epoch ended.
@@ -219,6 +223,7 @@ class Agreement {
   bool raised_ = false;
   std::map<Incarnation, Suspicion> suspects_;
   std::set<Incarnation> rumours_; ///< whom others suspect, in this epoch
+  std::set<Incarnation> deaf_; ///< who suspect this process, in this epoch: nothing of it arrives there
   std::map<Incarnation, int> resets_; ///< of connections, since the last commit
   std::map<Incarnation, Gone> gone_;
   std::map<Incarnation, Newcomer> newcomers_;

@@ -64,6 +64,9 @@ uint64_t Agreement::digest() const {
   for (const Incarnation& of : rumours_) {
     out << 2 << of;
   }
+  for (const Incarnation& of : deaf_) {
+    out << 8 << of;
+  }
   for (const auto& [of, times] : resets_) {
     out << 3 << of << times;
   }

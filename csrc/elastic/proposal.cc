@@ -25,11 +25,12 @@ const Accepted* lastAccepted(const Proposal& proposal, const std::map<int, std::
   return last;
 }
 
-/// Members that all reach each other, of those who promised and stay.
-std::set<int> connected(const Proposal& proposal) {
+/// Members that all reach each other, of those who promised and stay. Without those that have ended since: they reached each other, too, and
+/// the only one that goes on may have missed their answers.
+std::set<int> connected(const Proposal& proposal, const std::map<int, std::optional<Accepted>>& dead) {
   std::set<int> members;
   for (const auto& [position, promise] : proposal.promises) {
-    if (!promise.leaving) {
+    if (!promise.leaving && dead.count(position) == 0) {
       members.insert(position);
     }
   }
@@ -77,7 +78,7 @@ std::optional<View> chooseNext(
   if (const Accepted* last = lastAccepted(proposal, dead)) {
     return last->next;
   }
-  std::set<int> members = connected(proposal);
+  std::set<int> members = connected(proposal, dead);
   const size_t alive = view.members.size() - proposal.dead.count();
   if (members.empty() && proposal.promises.size() < alive) {
     return std::nullopt;

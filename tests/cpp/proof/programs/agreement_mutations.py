@@ -156,11 +156,12 @@ MUTATIONS = [
     ),
     Mutation(
         "M1",
-        "a dead process that was in a later epoch is not counted",
+        "a goodbye of a later epoch counts its sender out",
         "agreement.cc",
-        "    if (position < 0 || last.epoch > view_.epoch) {\n",
-        "    if (position < 0) {\n",
-        survives="its record says what was decided, before it is counted out",
+        "view_.has(message.from) &&\n        message.epoch <= view_.epoch) {\n",
+        "view_.has(message.from)) {\n",
+        survives="no process gets one: the members of an epoch have promised in the one before; "
+        "Agreement.AGoodbyeOfALaterEpochDoesNotCountItsSenderOut notices it",
     ),
     Mutation(
         "M1",
@@ -214,8 +215,8 @@ MUTATIONS = [
         "M6",
         "the end of a connection is a certificate",
         "agreement.cc",
-        "  suspects_[peer] = {code, nonce_};\n",
-        "  suspects_[peer] = {code, nonce_};\n  if (code == ErrorCode::PeerDead) {\n"
+        "  suspicion.nonce = nonce_;\n",
+        "  suspicion.nonce = nonce_;\n  if (code == ErrorCode::PeerDead) {\n"
         "    gone_.try_emplace(peer, Gone{view_.epoch, std::nullopt});\n  }\n",
     ),
     Mutation(
@@ -248,6 +249,20 @@ MUTATIONS = [
     ),
     Mutation(
         "M8",
+        "a proposer that no message of this process reaches is waited for",
+        "agreement.cc",
+        "    deaf_.insert(message.from);\n",
+        "    rumours_.insert(message.from);\n",
+    ),
+    Mutation(
+        "M8",
+        "whom the detector finds during the agreement is not told",
+        "agreement.cc",
+        "      accuse(peer);\n",
+        "",
+    ),
+    Mutation(
+        "M8",
         "nobody raises without a quorum",
         "agreement.cc",
         "      raise(Action::Error::QuorumLost);\n",
@@ -267,6 +282,20 @@ MUTATIONS = [
         "agreement.cc",
         "milliseconds(config_.dead_after_ms) + window());\n}\n\nTimePoint Agreement::takeoverAt",
         "milliseconds(config_.dead_after_ms / 30));\n}\n\nTimePoint Agreement::takeoverAt",
+    ),
+    Mutation(
+        "M9",
+        "the proposer does not wait for its own promise",
+        "agreement.cc",
+        "  awaited.push_back(config_.self);",
+        "",
+    ),
+    Mutation(
+        "M9",
+        "who has ended since its promise is a member",
+        "proposal.cc",
+        "    if (!promise.leaving && dead.count(position) == 0) {\n",
+        "    if (!promise.leaving) {\n",
     ),
     # ---- the step
     Mutation(
@@ -354,8 +383,8 @@ MUTATIONS = [
         "L1",
         "who leaves is a member of the next view",
         "proposal.cc",
-        "    if (!promise.leaving) {\n",
-        "    if (position >= 0) {\n",
+        "    if (!promise.leaving && dead.count(position) == 0) {\n",
+        "    if (dead.count(position) == 0) {\n",
     ),
 ]
 
