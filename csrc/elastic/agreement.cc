@@ -948,7 +948,8 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       }
       return;
     case Message::Kind::Prepare: {
-      if (loaded_ < 0) {
+      // Else it is of a view that has this process already, where its promise would be a vote: the decision is on its way.
+      if (loaded_ < 0 || !contains(message.newcomers, config_.self)) {
         return;
       }
       if (asked_view_ != message.view) {

@@ -35,10 +35,9 @@ std::set<int> connected(const Proposal& proposal, const std::map<int, std::optio
     }
   }
   const auto reaches = [&](int a, int b) { return proposal.promises.at(a).reach.test(static_cast<size_t>(b)); };
+  // Not also those that it does not reach: where only one of a pair has an answer, the other one may have died after it answered.
   const auto missing = [&](int of) {
-    return std::count_if(members.begin(), members.end(), [&](int other) {
-      return other != of && !(reaches(of, other) && reaches(other, of));
-    });
+    return std::count_if(members.begin(), members.end(), [&](int other) { return other != of && !reaches(other, of); });
   };
   while (!members.empty()) {
     const int worst = *std::max_element(members.begin(), members.end(), [&](int a, int b) {

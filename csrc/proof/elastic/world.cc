@@ -100,6 +100,31 @@ struct Later {
   }
 };
 
+/// Whether nothing in this plan makes a process that lives seem dead.
+bool keepsMembers(const Plan& plan) {
+  int pauses = 0;
+  for (const Fault& fault : plan.faults) {
+    switch (fault.kind) {
+      case Fault::Kind::Stop: // pauses of one process may follow each other, and then they are one
+        if (fault.lasts_us >= plan.dead_after_ms * 1000 || ++pauses > 1) {
+          return false;
+        }
+        break;
+      case Fault::Kind::Cut:
+      case Fault::Kind::Partition:
+      case Fault::Kind::Reset:
+      case Fault::Kind::FalseEnd:
+        return false;
+      case Fault::Kind::Kill:
+      case Fault::Kind::ProgramError:
+      case Fault::Kind::Leave:
+      case Fault::Kind::Newcomer:
+        break;
+    }
+  }
+  return !plan.accept_split_brain;
+}
+
 struct Process {
   int host = 0;
   Incarnation self;
@@ -327,12 +352,8 @@ Report World::run() {
     pending_.clear();
   };
   drain();
-  // Within which a quorum that is connected goes on. Where messages pass in one direction only, a view that was proposed before the cut may
-  // be decided after it, and its members find out once more which of them cannot reach each other.
-  const bool one_way = std::any_of(plan_.faults.begin(), plan_.faults.end(), [](const Fault& fault) {
-    return !fault.both && (fault.kind == Fault::Kind::Cut || fault.kind == Fault::Kind::Partition);
-  });
-  const Us quiet = Us{plan_.dead_after_ms} * (one_way ? 2000 : 1000) + 2'500'000;
+  // Within which a quorum that is connected goes on.
+  const Us quiet = Us{plan_.dead_after_ms} * 1000 + 2'500'000;
   bool judged = false;
   while (!queue_.empty() && oracle_.violations().empty()) {
     Event event = queue_.top();
@@ -745,6 +766,9 @@ void World::act(int p) {
           break;
         case Agreement::Action::Kind::Raise:
           oracle_.raises(p, action.error, action.view, newestHasBeenReachable(p));
+          if (action.error == Agreement::Action::Error::LeftBehind && keepsMembers(plan_)) {
+            oracle_.violation("M9: process " + std::to_string(p) + " is left behind, although all have heard it");
+          }
           process.raised = true;
           ++report_.raised;
           say("process " + std::to_string(p) + " raises " + std::to_string(static_cast<int>(action.error)));
@@ -1077,17 +1101,13 @@ void World::judge() {
           std::to_string(process.agreement->view().epoch));
     }
   }
-  int pauses = 0;
-  bool harmless = !plan_.accept_split_brain;
-  for (const Fault& fault : plan_.faults) {
-    const bool pause = fault.kind == Fault::Kind::Stop && fault.lasts_us < plan_.dead_after_ms * 1000;
-    pauses += pause ? 1 : 0;
-    harmless = harmless && (pause || fault.kind == Fault::Kind::ProgramError);
-  }
-  // Pauses of one process may follow each other, and then they are one.
+  const bool nobody_goes = std::all_of(plan_.faults.begin(), plan_.faults.end(), [](const Fault& fault) {
+    return fault.kind == Fault::Kind::Stop || fault.kind == Fault::Kind::ProgramError;
+  });
   const bool ended_early =
       std::any_of(processes_.begin(), processes_.end(), [&](const Process& each) { return !each.trained; });
-  if (harmless && pauses <= 1 && (oracle_.newest().epoch > static_cast<uint64_t>(plan_.processes) || ended_early)) {
+  if (nobody_goes && keepsMembers(plan_) &&
+      (oracle_.newest().epoch > static_cast<uint64_t>(plan_.processes) || ended_early)) {
     oracle_.violation("M9: a member is lost without a fault, or by a pause shorter than dead_after");
   }
 }

@@ -486,6 +486,29 @@ TEST(Agreement, ANewcomerIsAdmittedBehindOnceItHasLoaded) {
   }
 }
 
+// The decision that makes it a member may be overtaken by the first question of the next epoch.
+TEST(Agreement, ANewcomerPromisesOnlyWhereItMayBeAdmitted) {
+  Group group(1);
+  Agreement::Config config;
+  config.self = Group::idOf(2);
+  Agreement newcomer(config, ids({0, 1}), group.now);
+  newcomer.loaded(3, group.now);
+  (void)newcomer.takeActions();
+  Message prepare;
+  prepare.kind = Message::Kind::Prepare;
+  prepare.from = Group::idOf(0);
+  prepare.epoch = 1;
+  prepare.view = 77;
+  prepare.ballot = Ballot(0, 1, 0);
+  newcomer.received(prepare, group.now);
+  EXPECT_TRUE(newcomer.takeActions().empty());
+  prepare.newcomers = ids({2});
+  newcomer.received(prepare, group.now);
+  const std::vector<Action> actions = newcomer.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].message->kind, Message::Kind::Promise);
+}
+
 // Members would wait for it, and it lives.
 TEST(Agreement, ANewcomerThatIsAMemberWithTheStateOfAnotherStepRaises) {
   Group group(1);

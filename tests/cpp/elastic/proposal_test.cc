@@ -66,8 +66,16 @@ TEST(ElasticProposal, TheOneWithMostMissingPairsIsDroppedOfSeveralTheHighest) {
   EXPECT_EQ(promises.next().members, candidates({0, 2, 3}));
 }
 
-// At the end of a training members leave one after the other. One of them may not have answered the ping of the last.
-TEST(ElasticProposal, WhoHasEndedSinceItsPromiseIsNoReasonToDropAnother) {
+// A member that dies after its promise has answered those that promised before. The last did not get its answer, and lives.
+TEST(ElasticProposal, OfAPairTheOneThatWasNotHeardIsDropped) {
+  Promises promises(4);
+  promises.of(3).reach.reset(2);
+  EXPECT_EQ(promises.next().members, candidates({0, 1, 3}));
+  promises.of(3).reach.reset(1);
+  EXPECT_EQ(promises.next().members, candidates({0, 3}));
+}
+
+TEST(ElasticProposal, WhoHasEndedSinceItsPromiseIsNoMember) {
   Promises promises(4);
   promises.cut(0, 1);
   promises.cut(0, 2);

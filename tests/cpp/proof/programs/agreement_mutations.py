@@ -297,6 +297,13 @@ MUTATIONS = [
         "    if (!promise.leaving && dead.count(position) == 0) {\n",
         "    if (!promise.leaving) {\n",
     ),
+    Mutation(
+        "M9",
+        "a newcomer promises in the epoch of which it is to be a member",
+        "agreement.cc",
+        "loaded_ < 0 || !contains(message.newcomers, config_.self)",
+        "loaded_ < 0",
+    ),
     # ---- the step
     Mutation(
         "S1 S2",
