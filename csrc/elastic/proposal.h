@@ -27,8 +27,8 @@ struct Proposal {
 /// have not promised may want to go on.
 ///
 /// A view that some voter has accepted is proposed again, the one with the greatest ballot: a quorum may have accepted it. Else the members
-/// are those who promised, have not ended since, stay, and reach each other: the one with most missing pairs is dropped, of several the
-/// highest, until all pairs are there. Newcomers come behind, those that hold the step after which the view begins and that all members
+/// are those who promised, have not ended since, stay, and reach each other: the one that most others have not heard is dropped, of several
+/// the highest, until all pairs are there. Newcomers come behind, those that hold the step after which the view begins and that all members
 /// reach.
 ///
 /// The step: if all members had finished the one after the last that anyone has committed, all commit it.

@@ -292,6 +292,15 @@ MUTATIONS = [
     ),
     Mutation(
         "M9",
+        "of a pair that one has not heard, the highest is dropped",
+        "proposal.cc",
+        "return other != of && !reaches(other, of); });",
+        "return other != of && !(reaches(of, other) && reaches(other, of)); });",
+        survives="a member has to die between its promise and another one's, of which seed 126659 "
+        "is an example; ElasticProposal.OfAPairTheOneThatWasNotHeardIsDropped notices it",
+    ),
+    Mutation(
+        "M9",
         "who has ended since its promise is a member",
         "proposal.cc",
         "    if (!promise.leaving && dead.count(position) == 0) {\n",
