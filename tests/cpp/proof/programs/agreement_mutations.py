@@ -127,8 +127,6 @@ MUTATIONS = [
         "agreement.cc",
         "  if (!raisePromise(message)) {\n    return;\n  }\n  accepted_",
         "  promised_ = message.ballot;\n  accepted_",
-        survives="Agreement.ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted "
-        "notices it",
     ),
     Mutation(
         "M1",
@@ -151,8 +149,6 @@ MUTATIONS = [
         "  for (const View& view : record.past) {\n    learn(view, now);\n  }\n"
         "  learn(record.view, now);\n",
         "",
-        survives="a dead process that was in a later epoch is counted, so nothing is decided; "
-        "Agreement.TheRecordOfADeadProcessSaysWhatWasDecided notices it",
     ),
     Mutation(
         "M1",
@@ -253,6 +249,8 @@ MUTATIONS = [
         "agreement.cc",
         "    deaf_.insert(message.from);\n",
         "    rumours_.insert(message.from);\n",
+        survives="one agreement after another of a group that is cut in one direction; "
+        "Agreement.AProposerThatThisProcessCannotReachIsNotWaitedFor notices it",
     ),
     Mutation(
         "M8",
@@ -260,6 +258,8 @@ MUTATIONS = [
         "agreement.cc",
         "      accuse(peer);\n",
         "",
+        survives="the next repetition says it, which the promised time allows; "
+        "Agreement.WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce notices it",
     ),
     Mutation(
         "M8",
@@ -305,6 +305,8 @@ MUTATIONS = [
         "proposal.cc",
         "    if (!promise.leaving && dead.count(position) == 0) {\n",
         "    if (!promise.leaving) {\n",
+        survives="the next epoch ends at once, without it; "
+        "ElasticProposal.WhoHasEndedSinceItsPromiseIsNoMember notices it",
     ),
     Mutation(
         "M9",
