@@ -147,11 +147,8 @@ TimePoint Agreement::promiseAt() const {
   }
   TimePoint at = TimePoint::min();
   for (const Incarnation& other : phase_ == Phase::Joining ? fellows_ : others(true)) {
-    const int position = view_.position(other);
-    const bool reached =
-        position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
-    if (!reached) {
-      at = std::max(at, position >= 0 ? patience(other, began_) : began_ + window());
+    if (!reached(other)) {
+      at = std::max(at, view_.has(other) ? patience(other, began_) : began_ + window());
     }
   }
   return at;
@@ -166,17 +163,16 @@ TimePoint Agreement::chooseAt() const {
     return config_.accept_split_brain ? proposal_->since + window() : TimePoint::max();
   }
   TimePoint at = TimePoint::min();
-  for (const Incarnation& other : others(true)) {
+  std::vector<Incarnation> awaited = others(true);
+  awaited.push_back(config_.self); // its promise waits for its seal, too
+  for (const Incarnation& other : awaited) {
     const int position = view_.position(other);
-    const bool promised = position >= 0 ? proposal_->promised.test(static_cast<size_t>(position))
-                                        : proposal_->newcomers.count(other) != 0;
-    if (promised) {
+    if (proposal_->promises.count(position) != 0 || proposal_->newcomers.count(other) != 0) {
       continue;
     }
     // Whom pings do not reach has had its time: silence in one direction only is found by nobody's detector here.
-    const bool reached = position >= 0 && reach_.test(static_cast<size_t>(position));
-    at =
-        std::max(at, position < 0 ? proposal_->since + window() : patience(other, reached ? proposal_->since : began_));
+    const TimePoint since = reached(other) ? proposal_->since : began_;
+    at = std::max(at, position < 0 ? proposal_->since + window() : patience(other, since));
   }
   return at;
 }
@@ -204,7 +200,7 @@ std::map<int, std::optional<Accepted>> Agreement::dead() const {
   std::map<int, std::optional<Accepted>> found;
   for (const auto& [peer, last] : gone_) {
     const int position = view_.position(peer);
-    if (position < 0 || last.epoch > view_.epoch) {
+    if (position < 0) {
       continue;
     }
     if (last.epoch < view_.epoch) {
@@ -236,12 +232,22 @@ void Agreement::merge(const std::vector<Testament>& testaments) {
 
 bool Agreement::suspectedHard(const Incarnation& member) const {
   const auto suspect = suspects_.find(member);
-  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0;
+  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0 ||
+      deaf_.count(member) != 0;
+}
+
+bool Agreement::reached(const Incarnation& other) const {
+  const int position = view_.position(other);
+  return position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
+}
+
+bool Agreement::cannotLead(const Incarnation& member) const {
+  return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0;
 }
 
 bool Agreement::isLowest() const {
   return std::all_of(view_.members.begin(), view_.members.begin() + self_, [&](const Incarnation& lower) {
-    return suspects_.count(lower) != 0 || gone_.count(lower) != 0;
+    return cannotLead(lower);
   });
 }
 
@@ -385,15 +391,20 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
   if (!newcomer && !view_.has(peer)) {
     return;
   }
-  suspects_[peer] = {code, nonce_};
+  Suspicion& suspicion = suspects_[peer];
+  if (!isHard(suspicion.code)) { // else a link of a dead process breaks, too
+    suspicion.code = code;
+  }
+  suspicion.nonce = nonce_;
   if (code == ErrorCode::ConnectionReset) {
     ++resets_[peer];
   }
   if (view_.has(peer)) {
-    begin(code, peer, now);
-    if (phase_ == Phase::Agreeing && !proposal_ && isLowest()) {
-      propose_at_ = std::min(propose_at_, now);
+    if (phase_ == Phase::Agreeing && isHard(code)) {
+      accuse(peer);
     }
+    begin(code, peer, now);
+    proposeIfLowest(now);
   }
   settle(now);
 }
@@ -426,9 +437,7 @@ void Agreement::certified(const Incarnation& peer, const Record& record, TimePoi
   }
   if (view_.has(peer)) {
     begin(ErrorCode::PeerDead, peer, now);
-    if (!proposal_ && isLowest()) {
-      propose_at_ = std::min(propose_at_, now);
-    }
+    proposeIfLowest(now);
   }
   settle(now);
 }
@@ -463,24 +472,18 @@ void Agreement::ask(TimePoint now) {
   suspect.cause = cause_;
   suspect.culprit = culprit_;
   suspect.testaments = testaments();
-  std::vector<Incarnation> heard = others();
-  const auto unheard = std::stable_partition(heard.begin(), heard.end(), [&](const Incarnation& other) {
-    const auto found = suspects_.find(other);
-    return found == suspects_.end() || !isHard(found->second.code);
-  });
-  for (auto other = unheard; other != heard.end(); ++other) {
-    Message deaf = suspect; // its messages do not arrive here, which it cannot know
-    deaf.cause = suspects_.at(*other).code;
-    deaf.culprit = *other;
-    send(std::move(deaf), {*other});
+  std::vector<Incarnation> heard;
+  for (const Incarnation& other : others()) {
+    const auto suspicion = suspects_.find(other);
+    if (suspicion != suspects_.end() && isHard(suspicion->second.code)) {
+      accuse(other);
+    } else {
+      heard.push_back(other);
+    }
   }
-  heard.erase(unheard, heard.end());
   send(std::move(suspect), std::move(heard));
   std::vector<Incarnation> silent = others(true);
-  std::erase_if(silent, [&](const Incarnation& other) {
-    const int position = view_.position(other);
-    return position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
-  });
+  std::erase_if(silent, [&](const Incarnation& other) { return reached(other); });
   Message ping = make(Message::Kind::Ping);
   ping.nonce = nonce_;
   send(std::move(ping), std::move(silent));
@@ -491,10 +494,9 @@ void Agreement::ask(TimePoint now) {
     again.testaments = testaments(proposal_->dead);
     again.next = proposal_->value;
     std::vector<Incarnation> to = others(!proposal_->value);
-    std::erase_if(to, [&](const Incarnation& other) {
+    std::erase_if(to, [&, voters = proposal_->voters()](const Incarnation& other) {
       const int position = view_.position(other);
-      const MemberSet& have = proposal_->value ? proposal_->accepted : proposal_->promised;
-      return position >= 0 && have.test(static_cast<size_t>(position));
+      return position >= 0 && voters.test(static_cast<size_t>(position));
     });
     for (const Incarnation& other : to) {
       if (!view_.has(other)) {
@@ -505,6 +507,14 @@ void Agreement::ask(TimePoint now) {
   }
   retry_at_ = now + retry_after_;
   retry_after_ = std::min<TimePoint::duration>(2 * retry_after_, milliseconds(config_.dead_after_ms / 2));
+}
+
+void Agreement::accuse(const Incarnation& member) {
+  Message suspect = make(Message::Kind::Suspect);
+  suspect.cause = suspects_.at(member).code;
+  suspect.culprit = member;
+  suspect.testaments = testaments();
+  send(std::move(suspect), {member});
 }
 
 void Agreement::beginIfChangeIsReady(TimePoint now) {
@@ -565,6 +575,12 @@ void Agreement::propose(TimePoint now) {
   send(std::move(prepare), std::move(to));
 }
 
+void Agreement::proposeIfLowest(TimePoint now) {
+  if (phase_ == Phase::Agreeing && !proposal_ && isLowest()) {
+    propose_at_ = std::min(propose_at_, now);
+  }
+}
+
 void Agreement::advance(TimePoint now) {
   if (phase_ != Phase::Agreeing) {
     return;
@@ -575,7 +591,7 @@ void Agreement::advance(TimePoint now) {
     }
     return;
   }
-  const MemberSet& voters = proposal_->value ? proposal_->accepted : proposal_->promised;
+  const MemberSet voters = proposal_->voters();
   const bool heard_all = now >= chooseAt();
   bool enough = isQuorum(voters, view_.members.size(), proposal_->dead);
   if (config_.accept_split_brain && now >= proposal_->since + window()) {
@@ -612,13 +628,12 @@ void Agreement::choose(TimePoint now) {
   send(std::move(accept), std::move(to));
 }
 
-void Agreement::onPromise(const Message& message, TimePoint) {
+void Agreement::onPromise(const Message& message) {
   merge(message.testaments);
   if (!proposal_ || proposal_->value || message.ballot != proposal_->ballot) {
     return;
   }
   if (const int position = view_.position(message.from); position >= 0) {
-    proposal_->promised.set(static_cast<size_t>(position));
     proposal_->promises.insert_or_assign(position, message);
   } else if (newcomers_.count(message.from) != 0) {
     proposal_->newcomers.insert_or_assign(message.from, message);
@@ -633,12 +648,12 @@ void Agreement::onRefuse(const Message& message, TimePoint now) {
   }
   proposal_.reset();
   const auto rival = static_cast<size_t>(message.ballot.proposer());
-  const bool works = rival < view_.members.size() && gone_.count(view_.members[rival]) == 0 &&
-      suspects_.count(view_.members[rival]) == 0 && static_cast<int>(rival) != self_;
+  const bool works =
+      rival < view_.members.size() && static_cast<int>(rival) != self_ && !cannotLead(view_.members[rival]);
   propose_at_ = works ? takeoverAt(now) : now;
 }
 
-void Agreement::onAccepted(const Message& message, TimePoint) {
+void Agreement::onAccepted(const Message& message) {
   const int position = view_.position(message.from);
   if (proposal_ && proposal_->value && message.ballot == proposal_->ballot && position >= 0) {
     proposal_->accepted.set(static_cast<size_t>(position));
@@ -664,10 +679,11 @@ void Agreement::onPrepare(const Message& message, TimePoint now) {
   if (!raisePromise(message)) {
     return;
   }
-  owed_ = Owed{message.ballot, message.from};
+  owed_ = message.from;
   if (proposal_ && proposal_->ballot < message.ballot) {
     proposal_.reset();
-    propose_at_ = takeoverAt(now);
+    // Two processes may each believe that their messages do not reach the other: one of them has to wait.
+    propose_at_ = deaf_.count(message.from) != 0 ? now + window() : takeoverAt(now);
   }
 }
 
@@ -676,7 +692,7 @@ void Agreement::promiseWhenReady(TimePoint now) {
     return;
   }
   Message promise = make(Message::Kind::Promise);
-  promise.ballot = owed_->ballot;
+  promise.ballot = promised_;
   promise.newcomers = newcomers_reached_;
   if (phase_ == Phase::Joining) {
     promise.view = asked_view_;
@@ -693,12 +709,10 @@ void Agreement::promiseWhenReady(TimePoint now) {
     promise.accepted = accepted_;
     promise.testaments = testaments();
   }
-  const Incarnation to = owed_->to;
-  owed_.reset();
-  send(std::move(promise), {to});
+  send(std::move(promise), {*std::exchange(owed_, std::nullopt)});
 }
 
-void Agreement::onAccept(const Message& message, TimePoint) {
+void Agreement::onAccept(const Message& message) {
   if (!raisePromise(message)) {
     return;
   }
@@ -750,10 +764,11 @@ void Agreement::install(const View& next, TimePoint now) {
   promised_ = Ballot();
   accepted_.reset();
   owed_.reset();
+  round_ = 0;
   proposal_.reset();
   sealed_ = false;
-  round_ = 0;
   rumours_.clear();
+  deaf_.clear();
   retry_at_ = TimePoint::max();
   propose_at_ = TimePoint::max();
   for (const Incarnation& member : next.members) {
@@ -826,12 +841,12 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
   }
   if (message.kind == Kind::Decide || message.kind == Kind::Goodbye) {
     learn(*message.next, now);
-    if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from)) {
+    // One of a later epoch does not say what its sender had accepted in this one.
+    if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from) &&
+        message.epoch <= view_.epoch) {
       gone_.try_emplace(message.from, Gone{message.epoch, message.accepted});
       begin(ErrorCode::PeerLeft, message.from, now);
-      if (!proposal_ && isLowest()) {
-        propose_at_ = std::min(propose_at_, now);
-      }
+      proposeIfLowest(now);
     }
     return;
   }
@@ -844,7 +859,8 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
   }
   if (message.kind == Kind::Suspect && message.culprit == config_.self && isHard(message.cause) &&
       view_.has(message.from)) {
-    rumours_[message.from] = message.cause; // nothing of this process arrives there
+    deaf_.insert(message.from);
+    proposeIfLowest(now);
   }
   if (message.view != view_id_) {
     if (message.epoch < view_.epoch) {
@@ -883,7 +899,7 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
       merge(message.testaments);
       begin(message.cause, message.culprit, now);
       if (message.culprit && isHard(message.cause) && *message.culprit != config_.self) {
-        rumours_[*message.culprit] = message.cause;
+        rumours_.insert(*message.culprit);
       }
       return;
     case Kind::Prepare:
@@ -897,17 +913,17 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
       if (by_proposer() && message.next->parent == view_id_ && message.next->epoch == view_.epoch + 1) {
         merge(message.testaments);
         begin(message.next->cause, std::nullopt, now);
-        onAccept(message, now);
+        onAccept(message);
       }
       return;
     case Kind::Promise:
-      onPromise(message, now);
+      onPromise(message);
       return;
     case Kind::Refuse:
       onRefuse(message, now);
       return;
     case Kind::Accepted:
-      onAccepted(message, now);
+      onAccepted(message);
       return;
     case Kind::Decide:
     case Kind::Excluded:
@@ -932,7 +948,8 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       }
       return;
     case Message::Kind::Prepare: {
-      if (loaded_ < 0) {
+      // Else it is of a view that has this process already, where its promise would be a vote: the decision is on its way.
+      if (loaded_ < 0 || !contains(message.newcomers, config_.self)) {
         return;
       }
       if (asked_view_ != message.view) {
@@ -946,15 +963,22 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
         send(std::move(ping), fellows_);
       }
       // It votes for nothing, so it may promise anything: the promise says what it holds.
-      owed_ = Owed{message.ballot, message.from};
+      promised_ = message.ballot;
+      owed_ = message.from;
       sealed_ = true;
       return;
     }
     case Message::Kind::Decide:
-      if (message.next->has(config_.self) && message.next->step == loaded_) {
-        step_.committed = loaded_;
-        install(*message.next, now);
+      if (!message.next->has(config_.self)) {
+        return;
       }
+      if (message.next->step != loaded_) { // members would wait for it
+        raise(Action::Error::NotAdmitted);
+        phase_ = Phase::Over;
+        return;
+      }
+      step_.committed = loaded_;
+      install(*message.next, now);
       return;
     case Message::Kind::Suspect:
     case Message::Kind::Promise:

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "base/deadline.h"
@@ -134,7 +135,7 @@ class Agreement {
   };
   /// A voter that accepts nothing any more.
   struct Gone {
-    uint64_t epoch = 0; ///< its last
+    uint64_t epoch = 0; ///< its last, which is no later than this process's
     std::optional<Accepted> accepted; ///< in that epoch
   };
   struct Suspicion {
@@ -147,11 +148,6 @@ class Agreement {
     TimePoint not_before; ///< it was passed over: no members stop for it before
     TimePoint::duration back_off{};
   };
-  /// A promise that waits for the seal and for pongs.
-  struct Owed {
-    Ballot ballot;
-    Incarnation to;
-  };
 
   /// Each event begins with this: a process that was stopped does not count that time.
   void awake(TimePoint now);
@@ -162,13 +158,17 @@ class Agreement {
   void answerOld(const Message& message);
   void begin(ErrorCode cause, const std::optional<Incarnation>& culprit, TimePoint now);
   void ask(TimePoint now);
+  /// Tells that member that nothing of it arrives here, which it cannot know.
+  void accuse(const Incarnation& member);
   void propose(TimePoint now);
+  /// The one before has failed.
+  void proposeIfLowest(TimePoint now);
   /// Promises a ballot that is no smaller than the promised one; refuses another one, and says so to its sender.
   [[nodiscard]] bool raisePromise(const Message& message);
   void onPrepare(const Message& message, TimePoint now);
-  void onPromise(const Message& message, TimePoint now);
-  void onAccept(const Message& message, TimePoint now);
-  void onAccepted(const Message& message, TimePoint now);
+  void onPromise(const Message& message);
+  void onAccept(const Message& message);
+  void onAccepted(const Message& message);
   void onRefuse(const Message& message, TimePoint now);
   void onJoin(const Message& message);
   void merge(const std::vector<Testament>& testaments);
@@ -184,13 +184,16 @@ class Agreement {
   [[nodiscard]] Message make(Message::Kind kind) const;
   void send(Message message, std::vector<Incarnation> to);
   void keep();
-  [[nodiscard]] Record record() const;
   /// All members but this one and those that have ended; with newcomers, those that have loaded as well.
   [[nodiscard]] std::vector<Incarnation> others(bool with_newcomers = false) const;
   [[nodiscard]] std::map<int, std::optional<Accepted>> dead() const;
   [[nodiscard]] std::vector<Testament> testaments(const MemberSet& of = MemberSet().set()) const;
+  /// Whether this member's ballot cannot be the one that this process promises.
+  [[nodiscard]] bool cannotLead(const Incarnation& member) const;
   [[nodiscard]] bool isLowest() const;
   [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
+  /// Whether this member or newcomer has answered a ping since the epoch ended.
+  [[nodiscard]] bool reached(const Incarnation& other) const;
   /// Until when to wait for an answer that was asked for at `since`.
   [[nodiscard]] TimePoint patience(const Incarnation& of, TimePoint since) const;
   [[nodiscard]] TimePoint promiseAt() const;
@@ -219,7 +222,8 @@ class Agreement {
   bool leaving_ = false;
   bool raised_ = false;
   std::map<Incarnation, Suspicion> suspects_;
-  std::map<Incarnation, ErrorCode> rumours_; ///< what others suspect, in this epoch
+  std::set<Incarnation> rumours_; ///< whom others suspect, in this epoch
+  std::set<Incarnation> deaf_; ///< who suspect this process, in this epoch: nothing of it arrives there
   std::map<Incarnation, int> resets_; ///< of connections, since the last commit
   std::map<Incarnation, Gone> gone_;
   std::map<Incarnation, Newcomer> newcomers_;
@@ -241,7 +245,7 @@ class Agreement {
   std::vector<Incarnation> fellows_; ///< of a newcomer: others that may be admitted with it
   Ballot promised_;
   std::optional<Accepted> accepted_;
-  std::optional<Owed> owed_;
+  std::optional<Incarnation> owed_; ///< to whom a promise of `promised_`, which waits for the seal and for pongs
   uint32_t round_ = 0; ///< of the greatest ballot seen
   std::optional<Proposal> proposal_;
   TimePoint pause_until_ = TimePoint::max();

@@ -61,8 +61,11 @@ uint64_t Agreement::digest() const {
   for (const auto& [of, suspicion] : suspects_) {
     out << 1 << of << suspicion.code << (suspicion.nonce < nonce_);
   }
-  for (const auto& [of, code] : rumours_) {
-    out << 2 << of << code;
+  for (const Incarnation& of : rumours_) {
+    out << 2 << of;
+  }
+  for (const Incarnation& of : deaf_) {
+    out << 8 << of;
   }
   for (const auto& [of, times] : resets_) {
     out << 3 << of << times;
@@ -75,10 +78,10 @@ uint64_t Agreement::digest() const {
     time(newcomer.not_before);
   }
   if (owed_) {
-    out << 6 << owed_->ballot.number() << owed_->to;
+    out << 6 << *owed_;
   }
   if (proposal_) {
-    out << 7 << proposal_->ballot.number() << proposal_->dead << proposal_->promised << proposal_->accepted;
+    out << 7 << proposal_->ballot.number() << proposal_->dead << proposal_->accepted;
     for (const auto& [position, promise] : proposal_->promises) {
       out << position << promise;
     }

@@ -25,19 +25,19 @@ const Accepted* lastAccepted(const Proposal& proposal, const std::map<int, std::
   return last;
 }
 
-/// Members that all reach each other, of those who promised and stay.
-std::set<int> connected(const Proposal& proposal) {
+/// Members that all reach each other, of those who promised and stay. Without those that have ended since: they reached each other, too, and
+/// the only one that goes on may have missed their answers.
+std::set<int> connected(const Proposal& proposal, const std::map<int, std::optional<Accepted>>& dead) {
   std::set<int> members;
   for (const auto& [position, promise] : proposal.promises) {
-    if (!promise.leaving) {
+    if (!promise.leaving && dead.count(position) == 0) {
       members.insert(position);
     }
   }
   const auto reaches = [&](int a, int b) { return proposal.promises.at(a).reach.test(static_cast<size_t>(b)); };
+  // Not also those that it does not reach: where only one of a pair has an answer, the other one may have died after it answered.
   const auto missing = [&](int of) {
-    return std::count_if(members.begin(), members.end(), [&](int other) {
-      return other != of && !(reaches(of, other) && reaches(other, of));
-    });
+    return std::count_if(members.begin(), members.end(), [&](int other) { return other != of && !reaches(other, of); });
   };
   while (!members.empty()) {
     const int worst = *std::max_element(members.begin(), members.end(), [&](int a, int b) {
@@ -59,6 +59,16 @@ bool lists(const Message& promise, const Incarnation& newcomer) {
 
 } // namespace
 
+MemberSet Proposal::voters() const noexcept {
+  MemberSet found = value ? accepted : MemberSet();
+  if (!value) {
+    for (const auto& [position, promise] : promises) {
+      found.set(static_cast<size_t>(position));
+    }
+  }
+  return found;
+}
+
 std::optional<View> chooseNext(
     const View& view,
     const Proposal& proposal,
@@ -67,9 +77,9 @@ std::optional<View> chooseNext(
   if (const Accepted* last = lastAccepted(proposal, dead)) {
     return last->next;
   }
-  std::set<int> members = connected(proposal);
+  std::set<int> members = connected(proposal, dead);
   const size_t alive = view.members.size() - proposal.dead.count();
-  if (members.empty() && proposal.promised.count() < alive) {
+  if (members.empty() && proposal.promises.size() < alive) {
     return std::nullopt;
   }
   View next;

@@ -103,19 +103,13 @@ void Oracle::lateReason(uint64_t view) {
   }
 }
 
-void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed, uint64_t chain) {
+void Oracle::installs(int p, const View& view, bool newcomer, uint64_t chain) {
   const uint64_t id = view.id();
   installed_[p] = id;
   if (late_reasons_.count(view.parent) != 0) {
     reasons_.insert(id);
   }
   if (newcomer) {
-    committed_[p] = committed;
-    if (committed != view.step) {
-      violation(
-          "J1: " + name(p) + " is admitted after step " + std::to_string(view.step) + " with the state of step " +
-          std::to_string(committed));
-    }
     const auto of_all = chains_.find(view.step);
     if (!unsafe() && view.step > 0 && (of_all == chains_.end() || of_all->second != chain)) {
       violation("J1: " + name(p) + " is admitted with other parameters than the members'");
@@ -163,6 +157,14 @@ void Oracle::installs(int p, const View& view, bool newcomer, int64_t committed,
     const auto leaves = leaves_us_.find(processOf(member));
     if (leaves != leaves_us_.end() && leaves->second < sealed_first_us_[view.parent]) {
       violation("L1: " + name(processOf(member)) + " leaves, and is a member of the next view");
+    }
+  }
+  for (const Incarnation& member : view.members) {
+    const int joins = processOf(member);
+    if (!before.has(member) && committed_[joins] != view.step) {
+      violation(
+          "J1: " + name(joins) + " is admitted after step " + std::to_string(view.step) + " with the state of step " +
+          std::to_string(committed_[joins]));
     }
   }
   same_again_ = view.cause == ErrorCode::Ok && view.members == before.members ? same_again_ + 1 : 0;

@@ -30,6 +30,10 @@ class Oracle {
   void newcomer() {
     ++newcomers_;
   }
+  /// A newcomer holds all that members held after that step.
+  void loads(int p, int64_t step) {
+    committed_[p] = step;
+  }
   /// A cause that may change members, or a commit at which somebody leaves or joins, came to a member of this view.
   void reason(uint64_t view) {
     reasons_.insert(view);
@@ -47,8 +51,8 @@ class Oracle {
   void seals(int p, const View& view, int64_t now_us);
   void sends(int p, const Message& message);
   void keeps(int p, const Record& record);
-  /// The verdict on the step that was under way is in view.step; `committed` is the process's own, before.
-  void installs(int p, const View& view, bool newcomer, int64_t committed, uint64_t chain);
+  /// The verdict on the step that was under way is in view.step; `chain` is the digest of the process's own parameters, before.
+  void installs(int p, const View& view, bool newcomer, uint64_t chain);
   /// An operation of this view has ended well: of a bucket, or the commit round.
   void endsWell(int p, uint64_t view);
   void finishes(int p, uint64_t view, int64_t step);

@@ -96,6 +96,50 @@ Fault drawFault(const Plan& plan, Random& dice) {
   return fault;
 }
 
+const char* nameOf(Moment moment) {
+  switch (moment) {
+    case Moment::Any:
+      return "event";
+    case Moment::EntersCommit:
+      return "entry into commit";
+    case Moment::CommitEnds:
+      return "end of commit";
+    case Moment::Seals:
+      return "seal";
+    case Moment::Loads:
+      return "load";
+  }
+  return "?";
+}
+
+/// Faults at the moments at which they hurt most. From a stream of its own, so that other seeds stay what they were.
+void drawMoments(Plan& plan) {
+  Random dice(Random(plan.seed ^ 0x6d6f6d656e74).next());
+  const int64_t of_a_step = plan.processes;
+  for (Fault& fault : plan.faults) {
+    if (fault.after_events > 0 && dice.chance(25)) {
+      fault.moment = static_cast<Moment>(dice.within(1, kMoments - 1));
+      fault.after_events = fault.moment == Moment::Loads ? dice.within(1, 2) : dice.within(1, of_a_step * plan.steps);
+    }
+  }
+  // A newcomer holds a state and is passed over, since a message of it is late. Then a member dies about the next commit.
+  if (dice.chance(5)) {
+    plan.slow_percent = static_cast<int>(dice.within(20, 60));
+    plan.compute_us = dice.within(50'000, 400'000);
+    plan.steps = static_cast<int>(dice.within(3, 6));
+    Fault newcomer;
+    newcomer.kind = Fault::Kind::Newcomer;
+    newcomer.at_us = dice.within(0, plan.compute_us);
+    plan.faults.push_back(newcomer);
+    Fault kill;
+    kill.process = static_cast<int>(dice.below(plan.processes));
+    kill.moment = Moment::EntersCommit;
+    kill.after_events = dice.within(1, of_a_step * plan.steps);
+    kill.at_us = 6 * plan.compute_us;
+    plan.faults.push_back(kill);
+  }
+}
+
 } // namespace
 
 Plan drawPlan(uint64_t seed) {
@@ -127,6 +171,7 @@ Plan drawPlan(uint64_t seed) {
   for (int i = 0; i < faults; ++i) {
     plan.faults.push_back(drawFault(plan, dice));
   }
+  drawMoments(plan);
   return plan;
 }
 
@@ -151,8 +196,9 @@ std::string Plan::text() const {
       }
     }
     out += fault.both ? "" : " one way";
-    out += fault.after_events > 0 ? " after event " + std::to_string(fault.after_events)
-                                  : " at " + std::to_string(fault.at_us) + " us";
+    out += fault.after_events > 0
+        ? std::string(" after ") + nameOf(fault.moment) + " " + std::to_string(fault.after_events)
+        : " at " + std::to_string(fault.at_us) + " us";
     out += fault.after_actions >= 0 ? ", after " + std::to_string(fault.after_actions) + " actions" : "";
     out += fault.lasts_us > 0 ? " for " + std::to_string(fault.lasts_us) + " us" : "";
     out += fault.restart_us > 0 ? ", restarts after " + std::to_string(fault.restart_us) + " us" : "";

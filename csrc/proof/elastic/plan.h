@@ -8,6 +8,16 @@
 
 namespace pycomm::elastic::sim {
 
+/// The events that a fault counts, if it strikes after so many.
+enum class Moment : uint8_t {
+  Any,
+  EntersCommit, ///< a process enters the commit round of its step
+  CommitEnds, ///< the commit round ends on a process
+  Seals, ///< a process has failed all operations of its epoch
+  Loads, ///< a newcomer has loaded the members' state
+};
+inline constexpr int kMoments = 5;
+
 /// What a seed draws: processes, the network, the faults. All times in microseconds.
 struct Fault {
   enum class Kind {
@@ -23,7 +33,8 @@ struct Fault {
   };
   Kind kind = Kind::Kill;
   int64_t at_us = 0;
-  int64_t after_events = 0; ///< if not 0: after so many events of the run, and not at `at_us`
+  int64_t after_events = 0; ///< if not 0: after so many events of the run, or of `moment`, and not at `at_us`
+  Moment moment = Moment::Any;
   int after_actions = -1; ///< Kill: the process executes so many actions of its next event and no more
   int process = 0;
   int other = 0;

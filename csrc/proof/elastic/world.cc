@@ -61,11 +61,69 @@ struct Event {
   std::shared_ptr<const Message> message;
 };
 
+Moment momentOf(Event::Kind kind) noexcept {
+  switch (kind) {
+    case Event::Kind::EnterCommit:
+      return Moment::EntersCommit;
+    case Event::Kind::CommitEnds:
+      return Moment::CommitEnds;
+    case Event::Kind::Sealed:
+      return Moment::Seals;
+    case Event::Kind::Loaded:
+      return Moment::Loads;
+    default:
+      return Moment::Any;
+  }
+}
+
+const char* nameOf(Message::Kind kind) noexcept {
+  static constexpr const char* kNames[] = {
+      "?",
+      "SUSPECT",
+      "PREPARE",
+      "PROMISE",
+      "REFUSE",
+      "ACCEPT",
+      "ACCEPTED",
+      "DECIDE",
+      "EXCLUDED",
+      "PING",
+      "PONG",
+      "JOIN",
+      "GOODBYE"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
 struct Later {
   bool operator()(const Event& a, const Event& b) const noexcept {
     return a.at != b.at ? a.at > b.at : a.serial > b.serial;
   }
 };
+
+/// Whether nothing in this plan makes a process that lives seem dead.
+bool keepsMembers(const Plan& plan) {
+  int pauses = 0;
+  for (const Fault& fault : plan.faults) {
+    switch (fault.kind) {
+      case Fault::Kind::Stop: // pauses of one process may follow each other, and then they are one
+        if (fault.lasts_us >= plan.dead_after_ms * 1000 || ++pauses > 1) {
+          return false;
+        }
+        break;
+      case Fault::Kind::Cut:
+      case Fault::Kind::Partition:
+      case Fault::Kind::Reset:
+      case Fault::Kind::FalseEnd:
+        return false;
+      case Fault::Kind::Kill:
+      case Fault::Kind::ProgramError:
+      case Fault::Kind::Leave:
+      case Fault::Kind::Newcomer:
+        break;
+    }
+  }
+  return !plan.accept_split_brain;
+}
 
 struct Process {
   int host = 0;
@@ -220,6 +278,7 @@ class World {
   std::set<std::tuple<int, int, uint64_t>> transfers_; ///< to a newcomer, from a member, in a view
   std::vector<bool> struck_;
   std::vector<size_t> by_count_; ///< faults that strike after a number of events
+  int64_t moments_[kMoments] = {}; ///< how many events there were of each
   Us last_fault_us_ = 0;
   int open_faults_ = 0; ///< that have not begun, or will end
 };
@@ -293,12 +352,8 @@ Report World::run() {
     pending_.clear();
   };
   drain();
-  // Within which a quorum that is connected goes on. Where messages pass in one direction only, a view that was proposed before the cut may
-  // be decided after it, and its members find out once more which of them cannot reach each other.
-  const bool one_way = std::any_of(plan_.faults.begin(), plan_.faults.end(), [](const Fault& fault) {
-    return !fault.both && (fault.kind == Fault::Kind::Cut || fault.kind == Fault::Kind::Partition);
-  });
-  const Us quiet = Us{plan_.dead_after_ms} * (one_way ? 2000 : 1000) + 2'500'000;
+  // Within which a quorum that is connected goes on.
+  const Us quiet = Us{plan_.dead_after_ms} * 1000 + 2'500'000;
   bool judged = false;
   while (!queue_.empty() && oracle_.violations().empty()) {
     Event event = queue_.top();
@@ -314,9 +369,14 @@ Report World::run() {
       break;
     }
     handle(event);
-    for (size_t i = 0; i < by_count_.size(); ++i) {
-      if (!struck_[by_count_[i]] && report_.events >= plan_.faults[by_count_[i]].after_events) {
-        strike(by_count_[i]);
+    moments_[static_cast<size_t>(Moment::Any)] = report_.events;
+    if (const Moment moment = momentOf(event.kind); moment != Moment::Any) {
+      ++moments_[static_cast<size_t>(moment)];
+    }
+    for (const size_t i : by_count_) {
+      const Fault& fault = plan_.faults[i];
+      if (!struck_[i] && moments_[static_cast<size_t>(fault.moment)] >= fault.after_events) {
+        strike(i);
       }
     }
     drain();
@@ -367,6 +427,10 @@ void World::handleOf(Process& process, const Event& event) {
   switch (event.kind) {
     case Event::Kind::Message:
       ++report_.messages;
+      if (trace_) {
+        say("process " + std::to_string(event.p) + " gets " + nameOf(event.message->kind) + " of process " +
+            std::to_string(event.other));
+      }
       agreement.received(*event.message, now());
       return;
     case Event::Kind::Tick:
@@ -465,6 +529,7 @@ void World::handleOf(Process& process, const Event& event) {
         process.chain = donor.chain;
         process.ledger = StepLedger(event.m);
         say("process " + std::to_string(event.p) + " has loaded step " + std::to_string(event.m));
+        oracle_.loads(event.p, event.m);
         agreement.loaded(event.m, now());
       }
       return;
@@ -573,7 +638,7 @@ void World::installs(int p, const View& view) {
       std::to_string(view.members.size()) + " members after step " + std::to_string(view.step) + ", " +
       errorCodeName(view.cause));
   ++report_.agreements;
-  oracle_.installs(p, view, newcomer, process.ledger.state().committed, process.chain);
+  oracle_.installs(p, view, newcomer, process.chain);
   if (process.agreeing) {
     const Us took = now_us_ - process.agreeing_since;
     if (took > (plan_.quorum_wait_ms + 500) * 1000) {
@@ -701,6 +766,9 @@ void World::act(int p) {
           break;
         case Agreement::Action::Kind::Raise:
           oracle_.raises(p, action.error, action.view, newestHasBeenReachable(p));
+          if (action.error == Agreement::Action::Error::LeftBehind && keepsMembers(plan_)) {
+            oracle_.violation("M9: process " + std::to_string(p) + " is left behind, although all have heard it");
+          }
           process.raised = true;
           ++report_.raised;
           say("process " + std::to_string(p) + " raises " + std::to_string(static_cast<int>(action.error)));
@@ -1033,16 +1101,14 @@ void World::judge() {
           std::to_string(process.agreement->view().epoch));
     }
   }
-  bool only_pauses = !plan_.faults.empty();
-  for (const Fault& fault : plan_.faults) {
-    only_pauses = only_pauses && fault.kind == Fault::Kind::Stop && fault.lasts_us < plan_.dead_after_ms * 1000;
-  }
-  // Pauses of one process may follow each other, and then they are one.
+  const bool nobody_goes = std::all_of(plan_.faults.begin(), plan_.faults.end(), [](const Fault& fault) {
+    return fault.kind == Fault::Kind::Stop || fault.kind == Fault::Kind::ProgramError;
+  });
   const bool ended_early =
       std::any_of(processes_.begin(), processes_.end(), [&](const Process& each) { return !each.trained; });
-  if (only_pauses && !plan_.accept_split_brain && plan_.faults.size() == 1 &&
+  if (nobody_goes && keepsMembers(plan_) &&
       (oracle_.newest().epoch > static_cast<uint64_t>(plan_.processes) || ended_early)) {
-    oracle_.violation("M9: a pause shorter than dead_after costs a member");
+    oracle_.violation("M9: a member is lost without a fault, or by a pause shorter than dead_after");
   }
 }
 

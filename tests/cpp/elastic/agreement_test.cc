@@ -208,6 +208,27 @@ TEST(Agreement, AGoodbyeSaysWhatWasAccepted) {
   EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
 }
 
+// It has left an epoch that this one has not come to, so what it had accepted in this one is not known.
+TEST(Agreement, AGoodbyeOfALaterEpochDoesNotCountItsSenderOut) {
+  Group group(2);
+  group.down[0] = true;
+  Message goodbye;
+  goodbye.kind = Message::Kind::Goodbye;
+  goodbye.from = Group::idOf(0);
+  goodbye.epoch = 2;
+  goodbye.next.emplace();
+  goodbye.next->epoch = 2;
+  goodbye.next->members = ids({0, 1});
+  goodbye.view = goodbye.next->id();
+  group.members[1].received(goodbye, group.now);
+  group.members[1].failed(ErrorCode::PeerDead, Group::idOf(0), group.now);
+  group.run();
+  group.pass(10100);
+  EXPECT_TRUE(group.installed[1].empty());
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::QuorumLost);
+}
+
 TEST(Agreement, ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted) {
   Group group(3);
   Message prepare;
@@ -307,6 +328,26 @@ TEST(Agreement, NothingIsPromisedBeforeTheSeal) {
   EXPECT_EQ(group.installed[1].size(), 1U);
 }
 
+TEST(Agreement, AProposerThatSealsLastIsAMember) {
+  Group group(5);
+  group.seals = false;
+  group.down[4] = true;
+  group.members[0].failed(ErrorCode::PeerDead, Group::idOf(4), group.now);
+  group.run();
+  for (size_t i = 1; i < 4; ++i) {
+    group.members[i].sealed(group.now);
+  }
+  group.run();
+  group.pass(500);
+  EXPECT_TRUE(group.installed[1].empty());
+  group.members[0].sealed(group.now);
+  group.run();
+  for (size_t i = 0; i < 4; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1U);
+    EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2, 3}));
+  }
+}
+
 TEST(Agreement, ABrokenConnectionTriesTheSameMembersAgainTwice) {
   Group group(3);
   for (size_t times = 1; times <= 2; ++times) {
@@ -318,6 +359,61 @@ TEST(Agreement, ABrokenConnectionTriesTheSameMembersAgainTwice) {
     EXPECT_EQ(group.installed[1].back().members, times == 1 ? ids({0, 1, 2}) : ids({0, 1}));
   }
   EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
+}
+
+// Links between processes may break after the end of one was seen.
+TEST(Agreement, ABrokenConnectionDoesNotMakeADeathDoubtful) {
+  Group group(2);
+  group.down[1] = true;
+  group.members[0].failed(ErrorCode::PeerDead, Group::idOf(1), group.now);
+  group.members[0].failed(ErrorCode::ConnectionReset, Group::idOf(1), group.now);
+  group.run();
+  group.pass(150);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  EXPECT_EQ(group.installed[0][0].members, ids({0}));
+}
+
+// Nothing passes from the others to the lowest, so it gets no promise. What it sends arrives.
+TEST(Agreement, AProposerThatThisProcessCannotReachIsNotWaitedFor) {
+  Group group(3);
+  Message suspect;
+  suspect.kind = Message::Kind::Suspect;
+  suspect.from = Group::idOf(0);
+  suspect.view = group.members[1].view().id();
+  suspect.cause = ErrorCode::PeerUnresponsive;
+  group.down[0] = true;
+  for (int i = 1; i < 3; ++i) {
+    suspect.culprit = Group::idOf(i);
+    group.members[static_cast<size_t>(i)].received(suspect, group.now);
+  }
+  Message prepare = suspect;
+  prepare.kind = Message::Kind::Prepare;
+  prepare.culprit.reset();
+  prepare.ballot = Ballot(0, 1, 0);
+  for (size_t i = 1; i < 3; ++i) {
+    group.members[i].received(prepare, group.now);
+  }
+  group.run();
+  group.pass(1500);
+  for (size_t i = 1; i < 3; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1U);
+    EXPECT_EQ(group.installed[i][0].members, ids({1, 2}));
+  }
+}
+
+TEST(Agreement, WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce) {
+  Group group(3);
+  group.down = {true, true, true};
+  group.members[1].failed(ErrorCode::ConnectionReset, Group::idOf(0), group.now);
+  (void)group.members[1].takeActions();
+  group.members[1].failed(ErrorCode::PeerUnresponsive, Group::idOf(2), group.now);
+  bool told = false;
+  for (const Action& action : group.members[1].takeActions()) {
+    told = told ||
+        (action.kind == Action::Kind::Send && action.to == ids({2}) && action.message->kind == Message::Kind::Suspect &&
+         action.message->culprit == Group::idOf(2));
+  }
+  EXPECT_TRUE(told);
 }
 
 TEST(Agreement, ProgramErrorsChangeNoMembers) {
@@ -388,6 +484,107 @@ TEST(Agreement, ANewcomerIsAdmittedBehindOnceItHasLoaded) {
     EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2}));
     EXPECT_EQ(group.installed[i][0].step, 1);
   }
+}
+
+// The decision that makes it a member may be overtaken by the first question of the next epoch.
+TEST(Agreement, ANewcomerPromisesOnlyWhereItMayBeAdmitted) {
+  Group group(1);
+  Agreement::Config config;
+  config.self = Group::idOf(2);
+  Agreement newcomer(config, ids({0, 1}), group.now);
+  newcomer.loaded(3, group.now);
+  (void)newcomer.takeActions();
+  Message prepare;
+  prepare.kind = Message::Kind::Prepare;
+  prepare.from = Group::idOf(0);
+  prepare.epoch = 1;
+  prepare.view = 77;
+  prepare.ballot = Ballot(0, 1, 0);
+  newcomer.received(prepare, group.now);
+  EXPECT_TRUE(newcomer.takeActions().empty());
+  prepare.newcomers = ids({2});
+  newcomer.received(prepare, group.now);
+  const std::vector<Action> actions = newcomer.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].message->kind, Message::Kind::Promise);
+}
+
+// Members would wait for it, and it lives.
+TEST(Agreement, ANewcomerThatIsAMemberWithTheStateOfAnotherStepRaises) {
+  Group group(1);
+  Agreement::Config config;
+  config.self = Group::idOf(1);
+  Agreement newcomer(config, ids({0}), group.now);
+  newcomer.loaded(3, group.now);
+  Message decide;
+  decide.kind = Message::Kind::Decide;
+  decide.from = Group::idOf(0);
+  decide.next.emplace();
+  decide.next->epoch = 1;
+  decide.next->step = 4;
+  decide.next->members = ids({0, 1});
+  newcomer.received(decide, group.now);
+  const std::vector<Action> actions = newcomer.takeActions();
+  ASSERT_FALSE(actions.empty());
+  EXPECT_EQ(actions.back().kind, Action::Kind::Raise);
+  EXPECT_EQ(actions.back().error, Error::NotAdmitted);
+}
+
+TEST(Agreement, MembersStopForANewcomerThatDoesNotLoadEverMoreRarely) {
+  Group group(2);
+  Message join;
+  join.kind = Message::Kind::Join;
+  join.from = Group::idOf(7);
+  std::vector<TimePoint::duration> pauses;
+  TimePoint last = group.now;
+  for (int64_t step = 1; pauses.size() < 4; ++step) {
+    ASSERT_LT(step, 10'000);
+    for (Agreement& member : group.members) {
+      member.received(join, group.now); // it asks again and again
+    }
+    group.run();
+    const bool stops = group.members[0].wish().admits && group.members[1].wish().admits;
+    for (Agreement& member : group.members) {
+      member.step({step, false, false});
+      if (stops) {
+        member.boundary(group.now);
+      }
+    }
+    if (stops) {
+      pauses.push_back(group.now - last);
+      for (int ms = 0; ms < 12'000 && group.installed[0].size() < pauses.size(); ms += 10) { // join_pause
+        group.pass(10);
+      }
+      ASSERT_EQ(group.installed[0].size(), pauses.size());
+      EXPECT_EQ(group.installed[0].back().members, ids({0, 1}));
+      last = group.now;
+    }
+    group.pass(50);
+  }
+  EXPECT_GT(pauses[2], pauses[1]);
+  EXPECT_GT(pauses[3], pauses[2]);
+}
+
+TEST(Agreement, ANewcomerDoesNotVote) {
+  Group group(2);
+  Agreement::Config config;
+  config.self = Group::idOf(2);
+  group.members.emplace_back(config, ids({0, 1}), group.now);
+  group.installed.resize(3);
+  group.raised.resize(3);
+  group.down.resize(3);
+  group.records.resize(3);
+  group.pass(50);
+  group.members[2].loaded(0, group.now);
+  group.pass(50);
+  group.down[0] = true;
+  group.members[1].failed(ErrorCode::PeerDead, Group::idOf(0), group.now);
+  group.run();
+  group.pass(10'100);
+  EXPECT_TRUE(group.installed[1].empty());
+  EXPECT_TRUE(group.installed[2].empty());
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::QuorumLost);
 }
 
 TEST(Agreement, ANewcomerThatNobodyAnswersFoundsNoGroup) {

@@ -127,8 +127,6 @@ MUTATIONS = [
         "agreement.cc",
         "  if (!raisePromise(message)) {\n    return;\n  }\n  accepted_",
         "  promised_ = message.ballot;\n  accepted_",
-        survives="Agreement.ASmallerBallotThanThePromisedOneIsNeitherPromisedNorAccepted "
-        "notices it",
     ),
     Mutation(
         "M1",
@@ -151,16 +149,15 @@ MUTATIONS = [
         "  for (const View& view : record.past) {\n    learn(view, now);\n  }\n"
         "  learn(record.view, now);\n",
         "",
-        survives="a dead process that was in a later epoch is counted, so nothing is decided; "
-        "Agreement.TheRecordOfADeadProcessSaysWhatWasDecided notices it",
     ),
     Mutation(
         "M1",
-        "a dead process that was in a later epoch is not counted",
+        "a goodbye of a later epoch counts its sender out",
         "agreement.cc",
-        "    if (position < 0 || last.epoch > view_.epoch) {\n",
-        "    if (position < 0) {\n",
-        survives="its record says what was decided, before it is counted out",
+        "view_.has(message.from) &&\n        message.epoch <= view_.epoch) {\n",
+        "view_.has(message.from)) {\n",
+        survives="no process gets one: the members of an epoch have promised in the one before; "
+        "Agreement.AGoodbyeOfALaterEpochDoesNotCountItsSenderOut notices it",
     ),
     Mutation(
         "M1",
@@ -214,8 +211,8 @@ MUTATIONS = [
         "M6",
         "the end of a connection is a certificate",
         "agreement.cc",
-        "  suspects_[peer] = {code, nonce_};\n",
-        "  suspects_[peer] = {code, nonce_};\n  if (code == ErrorCode::PeerDead) {\n"
+        "  suspicion.nonce = nonce_;\n",
+        "  suspicion.nonce = nonce_;\n  if (code == ErrorCode::PeerDead) {\n"
         "    gone_.try_emplace(peer, Gone{view_.epoch, std::nullopt});\n  }\n",
     ),
     Mutation(
@@ -243,10 +240,26 @@ MUTATIONS = [
         "M8",
         "nobody follows a proposer that dies",
         "agreement.cc",
-        "    if (phase_ == Phase::Agreeing && !proposal_ && isLowest()) {\n"
-        "      propose_at_ = std::min(propose_at_, now);\n    }\n  }\n  settle(now);\n}\n\n"
-        "void Agreement::certified",
-        "  }\n  settle(now);\n}\n\nvoid Agreement::certified",
+        "    begin(code, peer, now);\n    proposeIfLowest(now);\n",
+        "    begin(code, peer, now);\n",
+    ),
+    Mutation(
+        "M8",
+        "a proposer that no message of this process reaches is waited for",
+        "agreement.cc",
+        "    deaf_.insert(message.from);\n",
+        "    rumours_.insert(message.from);\n",
+        survives="one agreement after another of a group that is cut in one direction; "
+        "Agreement.AProposerThatThisProcessCannotReachIsNotWaitedFor notices it",
+    ),
+    Mutation(
+        "M8",
+        "whom the detector finds during the agreement is not told",
+        "agreement.cc",
+        "      accuse(peer);\n",
+        "",
+        survives="the next repetition says it, which the promised time allows; "
+        "Agreement.WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce notices it",
     ),
     Mutation(
         "M8",
@@ -269,6 +282,38 @@ MUTATIONS = [
         "agreement.cc",
         "milliseconds(config_.dead_after_ms) + window());\n}\n\nTimePoint Agreement::takeoverAt",
         "milliseconds(config_.dead_after_ms / 30));\n}\n\nTimePoint Agreement::takeoverAt",
+    ),
+    Mutation(
+        "M9",
+        "the proposer does not wait for its own promise",
+        "agreement.cc",
+        "  awaited.push_back(config_.self);",
+        "",
+    ),
+    Mutation(
+        "M9",
+        "of a pair that one has not heard, the highest is dropped",
+        "proposal.cc",
+        "return other != of && !reaches(other, of); });",
+        "return other != of && !(reaches(of, other) && reaches(other, of)); });",
+        survives="a member has to die between its promise and another one's, of which seed 126659 "
+        "is an example; ElasticProposal.OfAPairTheOneThatWasNotHeardIsDropped notices it",
+    ),
+    Mutation(
+        "M9",
+        "who has ended since its promise is a member",
+        "proposal.cc",
+        "    if (!promise.leaving && dead.count(position) == 0) {\n",
+        "    if (!promise.leaving) {\n",
+        survives="the next epoch ends at once, without it; "
+        "ElasticProposal.WhoHasEndedSinceItsPromiseIsNoMember notices it",
+    ),
+    Mutation(
+        "M9",
+        "a newcomer promises in the epoch of which it is to be a member",
+        "agreement.cc",
+        "loaded_ < 0 || !contains(message.newcomers, config_.self)",
+        "loaded_ < 0",
     ),
     # ---- the step
     Mutation(
@@ -356,8 +401,8 @@ MUTATIONS = [
         "L1",
         "who leaves is a member of the next view",
         "proposal.cc",
-        "    if (!promise.leaving) {\n",
-        "    if (position >= 0) {\n",
+        "    if (!promise.leaving && dead.count(position) == 0) {\n",
+        "    if (dead.count(position) == 0) {\n",
     ),
 ]
 
