@@ -311,9 +311,14 @@ std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
   return weights().steps(since);
 }
 
-double Reducer::weightTotal() {
+double Reducer::weightUnsynced() {
   const std::lock_guard lock(mutex_);
-  return weights().total();
+  return weights().unsynced();
+}
+
+void Reducer::setWeightUnsynced(double weight) {
+  const std::lock_guard lock(mutex_);
+  weights().setUnsynced(weight);
 }
 
 PassWeights::Accumulated Reducer::weighed() {
@@ -331,9 +336,9 @@ int64_t Reducer::lastComputeNs() {
   return weights().lastComputeNs();
 }
 
-void Reducer::setWeighed(double weight, double unit, int64_t passes, int64_t last_compute_ns) {
+void Reducer::setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns) {
   const std::lock_guard lock(mutex_);
-  weights().setAccumulated(weight, unit, passes);
+  weights().setAccumulated(std::move(sum));
   weights_->setLastComputeNs(last_compute_ns);
 }
 

@@ -87,12 +87,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void passWithoutBatch(bool reduces);
   /// The rows of the steps from `since` on: see PassWeights.
   [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
-  [[nodiscard]] double weightTotal();
+  /// See PassWeights::unsynced().
+  [[nodiscard]] double weightUnsynced();
+  void setWeightUnsynced(double weight);
   /// Steps on record.
   [[nodiscard]] int64_t weighedSteps();
   [[nodiscard]] PassWeights::Accumulated weighed();
   [[nodiscard]] int64_t lastComputeNs();
-  void setWeighed(double weight, double unit, int64_t passes, int64_t last_compute_ns);
+  void setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns);
 
   // join(): ranks without data follow the others.
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
