@@ -83,7 +83,7 @@ void PassWeights::enter(Forward forward, const std::vector<bool>& trained) {
     share_ = now / sum_.unit;
     keepGradients(trained);
   } else if (sum_.passes > 0 && sum_.unit != now) {
-    changeUnit(now, trained);
+    changeUnit(now);
   }
 }
 
@@ -96,7 +96,8 @@ void PassWeights::enterWithoutBatch(const std::vector<bool>& trained) {
 // By zero_grad(): no .grad is left.
 bool PassWeights::forgotten(const std::vector<bool>& trained) const {
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (inSum(param, trained) && params_[param].tensor.grad().defined()) {
+    const bool held = !sum_.holds.empty() && sum_.holds[param] != Holds::Other;
+    if ((held || trained[param]) && params_[param].tensor.grad().defined()) {
       return false;
     }
   }
@@ -110,10 +111,10 @@ void PassWeights::keepGradients(const std::vector<bool>& trained) {
   }
 }
 
-void PassWeights::changeUnit(double unit, const std::vector<bool>& trained) {
+void PassWeights::changeUnit(double unit) {
   for (size_t param = 0; param < params_.size(); ++param) {
     at::Tensor& grad = params_[param].tensor.mutable_grad();
-    if (sum_.unit != 0.0 && grad.defined() && inSum(param, trained)) { // 0: of passes without weight only
+    if (sum_.unit != 0.0 && grad.defined() && sum_.holds[param] != Holds::Other) { // 0: of passes without weight only
       grad.mul_(sum_.unit / unit);
     }
   }
@@ -173,9 +174,6 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
   ++sum_.passes;
   sum_.unit = drops_ || share_ != 1.0 ? sum_.unit : now;
   sum_.holds.resize(params_.size(), Holds::Other);
-  for (size_t param = 0; param < params_.size(); ++param) {
-    sum_.holds[param] = trained[param] && sum_.holds[param] == Holds::Other ? Holds::Sum : sum_.holds[param];
-  }
   if (reduces) {
     takeZerosBack();
   } else if (drops_) {
@@ -196,6 +194,9 @@ void PassWeights::endPass() noexcept {
 
 void PassWeights::came(size_t param) {
   last_gradient_ns_ = nowNs();
+  if (!sum_.holds.empty() && sum_.holds[param] == Holds::Other) {
+    sum_.holds[param] = Holds::Sum;
+  }
   if (!drops_ && share_ == 1.0) {
     return;
   }

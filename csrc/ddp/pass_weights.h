@@ -150,7 +150,7 @@ class PassWeights {
 
   // Of the passes since the last reduction: part of a checkpoint.
   enum class Holds : uint8_t {
-    Other, ///< .grad is none, or the program's: no pass has had this parameter
+    Other, ///< .grad is none, or the program's: no pass has given this parameter a gradient
     Sum, ///< .grad is in `unit`
     Zeros, ///< the same, and it was none before passes without weight
   };
@@ -170,13 +170,9 @@ class PassWeights {
 
  private:
   void endPass() noexcept;
-  /// Whether a parameter's .grad belongs to the sum: a pass has had it, or the next one has.
-  [[nodiscard]] bool inSum(size_t param, const std::vector<bool>& trained) const {
-    return trained[param] || (!sum_.holds.empty() && sum_.holds[param] != Holds::Other);
-  }
   [[nodiscard]] bool forgotten(const std::vector<bool>& trained) const;
   void keepGradients(const std::vector<bool>& trained);
-  void changeUnit(double unit, const std::vector<bool>& trained);
+  void changeUnit(double unit);
   void takeShare(at::Tensor& grad, at::Tensor& before) const;
   void leaveZeros(const std::vector<bool>& trained);
   void takeZerosBack();
