@@ -241,8 +241,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """The wrapper's position between reductions and syncs: part of a full checkpoint.
 
         ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
-        between steps. With error feedback "residuals" has the loss that this rank has not sent yet:
-        a float32 tensor per parameter name. Save and load it on every rank, since each has its own.
+        between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has the
+        loss that this rank has not sent yet: a float32 tensor per parameter name. Save and load it
+        on every rank, since each has its own.
         During a backward pass it comes without residuals, as if the step had been dropped.
 
         A wrapper of the same options that loads it continues bit by bit as this one would.
@@ -258,6 +259,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             "fp16_exponents": self.reducer.exponents(),
             "bucket_order": order,
             "order_agreed": agreed,
+            "used": self.reducer.used_here(),
             **self._state_of_weights(),
         }
         return {**state, **{name: value for name, value in more.items() if value}}
@@ -283,6 +285,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
         self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
+        self.reducer.set_used_here(list(state.get("used", ())))
         steps = self.reducer.stats().steps
         self._steps_at_sync = steps - int(state["unsynced"])
         self._trains_in_mode = not state.get("trains_in_eval", False)

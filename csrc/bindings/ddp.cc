@@ -265,6 +265,8 @@ void bindReducer(py::module_& m) {
           py::arg("weight"))
       .def("forward_began", torch::wrap_pybind_function_no_gil(&Reducer::forwardBegan))
       .def("set_weight", torch::wrap_pybind_function_no_gil(&Reducer::setWeight), py::arg("weight"))
+      .def("used_here", torch::wrap_pybind_function_no_gil(&Reducer::usedHere))
+      .def("set_used_here", torch::wrap_pybind_function_no_gil(&Reducer::setUsedHere), py::arg("names"))
       .def("weight_unsynced", torch::wrap_pybind_function_no_gil(&Reducer::weightUnsynced))
       .def("set_weight_unsynced", torch::wrap_pybind_function_no_gil(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("pending_weight", torch::wrap_pybind_function_no_gil(&Reducer::pendingWeight))

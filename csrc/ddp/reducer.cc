@@ -353,6 +353,33 @@ std::shared_ptr<const StepRecord> Reducer::lastStep() {
   return shown_.last_step;
 }
 
+std::vector<std::string> Reducer::usedHere() {
+  const std::unique_lock turn = turnUnlessReducing();
+  std::vector<std::string> names;
+  if (!turn.owns_lock() || !used_.has_value() || pass_.hasStaticGraph()) {
+    return names;
+  }
+  for (size_t index = 0; index < params_.size(); ++index) {
+    if (used_->marked(index)) {
+      names.push_back(params_[index].name);
+    }
+  }
+  return names;
+}
+
+void Reducer::setUsedHere(const std::vector<std::string>& names) {
+  const std::lock_guard lock(mutex_);
+  if (!used_.has_value() || pass_.hasStaticGraph()) {
+    return;
+  }
+  used_->clear();
+  for (size_t index = 0; index < params_.size(); ++index) {
+    if (std::find(names.begin(), names.end(), params_[index].name) != names.end()) {
+      used_->mark(index);
+    }
+  }
+}
+
 void Reducer::setAccumulated(int64_t passes) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
@@ -444,7 +471,8 @@ bool Reducer::setShared(
   return true;
 }
 
-std::map<std::string, at::Tensor> Reducer::residuals() {
+// Not owned if a pass that reduces is under way.
+std::unique_lock<PassLock> Reducer::turnUnlessReducing() {
   std::unique_lock turn(mutex_, std::try_to_lock);
   if (!turn.owns_lock()) {
     const bool reduces = [this] {
@@ -452,11 +480,19 @@ std::map<std::string, at::Tensor> Reducer::residuals() {
       return shown_.reduces;
     }();
     if (reduces || mutex_.refuses()) {
-      return {};
+      return turn;
     }
     turn.lock(); // another thread has it between two passes
   }
-  return pass_.reducing() ? std::map<std::string, at::Tensor>{} : buckets_.copyResiduals();
+  if (pass_.reducing()) {
+    turn.unlock();
+  }
+  return turn;
+}
+
+std::map<std::string, at::Tensor> Reducer::residuals() {
+  const std::unique_lock turn = turnUnlessReducing();
+  return turn.owns_lock() ? buckets_.copyResiduals() : std::map<std::string, at::Tensor>{};
 }
 
 bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {
