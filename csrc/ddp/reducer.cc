@@ -141,6 +141,9 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
     return; // a pass is under way, so no forward pass asks for one
   }
   marks_.forward();
+  if (weights_.has_value() && !reduces && !pass_.reducing()) {
+    followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight
+  }
   mark->number = ++forwards_;
   forward_weight_ = weight;
   if (weights_.has_value() && !reduces && !marked) {

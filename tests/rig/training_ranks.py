@@ -799,8 +799,8 @@ class Trainer:
                 for count, each in zip(counts, found, strict=True)
             ]
             mean = sum(rows)
-            if self.tracks_use and name not in used and self._feeds_back(int(name.split(".")[1])):
-                mean = self.grads.get(name, nothing)  # encoded sums of it are taken back
+            if self.tracks_use and name not in used:
+                mean = self.grads.get(name, nothing)  # it stays
             assert parameter.grad is not None, f"{name} has no average"
             assert parameter.grad.dtype == parameter.dtype
             if spoiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -192,6 +193,28 @@ def test_parameters_that_no_rank_has_used_have_no_gradient() -> None:
         assert all(results)
 
 
+def kept_and_unused(rank: int, world_size: int) -> list[bool]:
+    """A gradient kept from a reduction stays, bit by bit, if no rank uses its parameter."""
+    found = []
+    for options in ({}, {"gradient_as_bucket_view": False}, {"wire_dtype": "fp16"}):
+        model = wrap(Sides().float(), weight="samples", find_unused_parameters=True, **options)
+        model(batch_of(rank, 0, torch.float32)).square().mean().backward()
+        before = gradients(model.module.right)
+        model.module.left.zero_grad()
+        with model.no_sync():
+            model.samples = 3.0 + rank
+            model(batch_of(rank, 1, torch.float32), "left").square().mean().backward()
+        model.samples = 0.7
+        model(batch_of(rank, 2, torch.float32), "left").square().mean().backward()
+        found.append(torch.equal(before, gradients(model.module.right)))
+    return found
+
+
+def test_a_kept_gradient_that_no_rank_uses_stays() -> None:
+    found = ranks.run_ranks(2, kept_and_unused, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[True] * 3] * 2
+
+
 # Parameters that are frozen and unfrozen
 
 
@@ -199,9 +222,9 @@ def frozen_between(rank: int, world_size: int) -> dict[str, float]:
     """The first layer takes part in the passes in which it is not frozen."""
     found = {}
     plans = {"in the second": (1, 0, 1), "in the first": (0, 1, 1), "each in turn": (1, 0, 0)}
-    for name, takes_part in plans.items():
+    for (name, takes_part), local in itertools.product(plans.items(), (False, True)):
         net = Sides()
-        model = wrap(copy.deepcopy(net), weight="samples", accumulate=3)
+        model = wrap(copy.deepcopy(net), weight="samples", accumulate=1 if local else 3)
         weights = ((3.0, 4.0), (5.0, 1.0), (5.0, 7.0))
         right: Any = dict.fromkeys(("left", "right"), 0.0)
         for step, of_ranks in enumerate(weights):
@@ -211,7 +234,8 @@ def frozen_between(rank: int, world_size: int) -> dict[str, float]:
             for side, is_trained in trained.items():
                 getattr(model.module, side).requires_grad_(is_trained)
             model.samples = of_ranks[rank]
-            model(batch_of(rank, step)).square().mean().backward()
+            with model.no_sync() if local and step < 2 else contextlib.nullcontext():
+                model(batch_of(rank, step)).square().mean().backward()
             single = copy.deepcopy(net)
             for r, weight in enumerate(of_ranks):
                 single.zero_grad()
@@ -222,7 +246,7 @@ def frozen_between(rank: int, world_size: int) -> dict[str, float]:
         total = sum(map(sum, weights))
         for side in ("right",) if name == "each in turn" else ("left", "right"):
             mine = gradients(getattr(model.module, side))
-            found[f"{name}: {side}"] = off_by(mine, 3 * right[side] / total)
+            found[f"{name} {local=}: {side}"] = off_by(mine, 3 * right[side] / total)
     return found
 
 
