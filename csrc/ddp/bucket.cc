@@ -102,7 +102,7 @@ void Bucket::setRatio(double ratio) {
 }
 
 void Bucket::keepOld(size_t slot, bool unused) {
-  const bool overwrites = memory_.gradsAreViews() && !memory_.cast.defined(); // .grad is what travels
+  const bool overwrites = memory_.gradsAreViews() && !memory_.cast.defined() && !memory_.sparse(); // .grad travels
   if (const at::Tensor& grad = slots()[slot].param.grad();
       unused && (wire_->encodes() || overwrites) && grad.defined()) {
     old_grads_[slot] = grad.clone();
