@@ -227,8 +227,6 @@ def _draw_step(
             one = draw.choice(WEIGHTS)
             alike = draw.random() < 0.3
             weights = tuple(one if alike else draw.choice(WEIGHTS) for _ in range(ranks))
-            if "static_graph" in options:
-                weights = tuple(abs(each) or 1.0 for each in weights)
         only = part if what == "careless" else -1
         return Step(what, how, without=without, part=only, weights=weights)
     if what in ("freeze", "unfreeze"):

@@ -404,7 +404,7 @@ class Trainer:
 
     def resume(self, step: Step) -> None:
         """Another wrapper goes on, also between passes, from the state of this one."""
-        if not self._may_mix() or self.hosts or self.program.hook or self.tracks_use:
+        if not self._may_mix() or self.hosts or self.program.hook:
             return
         import pycomm
 
