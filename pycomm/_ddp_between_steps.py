@@ -74,6 +74,8 @@ class BetweenSteps(Weighed):
         trained = [each for name, each in mine.items() if name in self._unsynced]
         nbytes = average_(trained, self.global_group, self._ratio_of_sync(self.global_group))
         self._unsynced.clear()
+        if self._weight is not None:
+            self.reducer.set_weight_unsynced(0.0)
         # A forward may have put others in their places.
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         buffers = list(self.named_module_buffers.values()) if self.broadcast_buffers else []

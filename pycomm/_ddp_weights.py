@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,19 @@ def check_weight(weight: object) -> None:
         raise ValueError(f'weight={weight!r} is neither None nor "samples"')
 
 
+_LEAST, _MOST = 1e-20, 1e20
+"""So no sum of weights, and no float32 times one, overflows or loses what is small."""
+
+
 def check_samples(what: str, number: object) -> float:
-    """The number; ValueError unless it is finite and not negative."""
+    """The number; ValueError unless it is 0 or from ``_LEAST`` to ``_MOST``."""
     if isinstance(number, torch.Tensor):
         number = number.item()
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not is_number or not math.isfinite(number) or number < 0:  # type: ignore[arg-type,operator]
-        raise ValueError(f"{what}={number!r} is not a finite number from 0")
+    if not is_number or not (number == 0 or _LEAST <= number <= _MOST):  # type: ignore[operator]
+        raise ValueError(
+            f"{what}={number!r} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
+        )
     return float(number)  # type: ignore[arg-type]
 
 
@@ -134,7 +140,6 @@ class Weighed(TorchDDP):
     _sync_every: int
     _weight: str | None = None
     _forward_weight = 1.0
-    _weight_at_sync = 0.0
     _counted = False
     _before_forward: Any = None
     """The hook of ``sync_every``: a forward pass that does not come would have called it."""
@@ -144,9 +149,9 @@ class Weighed(TorchDDP):
         """With ``weight="samples"``: how much the next backward pass of this rank counts.
 
         Set it before ``forward()``, or at the latest before ``backward()``, for one pass: the
-        number of its samples, or of its tokens if the loss is their mean; any finite number from
-        0. None until it is set, and again after the pass: then the first dimension of what
-        ``forward()`` gets counts. ::
+        number of its samples, or of its tokens if the loss is their mean; 0, or any number from
+        1e-20 to 1e20. None until it is set, and again after the pass: then the first dimension of
+        what ``forward()`` gets counts. ::
 
             model = pycomm.DistributedDataParallel(net, weight="samples")
             model.samples = int(mask.sum())
@@ -259,16 +264,26 @@ class Weighed(TorchDDP):
         """How much this rank counts in an average of parameters: by its samples since the last."""
         if self._weight is None:
             return 1.0
-        mine = self._weight_since_sync()
-        self._weight_at_sync = self.reducer.weight_total()
-        return weight_ratio(mine, group)
+        return weight_ratio(self.reducer.weight_unsynced(), group)
 
-    def _weight_since_sync(self) -> float:
-        total: float = 0.0 if self._weight is None else self.reducer.weight_total()
-        return total - self._weight_at_sync
-
-    def _weighed_so_far(self) -> tuple[float, float, int, int] | None:
-        """Of the passes since the last reduction, and the last step's time: for a checkpoint."""
+    def _state_of_weights(self) -> dict[str, Any]:
+        """Of the passes since the last reduction, the last step's time, and the samples since the
+        last sync: part of a checkpoint."""
         if self._weight is None:
-            return None
-        return (*self.reducer.weighed(), self.reducer.last_compute_ns())
+            return {}
+        return {
+            "weighed": (*self.reducer.weighed(), self.reducer.last_compute_ns()),
+            "weight_unsynced": self.reducer.weight_unsynced(),
+        }
+
+    def _check_state_of_weights(self, state: Mapping[str, Any]) -> None:
+        """ValueError: its passes were weighed, and these are not, or the other way round."""
+        saved = state.get("weighed")
+        weighed = saved is not None
+        passes = state["accumulated"] if saved is None else saved[2]
+        if weighed != (self._weight is not None) and passes > 0:
+            how, which = ("with", "without") if weighed else ("without", "with")
+            raise ValueError(
+                f'the state was saved {how} weight="samples" between passes that accumulate, and '
+                f"this wrapper is {which} it. Try: save after a pass that reduces"
+            )

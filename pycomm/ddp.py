@@ -241,8 +241,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """The wrapper's position between reductions and syncs: part of a full checkpoint.
 
         ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
-        between steps. With error feedback "residuals" has the loss that this rank has not sent yet:
-        a float32 tensor per parameter name. Save and load it on every rank, since each has its own.
+        between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has the
+        loss that this rank has not sent yet: a float32 tensor per parameter name. Save and load it
+        on every rank, since each has its own.
         During a backward pass it comes without residuals, as if the step had been dropped.
 
         A wrapper of the same options that loads it continues bit by bit as this one would.
@@ -258,8 +259,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             "fp16_exponents": self.reducer.exponents(),
             "bucket_order": order,
             "order_agreed": agreed,
-            "weighed": self._weighed_so_far(),
-            "weight_unsynced": self._weight_since_sync(),
+            "used": self.reducer.used_here(),
+            **self._state_of_weights(),
         }
         return {**state, **{name: value for name, value in more.items() if value}}
 
@@ -268,20 +269,22 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
         Raises:
             ValueError: Error feedback of a parameter that has none here, or of another shape; a
-                scale or an order of buckets of other parameters.
+                scale or an order of buckets of other parameters; passes that accumulate with
+                ``weight`` where there is none, or the other way round.
         """
+        self._check_state_of_weights(state)
         self.reducer.set_shared(
             dict(state.get("fp16_exponents", {})),
             list(state.get("bucket_order", ())),
             bool(state.get("order_agreed", False)),
         )
+        if self._weight is not None:
+            self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0, True, {}, -1)))
+            self.reducer.set_weight_unsynced(float(state.get("weight_unsynced", 0.0)))
         # After what may be refused: residuals that are overwritten are gone, and no checksum shows.
         self.reducer.set_residuals(dict(state.get("residuals", {})))
         self.reducer.set_accumulated(int(state["accumulated"]))
-        if self._weight is not None:
-            self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0, -1)))
-            unsynced = float(state.get("weight_unsynced", 0.0))
-            self._weight_at_sync = self.reducer.weight_total() - unsynced
+        self.reducer.set_used_here(list(state.get("used", ())))
         steps = self.reducer.stats().steps
         self._steps_at_sync = steps - int(state["unsynced"])
         self._trains_in_mode = not state.get("trains_in_eval", False)

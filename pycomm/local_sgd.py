@@ -40,7 +40,7 @@ from pycomm._model_check import (
 )
 from pycomm._outer_step import MakeOptimizer, anchors_differ, have_moved
 from pycomm._saved_state import check_outer, check_tensors, part_of
-from pycomm.errors import UnsupportedError
+from pycomm.errors import CollectiveMismatchError, UnsupportedError
 
 _BUFFERS_NBYTES = 32 << 20
 """Sent in one broadcast, at most."""
@@ -157,8 +157,8 @@ class LocalSGD:
 
         Args:
             samples: With ``weight="samples"``: how many this rank has trained on in this step, or
-                tokens; any finite number from 0. A worker that had none since the last sync counts
-                nothing in the next one, and takes its result.
+                tokens; 0, or any number from 1e-20 to 1e20. A worker that had none since the last
+                sync counts nothing in the next one, and takes its result.
 
         Returns:
             Whether it synced. Collective when it does.
@@ -166,8 +166,9 @@ class LocalSGD:
         Raises:
             ValueError: ``samples`` is missing, or no such number, or not asked for.
         """
-        self._count(samples)
+        number = self._checked(samples)
         self._take_unfrozen()
+        self._add_samples(number)
         self._steps += 1
         self._since_sync += 1
         if self._since_sync < self._sync_every:
@@ -181,22 +182,28 @@ class LocalSGD:
         Buffers become those of rank 0 in each sync, as in ``DistributedDataParallel.sync``, unless
         ``broadcast_buffers`` is false.
         ``DiLoCo`` and ``SparseLoCo`` do nothing if no rank has trained since the last sync.
+
+        If a sync raises, here or in ``step()``, samples and steps count for the next one, unless
+        parameters have been averaged and only the buffers have failed. ``LocalSGD`` may have
+        averaged some parameters: the next sync averages all again.
         """
         self._sync(due=False)
 
-    def _count(self, samples: float | None) -> None:
+    def _checked(self, samples: float | None) -> float:
+        """How many a step says; 0 if ranks are not weighed."""
         if self._weight is None and samples is not None:
             raise ValueError(
                 f'step(samples={samples!r}) needs {type(self).__name__}(…, weight="samples"), and '
                 "this one counts all ranks alike"
             )
-        if self._weight is not None:
-            if samples is None:
-                raise ValueError(
-                    f'{type(self).__name__} with weight="samples" counts ranks by their samples. '
-                    "Say in each step: step(samples=len(batch))"
-                )
-            self._add_samples(check_samples("samples", samples))
+        if self._weight is None:
+            return 0.0
+        if samples is None:
+            raise ValueError(
+                f'{type(self).__name__} with weight="samples" counts ranks by their samples. '
+                "Say in each step: step(samples=len(batch))"
+            )
+        return check_samples("samples", samples)
 
     def _add_samples(self, samples: float) -> None:
         self._samples += samples
@@ -217,11 +224,11 @@ class LocalSGD:
         self._take_unfrozen()
         begin = time.perf_counter()
         with torch.no_grad():
-            if self._average(due):
+            synced = self._average(due)
+            self._since_sync, self._samples = 0, 0.0  # also if the buffers fail
+            if synced:
                 self._syncs += 1
                 self._send_buffers()
-        self._since_sync = 0
-        self._samples = 0.0
         self._seconds += time.perf_counter() - begin
 
     def _send_buffers(self) -> None:
@@ -261,12 +268,27 @@ class LocalSGD:
         return state if self._weight is None else {**state, "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the state of ``state_dict()``."""
-        self._since_sync = int(part_of(state, "since_sync"))
-        self._samples = float(state.get("samples", 0.0))
+        """Continues from the state of ``state_dict()``.
+
+        Raises:
+            ValueError: It was saved without ``weight``, which this has; nothing was changed.
+        """
+        since_sync, samples = int(part_of(state, "since_sync")), self._saved(state, "samples", 0.0)
+        self._since_sync, self._samples = since_sync, float(samples)
         for name in state.get("parameters", ()):
             if name in self._frozen:  # unfrozen then, and trained since the last sync
                 self._add(name)
+
+    def _saved(self, state: Mapping[str, Any], key: str, otherwise: Any) -> Any:
+        """The samples in a state; ``otherwise`` if ranks are not weighed."""
+        if self._weight is None:
+            return otherwise
+        if key not in state:
+            raise ValueError(
+                f'the state has no {key!r}: it was saved without weight="samples", and this '
+                f"{type(self).__name__} has it; nothing was changed"
+            )
+        return state[key]
 
 
 class FixedParameters(LocalSGD):
@@ -301,7 +323,7 @@ class DiLoCo(FixedParameters):
     Raises:
         ValueError: As ``LocalSGD``.
         CollectiveMismatchError: In the first sync: parameters differ between ranks, since
-            ``init_sync`` was false.
+            ``init_sync`` was false. In any: the outer step before it ended with an error on a rank.
 
     Memory: one more copy of the parameters, and the outer optimizer's state.
     """
@@ -329,6 +351,7 @@ class DiLoCo(FixedParameters):
         make = nesterov if outer_optimizer is None else outer_optimizer
         self._outer = make(list(self._anchor.values()))
         self._compared = False  # whether the ranks' anchors were equal since they were made
+        self._stepping = False  # else an outer step was interrupted here
 
     def _average(self, due: bool) -> bool:
         if not self._anyone_moved(due):
@@ -339,10 +362,12 @@ class DiLoCo(FixedParameters):
         self._wire_nbytes += average_(moved.values(), self._group, self._ratio())
         for name, anchor in self._anchor.items():
             anchor.grad = moved[name]
+        self._stepping = True
         self._outer.step()
         self._outer.zero_grad()
         for name, anchor in self._anchor.items():
             self._parameters[name].copy_(anchor)
+        self._stepping = False
         return True
 
     def _anyone_moved(self, due: bool) -> bool:
@@ -353,11 +378,18 @@ class DiLoCo(FixedParameters):
         moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())
         device = next(iter(self._parameters.values())).device
-        of_ranks = gather_numbers([moved, checksum], self._group, device)
-        if (rank := first_other([other for _, other in of_ranks])) is not None:
+        of_ranks = gather_numbers([moved, checksum, self._stepping], self._group, device)
+        if (rank := first_other([other for _, other, _ in of_ranks])) is not None:
             raise anchors_differ(dist.get_global_rank(self._group, rank), "all_gather")
+        if any(stepping := [each[2] for each in of_ranks]):
+            rank = dist.get_global_rank(self._group, stepping.index(True))
+            raise CollectiveMismatchError(
+                f"The outer step of rank {rank} ended with an error: its anchor may be half "
+                "changed. Nothing was averaged. Try: load a checkpoint on all ranks",
+                {"peer": rank, "op": "all_gather"},
+            )
         self._compared = True
-        return any(each for each, _ in of_ranks)
+        return any(each[0] for each in of_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Also the parameters of the last sync, by name, and the outer optimizer's state."""
@@ -374,7 +406,7 @@ class DiLoCo(FixedParameters):
         check_tensors("anchor", part_of(state, "anchor"), self._anchor)
         check_outer(part_of(state, "outer"), self._outer)
         super().load_state_dict(state)
-        self._compared = False
+        self._compared = self._stepping = False
         with torch.no_grad():
             for name, anchor in self._anchor.items():
                 anchor.copy_(state["anchor"][name])

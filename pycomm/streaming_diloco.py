@@ -156,7 +156,9 @@ class StreamingDiLoCo(FixedParameters):
         self._scratch = Scratch()
         self._flight: Flight | None = None
         self._left = 0  # steps until it lands
-        self._samples_of = [0.0] * len(parts)  # by fragment, since its last launch
+        # By fragment, its samples since the last launch, and those of a launch that has not landed.
+        # A pair, so that Ctrl-C comes before or after both change.
+        self._samples_of = [(0.0, 0.0)] * len(parts)
         device = next(iter(self._parameters.values())).device
         check_same_on_all_ranks(
             self._group,
@@ -196,8 +198,9 @@ class StreamingDiLoCo(FixedParameters):
                 outer step; nothing was changed. On every rank alike.
         """
         begin = time.perf_counter()
-        self._count(samples)
+        number = self._checked(samples)
         self._take_unfrozen()
+        self._add_samples(number)
         place = self._since_sync + 1
         self._steps += 1
         self._since_sync = place % self._sync_every
@@ -244,7 +247,7 @@ class StreamingDiLoCo(FixedParameters):
         self._seconds += time.perf_counter() - begin
 
     def _add_samples(self, samples: float) -> None:
-        self._samples_of = [each + samples for each in self._samples_of]
+        self._samples_of = [(since + samples, flying) for since, flying in self._samples_of]
 
     def _trained_fragments(self) -> list[Fragment]:
         """Those that some rank has trained since it sent them last.
@@ -273,8 +276,10 @@ class StreamingDiLoCo(FixedParameters):
     def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
         flight = Flight(fragment, self._scratch)
         try:
-            weight = None if self._weight is None else self._samples_of[fragment.index]
-            nbytes = flight.launch(self._group, self._wire_dtype, place, weight)
+            weight = sum(self._samples_of[fragment.index])  # also of one that failed
+            weighed = None if self._weight is None else weight
+            nbytes = flight.launch(self._group, self._wire_dtype, place, weighed)
+            self._samples_of[fragment.index] = (0.0, weight)
         except BaseException:
             self._scratch = Scratch()  # operations that have begun may use the old one
             raise
@@ -286,8 +291,8 @@ class StreamingDiLoCo(FixedParameters):
         assert self._flight is not None
         try:
             self._flight.wait()
-            self._samples_of[self._flight.fragment.index] -= self._flight.weight
-            self._flight.weight = 0.0  # they count no more
+            index = self._flight.fragment.index
+            self._samples_of[index] = (self._samples_of[index][0], 0.0)
         finally:
             if self._flight.failed:
                 self._flight = None
@@ -324,8 +329,10 @@ class StreamingDiLoCo(FixedParameters):
             "fragments": self.fragments,
             "outer": [copy.deepcopy(fragment.outer.state_dict()) for fragment in self._fragments],
             "versions": [fragment.version for fragment in self._fragments],
-            "samples_of": list(self._samples_of),
             "flight": flight,
+            **(
+                {} if self._weight is None else {"samples_of": [a + b for a, b in self._samples_of]}
+            ),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -350,7 +357,8 @@ class StreamingDiLoCo(FixedParameters):
                 fragment.outer.load_state_dict(copy.deepcopy(state["outer"][number]))
                 fragment.version = int(state["versions"][number])
                 fragment.compared = False
-        self._samples_of = [float(each) for each in state["samples_of"]]
+        samples_of = self._saved(state, "samples_of", [0.0] * len(self._fragments))
+        self._samples_of = [(float(each), 0.0) for each in samples_of]
         if (flight := state["flight"]) is not None:
             self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
             self._left = int(flight["left"])
@@ -370,7 +378,7 @@ class StreamingDiLoCo(FixedParameters):
         anchors = {name: each for part in self._fragments for name, each in part.anchor.items()}
         check_tensors("anchor", part_of(state, "anchor"), anchors)
         outer, versions = part_of(state, "outer"), part_of(state, "versions")
-        if len(part_of(state, "samples_of")) != count:
+        if len(self._saved(state, "samples_of", self._fragments)) != count:
             raise ValueError(f"the state has samples of other than {count} fragments")
         if len(outer) != count or len(versions) != count:
             raise ValueError(

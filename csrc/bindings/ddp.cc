@@ -9,6 +9,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -88,6 +89,40 @@ py::list stepRows(Reducer& reducer, int64_t since) {
     found.append(py::make_tuple(step.index, step.passes, rows));
   }
   return found;
+}
+
+using Held = std::map<std::string, bool>; // by name: whether .grad is zeros of a pass without weight
+
+std::tuple<double, double, int64_t, bool, Held> weighed(Reducer& reducer) {
+  const PassWeights::Accumulated sum = reducer.weighed();
+  Held held;
+  for (size_t index = 0; index < sum.holds.size(); ++index) {
+    if (sum.holds[index] != PassWeights::Holds::Other) {
+      held[reducer.params()[index].name] = sum.holds[index] == PassWeights::Holds::Zeros;
+    }
+  }
+  return {sum.weight, sum.unit, sum.passes, sum.alike, held};
+}
+
+void setWeighed(
+    Reducer& reducer,
+    double weight,
+    double unit,
+    int64_t passes,
+    bool alike,
+    Held held,
+    int64_t last_compute_ns) {
+  PassWeights::Accumulated sum{weight, unit, passes, alike, {}};
+  for (const ReducedParam& param : reducer.params()) {
+    const auto found = held.extract(param.name);
+    const auto holds = found.empty() ? PassWeights::Holds::Other
+        : found.mapped()             ? PassWeights::Holds::Zeros
+                                     : PassWeights::Holds::Sum;
+    sum.holds.push_back(holds);
+  }
+  TORCH_CHECK_VALUE(
+      held.empty(), "no parameter '", held.begin()->first, "' is reduced here, and the state's passes have had one");
+  reducer.setWeighed(std::move(sum), last_compute_ns);
 }
 
 void setResiduals(Reducer& reducer, const std::map<std::string, at::Tensor>& residuals) {
@@ -229,25 +264,22 @@ void bindReducer(py::module_& m) {
           py::arg("weight"))
       .def("forward_began", torch::wrap_pybind_function_no_gil(&Reducer::forwardBegan))
       .def("set_weight", torch::wrap_pybind_function_no_gil(&Reducer::setWeight), py::arg("weight"))
-      .def("weight_total", torch::wrap_pybind_function_no_gil(&Reducer::weightTotal))
+      .def("used_here", torch::wrap_pybind_function_no_gil(&Reducer::usedHere))
+      .def("set_used_here", torch::wrap_pybind_function_no_gil(&Reducer::setUsedHere), py::arg("names"))
+      .def("weight_unsynced", torch::wrap_pybind_function_no_gil(&Reducer::weightUnsynced))
+      .def("set_weight_unsynced", torch::wrap_pybind_function_no_gil(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("pending_weight", torch::wrap_pybind_function_no_gil(&Reducer::pendingWeight))
       .def("pass_without_batch", torch::wrap_pybind_function_no_gil(&Reducer::passWithoutBatch), py::arg("reduces"))
       .def("step_rows", stepRows, py::arg("since"))
-      .def(
-          "weighed",
-          [](Reducer& self) {
-            const auto sum = [&self] {
-              const WithoutGil no_gil;
-              return self.weighed();
-            }();
-            return py::make_tuple(sum.weight, sum.unit, sum.passes);
-          })
+      .def("weighed", torch::wrap_pybind_function_no_gil(weighed))
       .def(
           "set_weighed",
-          torch::wrap_pybind_function_no_gil(&Reducer::setWeighed),
+          torch::wrap_pybind_function_no_gil(setWeighed),
           py::arg("weight"),
           py::arg("unit"),
           py::arg("passes"),
+          py::arg("alike"),
+          py::arg("holds"),
           py::arg("last_compute_ns"))
       .def("weighed_steps", torch::wrap_pybind_function_no_gil(&Reducer::weighedSteps))
       .def("last_compute_ns", torch::wrap_pybind_function_no_gil(&Reducer::lastComputeNs))

@@ -102,7 +102,9 @@ void Bucket::setRatio(double ratio) {
 }
 
 void Bucket::keepOld(size_t slot, bool unused) {
-  if (const at::Tensor& grad = slots()[slot].param.grad(); unused && wire_->encodes() && grad.defined()) {
+  const bool overwrites = memory_.gradsAreViews() && !memory_.cast.defined() && !memory_.sparse(); // .grad travels
+  if (const at::Tensor& grad = slots()[slot].param.grad();
+      unused && (wire_->encodes() || overwrites) && grad.defined()) {
     old_grads_[slot] = grad.clone();
   }
 }
@@ -191,9 +193,6 @@ void Bucket::write(const std::vector<size_t>& slots) {
 }
 
 void Bucket::takeBack(const std::vector<size_t>& slots) {
-  if (!wire_->encodes()) {
-    return;
-  }
   const at::NoGradGuard no_grad;
   for (const size_t index : slots) {
     const Slot& slot = memory_.slots[index];

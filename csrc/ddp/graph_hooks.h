@@ -124,6 +124,10 @@ class PassMarks {
   }
   /// Whether the last pass began in this call.
   [[nodiscard]] bool beganHere() const;
+  /// Whether this call is a pass: it goes through a marked graph, or began one without.
+  [[nodiscard]] bool inPass() const {
+    return reduces() || isLocal() || beganHere();
+  }
 
   /// The call reduces, and its pass has not begun.
   [[nodiscard]] bool pending() const noexcept {

@@ -187,15 +187,6 @@ class CastPacker final : public Packer {
 
 // --- sparse ---------------------------------------------------------------------------------------
 
-at::Tensor emptySparse(const at::Tensor& param) {
-  // One dimension is sparse, as in the gradients of embeddings: ranks must agree on that.
-  const auto options = param.options().requires_grad(false);
-  std::vector<int64_t> values = param.sizes().vec();
-  values.at(0) = 0;
-  const at::Tensor indices = at::empty({1, 0}, options.dtype(at::kLong));
-  return at::_sparse_coo_tensor_unsafe(indices, at::empty(values, options), param.sizes())._coalesced_(true);
-}
-
 /// One sparse gradient, coalesced: home is a tensor of its own, because the all-reduce puts other elements into it, and .grad is the
 /// user's until unpack().
 class SparsePacker final : public Packer {
@@ -412,6 +403,14 @@ std::unique_ptr<Packer> makePacker(const BucketMemory& memory, const std::string
     return std::make_unique<CastPacker>();
   }
   return std::make_unique<HomePacker>();
+}
+
+at::Tensor emptySparse(const at::Tensor& param) {
+  const auto options = param.options().requires_grad(false);
+  std::vector<int64_t> values = param.sizes().vec();
+  values.at(0) = 0;
+  const at::Tensor indices = at::empty({1, 0}, options.dtype(at::kLong));
+  return at::_sparse_coo_tensor_unsafe(indices, at::empty(values, options), param.sizes())._coalesced_(true);
 }
 
 c10::Stream currentStream(c10::Device device) {

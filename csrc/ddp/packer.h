@@ -61,6 +61,9 @@ class Packer {
 /// or has no code for the device.
 [[nodiscard]] std::unique_ptr<Packer> makePacker(const BucketMemory& memory, const std::string& cuda_library);
 
+/// The gradient of an embedding of which no row was used: ranks must agree on its one sparse dimension.
+[[nodiscard]] at::Tensor emptySparse(const at::Tensor& param);
+
 /// torch's current stream of a device of any kind.
 [[nodiscard]] c10::Stream currentStream(c10::Device device);
 

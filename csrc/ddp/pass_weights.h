@@ -26,8 +26,11 @@ namespace pycomm {
 ///     ratio = N * k * unit / W        W = sum(w_ri),  .grad = sum(w_ri * g_ri) / unit
 ///
 /// in place of 1, and everything behind that, wires and residuals included, is as without weights. `unit` is the weight of the rank's last pass,
-/// so that nothing is multiplied while it stays the same; with fp16 parameters the largest one's, since .grad in a small unit leaves the range of
-/// fp16. A rank without weight packs zeros, whatever its gradients hold.
+/// so that nothing is multiplied while it stays the same. It is the largest one's with fp16 parameters, and if the two are far apart: .grad in a
+/// small unit would leave the range of its dtype. A rank without weight packs zeros, whatever its gradients hold.
+///
+/// zero_grad() between passes forgets them: this shows as no parameter of the sum having a .grad. So that it shows after passes without weight,
+/// too, these leave zeros in place of no .grad, which are gone before a reduction.
 ///
 /// W comes from one small all-reduce, in which each rank writes a row of its own. The first gradient of a pass that reduces launches it;
 /// launching buckets waits for it, while backward goes on. The thread of backward runs it: each gradient looks whether it has ended.
@@ -41,8 +44,7 @@ class PassWeights {
   /// What one rank said as a step began.
   struct Row {
     double weight = 0; ///< of its passes since the reduction before
-    int64_t passes = 0; ///< how many, but for
-    int64_t leading = 0; ///< those without weight before them: after these it cannot notice zero_grad()
+    int64_t passes = 0; ///< how many
     int64_t last_compute_ns =
         kUnknown; ///< how long forward and backward passes of the step before took, without waiting for other ranks
   };
@@ -61,7 +63,7 @@ class PassWeights {
 
   explicit PassWeights(const std::vector<ReducedParam>& params);
 
-  /// The weight of the next pass, whatever its forward pass says.
+  /// The weight of the next pass, whatever its forward pass says. 0, or from 1e-20 to 1e20, so that no sum overflows or loses a pass.
   void set(double weight) noexcept {
     set_ = weight;
   }
@@ -74,6 +76,12 @@ class PassWeights {
   /// A backward pass goes through the graph of this forward pass, and no gradient has come: what .grad holds is brought to its unit.
   /// `trained`: by parameter.
   void enter(Forward forward, const std::vector<bool>& trained);
+  /// As enter(), of a rank without a batch: the pass has no weight, no forward pass and no gradients, and takes no time.
+  void enterWithoutBatch(const std::vector<bool>& trained);
+  /// The backward pass that came through enter() is over: a pass that begins now is another one.
+  void leave() noexcept {
+    entered_.reset();
+  }
   /// Whether enter() came and begin() did not.
   [[nodiscard]] bool entered() const noexcept {
     return entered_.has_value();
@@ -82,21 +90,17 @@ class PassWeights {
   [[nodiscard]] bool counts() const noexcept {
     return sum_.weight != 0.0;
   }
-  /// The first gradient of a pass has come. `weight`: if the graph was not entered. Throws if gradients that are accumulated have another
-  /// weight then.
-  void begin(double weight);
-  /// A gradient has come. In a pass without weight .grad is again what it was before.
+  /// The first gradient of a pass has come. `weight`: if the graph was not entered. `reduces`: the averages follow. Throws if gradients that are
+  /// accumulated have another weight then.
+  void begin(double weight, const std::vector<bool>& trained, bool reduces);
+  /// A gradient of this pass has come. Without weight .grad is again what it was before.
   void came(size_t param);
-  /// The pass under way has no gradients: it takes no time.
-  void endWithoutGradients() noexcept {
-    pass_began_ns_ = 0;
-  }
   /// A forward pass in no_sync() has outputs that cannot be marked.
   void cannotFollow() noexcept {
     cannot_follow_ = true;
   }
-  /// A gradient of a backward pass through no marked graph. It counts with the next pass, as that of a penalty does, unless a forward pass
-  /// may have made it.
+  /// A gradient of a backward pass through no marked graph. It counts with the weight of the last pass that had some, else with that of the
+  /// next one, as that of a penalty does, unless a forward pass may have made it.
   void stray() noexcept {
     stray_ = cannot_follow_;
   }
@@ -136,31 +140,42 @@ class PassWeights {
     last_compute_ns_ = ns;
   }
 
-  /// The weights of all passes that were reduced.
-  [[nodiscard]] double total() const noexcept {
-    return total_;
+  /// The weights of all passes that were reduced since parameters were averaged last: part of a checkpoint.
+  [[nodiscard]] double unsynced() const noexcept {
+    return unsynced_;
+  }
+  void setUnsynced(double weight) noexcept {
+    unsynced_ = weight;
   }
 
   // Of the passes since the last reduction: part of a checkpoint.
+  enum class Holds : uint8_t {
+    Other, ///< .grad is none, or the program's: no pass has given this parameter a gradient
+    Sum, ///< .grad is in `unit`
+    Zeros, ///< the same, and it was none before passes without weight
+  };
   struct Accumulated {
     double weight = 0;
     double unit = 0;
     int64_t passes = 0;
-    int64_t leading = 0; ///< of them without weight, before the first that has some
-    bool alike = true; ///< the others have the weight `unit`
+    bool alike = true; ///< all have the weight `unit`
+    std::vector<Holds> holds; ///< by parameter; empty before the first pass
   };
   [[nodiscard]] const Accumulated& accumulated() const noexcept {
     return sum_;
   }
-  void setAccumulated(double weight, double unit, int64_t passes) noexcept {
-    sum_ = {weight, unit, passes, 0, weight == unit * static_cast<double>(passes)};
+  void setAccumulated(Accumulated sum) noexcept {
+    sum_ = std::move(sum);
   }
 
  private:
   void endPass() noexcept;
+  [[nodiscard]] bool forgotten(const std::vector<bool>& trained) const;
   void keepGradients(const std::vector<bool>& trained);
-  void changeUnit(double unit, const std::vector<bool>& trained);
+  void changeUnit(double unit);
   void takeShare(at::Tensor& grad, at::Tensor& before) const;
+  void leaveZeros(const std::vector<bool>& trained);
+  void takeZerosBack();
 
   static constexpr size_t kStepsKept = 4096;
 
@@ -169,7 +184,7 @@ class PassWeights {
   std::optional<double> set_;
   std::optional<double> entered_; ///< the weight of the pass that will begin
   Accumulated sum_; ///< since the last reduction, the pass under way included
-  double total_ = 0;
+  double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
   double share_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
   bool cannot_follow_ = false;

@@ -141,6 +141,9 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
     return; // a pass is under way, so no forward pass asks for one
   }
   marks_.forward();
+  if (weights_.has_value() && !reduces && !pass_.reducing()) {
+    followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight
+  }
   mark->number = ++forwards_;
   forward_weight_ = weight;
   if (weights_.has_value() && !reduces && !marked) {
@@ -311,9 +314,14 @@ std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
   return weights().steps(since);
 }
 
-double Reducer::weightTotal() {
+double Reducer::weightUnsynced() {
   const std::lock_guard lock(mutex_);
-  return weights().total();
+  return weights().unsynced();
+}
+
+void Reducer::setWeightUnsynced(double weight) {
+  const std::lock_guard lock(mutex_);
+  weights().setUnsynced(weight);
 }
 
 PassWeights::Accumulated Reducer::weighed() {
@@ -331,9 +339,9 @@ int64_t Reducer::lastComputeNs() {
   return weights().lastComputeNs();
 }
 
-void Reducer::setWeighed(double weight, double unit, int64_t passes, int64_t last_compute_ns) {
+void Reducer::setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns) {
   const std::lock_guard lock(mutex_);
-  weights().setAccumulated(weight, unit, passes);
+  weights().setAccumulated(std::move(sum));
   weights_->setLastComputeNs(last_compute_ns);
 }
 
@@ -346,6 +354,33 @@ std::shared_ptr<const StepRecord> Reducer::lastStep() {
   showIfIdle();
   const std::lock_guard lock(shown_mutex_);
   return shown_.last_step;
+}
+
+std::vector<std::string> Reducer::usedHere() {
+  const std::unique_lock turn = turnUnlessReducing();
+  std::vector<std::string> names;
+  if (!turn.owns_lock() || !used_.has_value() || pass_.hasStaticGraph()) {
+    return names;
+  }
+  for (size_t index = 0; index < params_.size(); ++index) {
+    if (used_->marked(index)) {
+      names.push_back(params_[index].name);
+    }
+  }
+  return names;
+}
+
+void Reducer::setUsedHere(const std::vector<std::string>& names) {
+  const std::lock_guard lock(mutex_);
+  if (!used_.has_value() || pass_.hasStaticGraph()) {
+    return;
+  }
+  used_->clear();
+  for (size_t index = 0; index < params_.size(); ++index) {
+    if (std::find(names.begin(), names.end(), params_[index].name) != names.end()) {
+      used_->mark(index);
+    }
+  }
 }
 
 void Reducer::setAccumulated(int64_t passes) {
@@ -439,7 +474,8 @@ bool Reducer::setShared(
   return true;
 }
 
-std::map<std::string, at::Tensor> Reducer::residuals() {
+// Not owned if a pass that reduces is under way.
+std::unique_lock<PassLock> Reducer::turnUnlessReducing() {
   std::unique_lock turn(mutex_, std::try_to_lock);
   if (!turn.owns_lock()) {
     const bool reduces = [this] {
@@ -447,11 +483,19 @@ std::map<std::string, at::Tensor> Reducer::residuals() {
       return shown_.reduces;
     }();
     if (reduces || mutex_.refuses()) {
-      return {};
+      return turn;
     }
     turn.lock(); // another thread has it between two passes
   }
-  return pass_.reducing() ? std::map<std::string, at::Tensor>{} : buckets_.copyResiduals();
+  if (pass_.reducing()) {
+    turn.unlock();
+  }
+  return turn;
+}
+
+std::map<std::string, at::Tensor> Reducer::residuals() {
+  const std::unique_lock turn = turnUnlessReducing();
+  return turn.owns_lock() ? buckets_.copyResiduals() : std::map<std::string, at::Tensor>{};
 }
 
 bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {

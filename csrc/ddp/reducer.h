@@ -87,12 +87,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void passWithoutBatch(bool reduces);
   /// The rows of the steps from `since` on: see PassWeights.
   [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
-  [[nodiscard]] double weightTotal();
+  /// See PassWeights::unsynced().
+  [[nodiscard]] double weightUnsynced();
+  void setWeightUnsynced(double weight);
   /// Steps on record.
   [[nodiscard]] int64_t weighedSteps();
   [[nodiscard]] PassWeights::Accumulated weighed();
   [[nodiscard]] int64_t lastComputeNs();
-  void setWeighed(double weight, double unit, int64_t passes, int64_t last_compute_ns);
+  void setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns);
 
   // join(): ranks without data follow the others.
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
@@ -112,6 +114,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// After updateProcessGroup(): a store of the new group's ranks, for this reducer alone. Throws its errors.
   void shareStore(c10::intrusive_ptr<c10d::Store> store);
+  /// With find_unused_parameters: the parameters that passes since the last reduction have given a gradient here.
+  [[nodiscard]] std::vector<std::string> usedHere();
+  void setUsedHere(const std::vector<std::string>& names);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
   /// The fp16 scale of each parameter that has one.
@@ -212,6 +217,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void show(); ///< with the turn
   void showBuckets(); ///< likewise
   void showIfIdle();
+  [[nodiscard]] std::unique_lock<PassLock> turnUnlessReducing();
 
   PassLock mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
   std::vector<ReducedParam> params_;

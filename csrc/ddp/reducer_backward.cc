@@ -133,17 +133,20 @@ void Reducer::takeGradient(size_t index) {
   if (pass_.reducing()) {
     failure_.raise(group_.jobRank()); // a second loss after a pass that failed: its buckets cannot be finished
   }
+  if (weights_.has_value() && !marks_.reduces() && !marks_.isLocal()) {
+    weights_->leave();
+  }
   if (beginsPass(index)) {
     beginPass();
   } else if (!pass_.reducing()) {
     marks_.note(index);
     if (weights_.has_value() && weights_->entered()) {
-      weights_->begin(forward_weight_);
+      weights_->begin(forward_weight_, trained(), /*reduces=*/false);
     } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Local && !marks_.isLocal()) {
       weights_->stray();
     }
   }
-  if (weights_.has_value()) {
+  if (weights_.has_value() && (pass_.reducing() || marks_.inPass())) {
     weights_->came(index);
   }
   if (pass_.counting()) {
@@ -185,10 +188,10 @@ void Reducer::beginPass() {
   for (const size_t nbytes : buckets_.gradientNbytes()) {
     stats_.gradient_nbytes += static_cast<int64_t>(nbytes);
   }
-  if (weights_.has_value()) {
-    weights_->begin(forward_weight_);
-  }
   pass_.begin();
+  if (weights_.has_value()) {
+    weights_->begin(forward_weight_, trained(), pass_.reducing());
+  }
   show();
   if (!pass_.reducing()) {
     return;
@@ -350,18 +353,15 @@ void Reducer::passWithoutBatch(bool reduces) {
     throwIfUnfinished();
     followTrained();
     resetStep();
-    weights().set(0.0);
-    weights_->enter({0.0, true}, trained());
+    weights().enterWithoutBatch(trained());
     if (!reduces || buckets_.all().empty()) {
-      weights_->begin(0.0);
-      weights_->endWithoutGradients();
+      weights_->begin(0.0, trained(), /*reduces=*/false);
       return;
     }
     recorder_.begin(buckets_.all().size());
     try {
       beginPass();
       if (!pass_.reducing()) {
-        weights_->endWithoutGradients();
         return;
       }
       for (const size_t index : pass_.missing(trained())) {

@@ -85,6 +85,9 @@ class UsedParams {
   UsedParams(const SharedState& state, ReducerStats& stats);
 
   void mark(size_t index);
+  [[nodiscard]] bool marked(size_t index) const {
+    return here_.const_data_ptr<int32_t>()[index] != 0;
+  }
   /// Does nothing once the answer is known.
   void launch(const ReducerGroup& group);
   [[nodiscard]] bool anywhere(size_t index);

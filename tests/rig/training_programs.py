@@ -40,6 +40,8 @@ class Step:
     """Of a pass: the parts that each rank leaves out."""
     counts: tuple[int, ...] = ()
     """Of a join: each rank's number of batches."""
+    weights: tuple[float, ...] = ()
+    """Of a pass of ranks that are weighed: each one's samples; below 0: it has no batch."""
 
     def __str__(self) -> str:
         words = [self.what, self.how]
@@ -49,6 +51,8 @@ class Step:
             words.append(f"without {', '.join(str(list(each)) for each in self.without)}")
         if self.counts:
             words.append(f"of {list(self.counts)} batches")
+        if self.weights:
+            words.append(f"of weights {list(self.weights)}")
         return " ".join(word for word in words if word)
 
 
@@ -149,6 +153,8 @@ def _draw_wrapper(draw: random.Random, parts: list[str], options: dict[str, Any]
     if draw.random() < 0.2:
         options["broadcast_buffers"] = False
     hook = "" if "sync_every" in options else draw.choice(HOOKS)  # theirs is the default group
+    if draw.random() < 0.4:
+        options["weight"] = "samples"
     return hook
 
 
@@ -192,12 +198,19 @@ _WRAPPERS = {
     "careless": 0.3,
     "broken": 0.3,
 }
+_WEIGHED = {"penalty": 4, "resume": 4, "local pass": 12}
+WEIGHTS = (0.0, -1.0, 0.1, 1.0, 3.5, 7.0, 50.0, 1000.0)
 
 
 def _draw_step(
     draw: random.Random, ranks: int, parts: list[str], trainer: str, options: dict[str, Any]
 ) -> Step:
-    often = {**_OFTEN, **(_WRAPPERS if trainer == WRAPPER else {})}
+    weighed = "weight" in options
+    often = {
+        **_OFTEN,
+        **(_WRAPPERS if trainer == WRAPPER else {}),
+        **(_WEIGHED if weighed else {}),
+    }
     what = draw.choices(list(often), list(often.values()))[0]
     part = draw.randrange(len(parts))
     if what == "callback":
@@ -209,7 +222,13 @@ def _draw_step(
             some = [_some(draw, parts) for _ in range(ranks)]
             without = tuple([some[0]] * ranks if alike else some)
         how = draw.choice(["", "one Inf"]) if what == "scaled" else ""
-        return Step(what, how, without=without, part=part if what == "careless" else -1)
+        weights: tuple[float, ...] = ()
+        if weighed and what in ("pass", "local pass", "full step"):
+            one = draw.choice(WEIGHTS)
+            alike = draw.random() < 0.3
+            weights = tuple(one if alike else draw.choice(WEIGHTS) for _ in range(ranks))
+        only = part if what == "careless" else -1
+        return Step(what, how, without=without, part=only, weights=weights)
     if what in ("freeze", "unfreeze"):
         return Step(what, part=part)
     if what == "zero":

@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +28,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_callbacks import Callbacks, make_half
-from training_models import Ignored, Sum, batch_of
+from training_models import ROWS, Ignored, Sum, batch_of
 from training_programs import LOCAL, WRAPPER, Program, Step
+from training_weights import Window, factors
 
 Array = npt.NDArray[Any]
 
@@ -119,6 +120,7 @@ class Trainer:
         self.static = options.get("static_graph", False)
         self.tracks_use = self.static or options.get("find_unused_parameters", False)
         self.hosts = self.wrapped and self.sync_every > 1
+        self.weighed = options.get("weight") is not None
         self.mates = [each for each in self.everyone if not self.hosts or each % 2 == rank % 2]
         _averaging.host_identity = lambda: f"host {rank % 2}"
         Ignored.rank = rank
@@ -162,6 +164,14 @@ class Trainer:
         self.steps_at_sync = self.since_sync = 0
         self.last_forward, self.trains_in_mode = (0, True), True
         self.saved: Any = None
+        narrow = any(each.dtype == torch.float16 for each in self._owned().values())
+        self.window = Window(narrow=narrow)
+        self.followed: set[str] = set()
+        """Parameters that the last pass trained."""
+        self.weightless = False
+        """The last pass had the error that no rank has samples."""
+        self.mixed = False
+        """Something was frozen or unfrozen between passes: what is left of it is this rank's."""
 
     # The model
 
@@ -255,19 +265,19 @@ class Trainer:
         return tuple(sorted(mine)) if owned - mine else ()
 
     def pass_(self, step: Step) -> None:
-        self._pass(self._left_out(step))
+        self._pass(self._left_out(step), weights=step.weights)
 
     def full_step(self, step: Step) -> None:
         self.zero(Step("zero", "to none"))
         while True:
-            self._pass(self._left_out(step))
+            self._pass(self._left_out(step), weights=step.weights)
             if not self.wrapped or not self.dirty:
                 break
         self.step(step)
 
     def local_pass(self, step: Step) -> None:
         with self.model.no_sync():
-            self._pass(self._left_out(step), reduces=False)
+            self._pass(self._left_out(step), reduces=False, weights=step.weights)
 
     def unused_forward(self, step: Step) -> None:
         self._forward(self._left_out(step))
@@ -293,7 +303,7 @@ class Trainer:
             shares.append(self._share(self.batch_used, ()))
         for loss, share in zip(losses * (3 - forwards), shares * (3 - forwards), strict=True):
             loss.backward(retain_graph=forwards == 1)
-            self._add(share)
+            self._add(share, float(ROWS), reduces=True)
             self.passes += 1
             self._reduced(self.mates, len(self.mates))
 
@@ -314,18 +324,25 @@ class Trainer:
         to_none = step.how == "to none"
         self.model.zero_grad(set_to_none=to_none)
         self.grads = {} if to_none else {n: np.zeros_like(g) for n, g in self.grads.items()}
+        if to_none:
+            self.window.zeros.clear()
         self.dirty = False
 
     def freeze(self, step: Step) -> None:
         frozen = self._frozen_parts() | set(self.plain.which("ignored"))
-        if self.dirty or len({*range(len(self.program.parts))} - frozen - {step.part}) == 0:
+        left = {*range(len(self.program.parts))} - frozen - {step.part}
+        if not left or (self.dirty and not self._may_mix()):
             return
         if self.program.parts[step.part] == "ignored":
             return
         self._set_trained(step.part, trained=False)
 
+    def _may_mix(self) -> bool:
+        """Whether parts may be frozen and unfrozen between passes."""
+        return self.weighed and not self.static
+
     def unfreeze(self, step: Step) -> None:
-        if self.dirty or self.program.parts[step.part] == "ignored":
+        if (self.dirty and not self._may_mix()) or self.program.parts[step.part] == "ignored":
             return
         new = step.part in self._frozen_parts() and self.program.parts[step.part] == "base"
         self._set_trained(step.part, trained=True)
@@ -339,6 +356,7 @@ class Trainer:
         counted = self.exchange.all(self.passes > 0, self.everyone) if self.static else []
         if any(counted) and not all(counted):
             return
+        self.mixed = self.mixed or self.dirty
         self.net.parts[part].requires_grad_(trained)
         self.plain.parts[part].requires_grad_(trained)
         if any(counted):
@@ -363,6 +381,7 @@ class Trainer:
                 "wrapper": self.model.communication_state_dict() if self.wrapped else None,
                 "local": self.local.state_dict() if self.local is not None else None,
                 "kept": self.kept,
+                "window": self.window,
                 "position": (self.steps - self.steps_at_sync, self.since_sync),
                 "trains": self._trains_in_train(),
             }
@@ -376,12 +395,46 @@ class Trainer:
         unsynced, self.since_sync = saved["position"]
         if self.wrapped:
             self.model.load_communication_state_dict(saved["wrapper"])
-            self.kept = saved["kept"]
+            self.kept, self.window = saved["kept"], saved["window"]
             self.steps_at_sync = self.steps - unsynced
             self.trains_in_mode = saved["trains"]
             self.last_forward = (self.steps, self.trains_in_mode)
         else:
             self.local.load_state_dict(saved["local"])
+
+    def resume(self, step: Step) -> None:
+        """Another wrapper goes on, also between passes, from the state of this one."""
+        if not self._may_mix() or self.hosts or self.program.hook:
+            return
+        import pycomm
+
+        state = copy.deepcopy(self.model.communication_state_dict())
+        net = copy.deepcopy(self.net)
+        for new, old in zip(net.parameters(), self.net.parameters(), strict=True):
+            new.grad = None if old.grad is None else old.grad.clone()
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(net, list(self.ignored))
+        self.model = pycomm.DistributedDataParallel(net, **dict(self.program.options))
+        self.model.load_communication_state_dict(state)
+        self.optimizer = torch.optim.SGD(self._trained().values(), lr=_LR)
+        self.steps = self.passes = 0
+        self.armed = False
+
+    def penalty(self, step: Step) -> None:
+        """A backward pass beside the wrapper, alike on all ranks."""
+        able = {
+            name: each
+            for name, each in self._owned().items()
+            if each.requires_grad and self.program.parts[int(name.split(".")[1])] != "sparse"
+        }
+        if not self._may_mix() or self.armed or not able or self.followed != set(self._trained()):
+            return
+        torch.stack([each.abs().double().square().sum() for each in able.values()]).sum().backward()
+        for name, each in able.items():
+            share = 2 * numbers(each)
+            self.grads[name] = self.grads[name] + share if name in self.grads else share
+        self.used |= able.keys()
+        self.dirty = True
+        self._check_own(able)
 
     def adopt(self, step: Step) -> None:
         known = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
@@ -498,13 +551,14 @@ class Trainer:
         self.grads, self.kept, self.used, self.always_used = {}, {}, set(), None
         self.steps = self.passes = 0
         self.armed = False
+        self.window.clear()
         self._take_real()
 
     def join(self, step: Step) -> None:
         if self.dirty or self.count:
             return
-        if self.hosts:
-            self._refuses("sync_every", self.model.join)
+        if self.hosts or self.weighed:
+            self._refuses("no_batch" if self.weighed else "sync_every", self.model.join)
             return
         self.zero(Step("zero", "to none"))
         counts = [each * self.accumulate for each in step.counts]
@@ -615,15 +669,31 @@ class Trainer:
         members: Sequence[int] = (),
         divisor: int = 0,
         in_backward: Callable[[], None] | None = None,
+        weights: Sequence[float] = (),
     ) -> None:
         members = members or self.mates
-        loss = self._forward(without, scales=scales)
-        if in_backward is not None:
-            loss.register_hook(lambda _: in_backward())
-        share = self._share(self.batch_used, without, scale, scales=scales)
+        weight = weights[self.rank] if weights else float(ROWS)
+        last = self.wrapped and reduces and self.count + 1 == self.accumulate
+        self.followed = set(self._trained())
+        self.weightless = False
+        if weight < 0 and not self.hosts:  # with a sync in it, it would wait for this oracle
+            self._batch()
+            with self._may_be_weightless():
+                self.model.no_batch()
+            self._add({}, 0.0, reduces=last)
+            weight, backwards = 0.0, 0
+        else:
+            weight = max(weight, 0.0)
+            if weights and self.weighed:
+                self.model.samples = weight
+            loss = self._forward(without, scales=scales)
+            if in_backward is not None:
+                loss.register_hook(lambda _: in_backward())
+            share = self._share(self.batch_used, without, scale, scales=scales)
         for turn in range(backwards):
-            (loss * scale).backward(retain_graph=turn + 1 < backwards)
-            self._add(share)
+            with self._may_be_weightless():
+                (loss * scale).backward(retain_graph=turn + 1 < backwards)
+            self._add(share, weight, reduces=last)
         self.dirty = True
         if self.wrapped and reduces:
             self.armed = False
@@ -635,9 +705,23 @@ class Trainer:
                 return
         self._check_own(self._parameters())
 
-    def _add(self, share: dict[str, Array]) -> None:
-        for name, each in share.items():
-            self.grads[name] = self.grads[name] + each if name in self.grads else each
+    @contextlib.contextmanager
+    def _may_be_weightless(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            assert self.weighed and "no rank has any samples" in str(error), error
+            self.weightless = True
+
+    def _add(self, share: dict[str, Array], weight: float, *, reduces: bool) -> None:
+        if self.weighed:
+            trained = self._trained().keys() - self.ignored
+            self.grads = self.window.add(
+                self.grads, share, weight, trained=trained, reduces=reduces
+            )
+        else:
+            for name, each in share.items():
+                self.grads[name] = self.grads[name] + each if name in self.grads else each
         self.used |= share.keys()
 
     def _take_real(self) -> None:
@@ -649,10 +733,12 @@ class Trainer:
         for name in those:
             grad, wanted = parameters[name].grad, self.grads.get(name)
             if wanted is None:
-                assert grad is None, f"{name} has a gradient"
+                zeros = name in self.window.zeros and grad is not None
+                assert not numbers(grad).any() if zeros else grad is None, f"{name} has a gradient"
                 continue
             assert grad is not None, f"{name} has no gradient"
-            bound = 3 * _ROUNDING[grad.dtype] * np.abs(wanted).max(initial=0) + 1e-7
+            roundings = 12 if self.weighed else 3  # each change of the unit is one
+            bound = roundings * _ROUNDING[grad.dtype] * np.abs(wanted).max(initial=0) + 1e-7
             close(name, numbers(grad), wanted, bound)
 
     def _residuals(self) -> dict[str, Array]:
@@ -673,17 +759,32 @@ class Trainer:
             "trained": sorted(trained),
             "bits": {n: bits([p.grad]) for n, p in trained.items() if p.grad is not None},
             "parameters": bits(self._owned().values()),
+            "window": (self.window.weight, self.window.unit, self.window.passes),
         }
         found = self.exchange.all(mine, members)
         for what in ("trained", "bits", "parameters"):
             first = found[0][what]
             for rank, each in zip(members, found, strict=True):
                 assert each[what] == first, f"{what} of ranks {members[0]} and {rank} differ"
+        counts = [1.0 / divisor] * len(found)
+        if self.weighed:
+            counts = factors([each["window"] for each in found])
+            self.window.reduced()
+            assert self.weightless == (not counts and not self.hosts)
+        if not counts:
+            self.steps -= not self.hosts
+            self._check_own(self._parameters())
+            self._end_window()
+            return
         used = set.union(*(each["used"] for each in found))
         if self.static:
             used = self.always_used = self.always_used or used
         if not spoiled:
-            largest = [np.abs(v).max(initial=0) for each in found for v in each["shares"].values()]
+            largest = [
+                np.abs(v).max(initial=0) * max(1.0, count * divisor)
+                for count, each in zip(counts, found, strict=True)
+                for v in each["shares"].values()
+            ]
             self.largest = max([self.largest, *largest])
         whole = len(members) == len(self.mates)
         for name, parameter in trained.items():
@@ -693,24 +794,35 @@ class Trainer:
                     self._check_kept(name, found, 0.0)
                 continue
             nothing = np.zeros(parameter.shape)
-            rows = [each["shares"].get(name, nothing) for each in found]
-            mean = sum(rows) / divisor
+            rows = [
+                count * each["shares"].get(name, nothing)
+                for count, each in zip(counts, found, strict=True)
+            ]
+            mean = sum(rows)
+            if self.tracks_use and name not in used:
+                mean = self.grads.get(name, nothing)  # it stays
             assert parameter.grad is not None, f"{name} has no average"
             assert parameter.grad.dtype == parameter.dtype
             if spoiled:
                 continue
             arrived = numbers(parameter.grad)
-            sizes = sum(np.abs(row) for row in rows) / divisor
+            sizes = sum(np.abs(row) for row in rows)
             close(name, arrived, mean, self._bound(name, parameter.dtype, sizes))
             if whole:
                 self._check_kept(name, found, arrived - mean)
         self._take_real()
+        self._end_window()
+
+    def _end_window(self) -> None:
         self.used = set()
-        self.dirty = False
+        self.dirty = self.weightless = False
+        if self.mixed:
+            self.mixed = False
+            self.zero(Step("zero", "to none"))
 
     def _bound(self, name: str, dtype: torch.dtype, sizes: Array) -> Array:
         wire = self._wire(name) or ""
-        rounding = _ROUNDING[dtype] + _WIRE_ROUNDING.get(wire, 0.0)
+        rounding = _ROUNDING[dtype] * (4 if self.weighed else 1) + _WIRE_ROUNDING.get(wire, 0.0)
         # Passes that cancelled each other have left roundings of their own sizes.
         bound: Array = rounding * sizes + _LEAST.get(dtype, 1e-12)
         bound = bound + _ROUNDING[dtype] * np.abs(sizes).max(initial=0)
@@ -739,8 +851,13 @@ class Trainer:
 
     def _check_sync(self, before: list[dict[str, Array]]) -> None:
         self.steps_at_sync = self.steps
+        weights = [1.0] * len(before)
+        if self.weighed and any(found := self.exchange.all(self.window.unsynced, self.everyone)):
+            weights = found
+        self.window.unsynced = 0.0
         for name, parameter in self._owned().items():
-            mean = sum(each[name] for each in before) / len(before)
+            rows = [w * each[name] for w, each in zip(weights, before, strict=True)]
+            mean = sum(rows) / sum(weights)
             bound = 3 * _ROUNDING[parameter.dtype] * (np.abs(mean) + 1e-3)
             close(f"{name} after a sync", numbers(parameter), mean, bound)
         self._check_same()

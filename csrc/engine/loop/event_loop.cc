@@ -97,7 +97,8 @@ void EventLoop::leave(After after) noexcept {
     epoll_.signal();
   }
   // Who posted before release() may have counted on us; who posts after it wakes the thread.
-  const bool works = after == After::Thread && busy_.load(std::memory_order_relaxed) > 0;
+  const int of_callers = after == After::Caller ? 1 : 0; // what it polls for; others have nobody who comes back
+  const bool works = after != After::ThreadSoon && busy_.load(std::memory_order_relaxed) > of_callers;
   if ((!tasks_.empty() || works || stopping_.load()) && ownership_.threadSleeps()) {
     ownership_.wakeThread();
   }

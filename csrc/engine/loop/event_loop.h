@@ -71,8 +71,9 @@ class EventLoop final : public TaskLoop {
     leave();
     return true;
   }
-  /// Does what the loop has to do now on the calling thread, without waiting, and wakes no thread for the rest, if no other thread owns the
-  /// loop; else makes sure that the owner sees what was posted quietly. For a caller that will come back, or drive().
+  /// Does what the loop has to do now on the calling thread, without waiting, if no other thread owns the loop; else makes sure that the owner
+  /// sees what was posted quietly. Wakes the loop's thread only if more than one operation is under way (addBusy). For the caller of one, who will
+  /// come back, or drive().
   void poll() noexcept;
   /// Makes sure that what was posted quietly is seen.
   void nudge() noexcept;
@@ -113,7 +114,7 @@ class EventLoop final : public TaskLoop {
   enum class After {
     Thread, ///< the loop's own, at once
     ThreadSoon, ///< the same within 1 ms
-    Caller, ///< it comes back; the thread when a descriptor is ready
+    Caller, ///< it comes back for the one operation it has; the loop's own at once if there are more
   };
   void leave(After after = After::Thread) noexcept;
   /// One round of a driver: waits for something to do, and does it.

@@ -86,6 +86,23 @@ NAMED: dict[str, Program] = {
         hook="metric",
         ranks=4,
     ),
+    "kept and unused, and sparse": _named(
+        "linear linear sparse",
+        [_FULL, *[Step("pass", without=((1, 2), (1, 2)))] * 2],
+        find_unused_parameters=True,
+    ),
+    "kept over passes of unequal weight, and unused": _named(
+        "linear scalars",
+        [_FULL, *[Step("pass", without=((1,), (1,)), weights=(w, 1.0)) for w in (50.0, 1.0)]],
+        find_unused_parameters=True,
+        accumulate=2,
+        weight="samples",
+    ),
+    "frozen before a local pass without weight": _named(
+        "linear linear",
+        [Step("freeze", part=1), Step("local pass", weights=(0.0, 0.1)), _FULL],
+        weight="samples",
+    ),
     "asks in backward": _named("linear", [_FULL, _FULL], hook="asks"),
 }
 

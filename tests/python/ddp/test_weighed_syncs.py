@@ -246,6 +246,282 @@ def test_a_rank_without_samples_counts_nothing_not_even_its_nan() -> None:
         assert results == dict.fromkeys(results, True)
 
 
+# After an error
+
+
+def failing_once(owner: Any, name: str, *, runs: bool = False) -> None:
+    """The next call raises, on all ranks alike; those after it are as before."""
+    original = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, original)
+        if runs:
+            original(*args, **kwargs)
+        raise ArithmeticError("of the test's own")
+
+    setattr(owner, name, failing)
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in net.parameters()])
+
+
+def mean_of(ends: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    return sum(w * each for w, each in zip(weights, ends, strict=True)) / sum(weights)
+
+
+AFTER = (2.0, 5.0, 4.0)
+"""Samples of each rank in the step after the error."""
+
+
+def after_an_error(rank: int, world_size: int) -> dict[str, float]:
+    """A sync fails before or after it has averaged; how far the next one is off."""
+    import torch.distributed as dist
+
+    import pycomm
+    from pycomm import local_sgd, streaming_diloco
+
+    found = {}
+    for method, where in (
+        *(("LocalSGD", where) for where in ("average_", "buffers", "no buffers")),
+        *(("DiLoCo", where) for where in ("average_", "buffers")),
+        *(("StreamingDiLoCo", where) for where in ("launch", "wait")),
+    ):
+        options = {} if method == "LocalSGD" else {"outer_optimizer": plain}
+        net = nn.Sequential(make_net(), nn.BatchNorm1d(2).double())
+        net[1].requires_grad_(False)
+        local = getattr(pycomm, method)(net, sync_every=2, weight="samples", **options)
+        owner, name = {
+            "average_": (local_sgd, "average_"),
+            "buffers": (dist, "_broadcast_coalesced"),
+            "no buffers": (local_sgd, "sent_buffers"),
+            "launch": (streaming_diloco.Flight, "launch"),
+            "wait": (streaming_diloco.Flight, "_wait_for_sums"),
+        }[where]
+        move(net, rank, 1)
+        local.step(1000.0 * (rank + 1))
+        failing_once(owner, name, runs=where == "wait")  # its operations use memory
+        move(net, rank, 2)
+        with pytest.raises(ArithmeticError):
+            local.step(1.0)
+        averaged = "buffers" in where
+        began = flat(net)
+        move(net, rank, 3)
+        ends = all_ranks(flat(net))
+        weights = [AFTER[r] + (0 if averaged else 1000.0 * (r + 1) + 1) for r in range(world_size)]
+        local.step(AFTER[rank])
+        local.sync()
+        right = mean_of(ends, weights)
+        found[f"{method}, {where}"] = float((flat(net) - right).abs().max())
+        if averaged:
+            assert all(torch.equal(began, each) for each in all_ranks(began))
+    return found
+
+
+def plain(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=1.0)
+
+
+def move(net: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    with torch.no_grad():
+        for each in net[0].parameters():
+            each += torch.randn(each.shape, generator=generator, dtype=each.dtype)
+
+
+def test_after_an_error_the_next_sync_is_right() -> None:
+    found = ranks.run_ranks(3, after_an_error, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert len(results) == 7
+        assert {name: off for name, off in results.items() if not off < 1e-12} == {}
+
+
+def wrapper_after_an_error(rank: int, world_size: int) -> float:
+    import torch.distributed as dist
+
+    import pycomm.ddp
+    from pycomm import _ddp_between_steps
+
+    pycomm.ddp.host_group = lambda group: dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True
+    )
+    net = make_net()
+    model = pycomm.DistributedDataParallel(net, weight="samples", sync_every=2)
+    for _ in range(2):
+        model.samples = 1000.0 * (rank + 1)
+        model(torch.ones(3, 9, dtype=torch.float64)).square().mean().backward()
+    with torch.no_grad():
+        for each in net.parameters():
+            each += rank
+    right = mean_of(all_ranks(flat(net)), [1.0, 2.0, 3.0])
+    failing_once(_ddp_between_steps, "average_")
+    with pytest.raises(ArithmeticError):
+        model.sync()
+    model.sync()
+    return float((flat(net) - right).abs().max())
+
+
+def test_after_an_error_the_wrappers_next_sync_is_right() -> None:
+    found = ranks.run_ranks(3, wrapper_after_an_error, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found.values()) < 1e-12
+
+
+class FailsOnce(torch.optim.SGD):
+    """An outer step that ends with an error on rank 0, once it has changed something."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        if FailsOnce.fails:
+            FailsOnce.fails = False
+            raise ArithmeticError("of the test's own")
+        return found
+
+
+def interrupted(rank: int, world_size: int) -> str:
+    import pycomm
+    from pycomm import errors
+
+    net = make_net()
+    local = pycomm.DiLoCo(
+        net, sync_every=1, weight="samples", outer_optimizer=lambda each: FailsOnce(each, lr=0.5)
+    )
+    saved = copy.deepcopy([net.state_dict(), local.state_dict()])
+    move(nn.Sequential(net), rank, 1)
+    FailsOnce.fails = rank == 0
+    try:
+        local.step(1.0)
+    except ArithmeticError:
+        assert rank == 0
+    move(nn.Sequential(net), rank, 2)
+    text = ""
+    try:
+        local.step(1.0)
+    except errors.CollectiveMismatchError as error:
+        text = str(error)
+    net.load_state_dict(saved[0])
+    local.load_state_dict(saved[1])
+    local.step(1.0)
+    assert all(torch.equal(flat(net), each) for each in all_ranks(flat(net)))
+    return text
+
+
+def test_an_outer_step_that_failed_on_one_rank_is_named_by_the_next_sync() -> None:
+    found = ranks.run_ranks(2, interrupted, timeout_s=60, preload=ranks.TORCH_DDP)
+    for text in found.values():
+        assert "The outer step of rank 0 ended with an error" in text
+
+
+def saved_without(rank: int, world_size: int) -> dict[str, str]:
+    """A state without samples, into one that counts by them; and back, which is none's loss."""
+    import pycomm
+
+    found = {}
+    for method in ("LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo"):
+        plain_one, weighed = (
+            getattr(pycomm, method)(make_net().float(), sync_every=4, weight=weight)
+            for weight in (None, "samples")
+        )
+        plain_one.step()
+        weighed.step(3.0)
+        before = copy.deepcopy(weighed.state_dict())
+        try:
+            weighed.load_state_dict(plain_one.state_dict())
+        except ValueError as error:
+            found[method] = str(error)
+        assert str(weighed.state_dict()) == str(before)
+        plain_one.load_state_dict(before)
+        plain_one.load_state_dict(plain_one.state_dict())
+    return found
+
+
+def test_a_state_saved_without_samples_is_refused_by_name() -> None:
+    found = ranks.run_ranks(2, saved_without, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert list(results) == ["LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo"]
+        for method, text in results.items():
+            key = "samples_of" if method == "StreamingDiLoCo" else "samples"
+            assert text.startswith(f"the state has no {key!r}: it was saved without weight=")
+
+
+def unfrozen(rank: int, world_size: int) -> dict[str, Any]:
+    """A step that is refused counts nothing."""
+    import pycomm
+    from pycomm import errors
+
+    found = {}
+    for method in ("DiLoCo", "StreamingDiLoCo"):
+        net = make_net()
+        net[2].requires_grad_(False)
+        local = getattr(pycomm, method)(net, sync_every=4, weight="samples")
+        net[2].requires_grad_(True)
+        with pytest.raises(errors.UnsupportedError, match="is trained now and was frozen"):
+            local.step(7.0)
+        net[2].requires_grad_(False)
+        local.step(2.0)
+        state = local.state_dict()
+        found[method] = state.get("samples_of", [state["samples"]])
+    return found
+
+
+def test_a_step_that_is_refused_counts_nothing() -> None:
+    found = ranks.run_ranks(2, unfrozen, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert results == {"DiLoCo": [2.0], "StreamingDiLoCo": [2.0]}
+
+
+def landing(rank: int, world_size: int) -> dict[int, list[float]]:
+    """Ctrl-C in each line of a landing's wait: what each launch counts."""
+    import sys
+
+    import pycomm
+    from pycomm.streaming_diloco import Flight
+
+    launch, code = Flight.launch, pycomm.StreamingDiLoCo._wait.__code__
+    found: dict[int, list[float]] = {}
+    for at in sorted({line for _, _, line in code.co_lines() if line is not None}):
+        weights = found[at] = []
+
+        def recorded(*args: Any, weights: Any = weights) -> int:
+            weights.append(args[-1])
+            return launch(*args)
+
+        def trace(frame: Any, event: str, arg: Any, at: int = at, left: Any = [1]) -> Any:  # noqa: B006
+            if frame.f_code is not code:
+                return trace
+            if event == "line" and frame.f_lineno == at and left[0]:
+                left[0] = 0
+                raise KeyboardInterrupt
+            return trace
+
+        Flight.launch = recorded  # type: ignore[method-assign]
+        net = make_net()
+        local = pycomm.StreamingDiLoCo(
+            net, sync_every=2, fragment_sync_delay=1, weight="samples", outer_optimizer=plain
+        )
+        for step in range(2):
+            move(nn.Sequential(net), rank, step)
+            local.step(4.0)
+        sys.settrace(trace)
+        try:
+            local.step(16.0)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        local.step(32.0)  # lands what is in flight, and launches again
+        local.sync()
+    return found
+
+
+def test_ctrl_c_in_a_landing_counts_samples_once() -> None:
+    found = ranks.run_ranks(2, landing, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert len(results) > 4
+        assert all(weights == [8.0, 48.0] for weights in results.values()), results
+
+
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     import pycomm
 
@@ -283,7 +559,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     for method in ("LocalSGD", "StreamingDiLoCo"):
         assert f'needs {method}(…, weight="samples")' in found[f"{method} not weighed"]
         assert "step(samples=len(batch))" in found[f"{method} missing"]
-        assert found[f"{method} bad"] == "ValueError: samples=-1 is not a finite number from 0"
+        text = "ValueError: samples=-1 is neither 0 nor a number from 1e-20 to 1e+20"
+        assert found[f"{method} bad"] == text
         assert found[f"{method} counted"] == "0"
     assert found["weight"].startswith("ValueError: weight='tokens'")
     assert 'wire_dtype="fp16" does not go with' in found["fp16"]

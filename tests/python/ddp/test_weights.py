@@ -561,7 +561,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert found["plain samples"].startswith("UnsupportedError: model.samples needs")
     assert found["plain no_batch"].startswith("UnsupportedError: no_batch() needs")
     for bad in ("-1", "inf", "nan", "3", "True"):
-        assert "is not a finite number from 0" in found[f"samples {bad}"]
+        assert "is neither 0 nor a number from 1e-20" in found[f"samples {bad}"]
     assert "no_batch()" in found["join"]
     assert "SyncBatchNorm of the other ranks waits" in found["no_batch and BatchNorm"]
     assert "BalancedSampler cannot follow" in found["log and sync_every"]

@@ -374,6 +374,25 @@ TEST(EventLoop, APollRunsWhatWasPostedQuietlyAndWakesNoThread) {
   EXPECT_LT(sleepsOf("test-polls") - before, 20);
 }
 
+// The other operation has nobody who comes back for it, and it would wait for the next poll, or for the thread's grace after that.
+TEST(EventLoop, APollForOneOfTwoOperationsLeavesTheOtherToTheThread) {
+  EventLoop loop("test-two");
+  loop.run([] {});
+  for (const int under_way : {1, 2}) {
+    loop.addBusy(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50)); // its thread has gone to sleep
+    const int64_t before = sleepsOf("test-two");
+    ASSERT_GE(before, 0);
+    for (int i = 0; i < 100; ++i) {
+      loop.poll();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    const int64_t sleeps = sleepsOf("test-two") - before;
+    EXPECT_TRUE(under_way == 1 ? sleeps < 20 : sleeps >= 50) << sleeps << " of " << under_way;
+  }
+  loop.addBusy(-2);
+}
+
 // If another caller drives, that one runs it.
 TEST(EventLoop, APollBesideADriverLeavesTheWorkToIt) {
   EventLoop loop("test");

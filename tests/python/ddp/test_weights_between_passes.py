@@ -1,0 +1,491 @@
+"""``weight="samples"`` between passes that accumulate: added, forgotten, frozen or saved."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ddp_rig import wrap
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+
+
+def make_net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(9, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, 2, dtype=dtype))
+
+
+def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(5, 9, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(batch) - batch[:, :2]).square().mean()
+    return loss
+
+
+def penalty_of(model: nn.Module) -> torch.Tensor:
+    return torch.stack([each.square().sum() for each in model.parameters()]).sum()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return torch.cat([each.flatten().double() for each in found])
+
+
+def share_of(net: nn.Module, loss: Any, *args: Any) -> torch.Tensor:
+    """The gradients of one process."""
+    single = copy.deepcopy(net)
+    single.zero_grad()
+    loss(single, *args).backward()
+    return gradients(single)
+
+
+def mean_of(net: nn.Module, weights: Any) -> torch.Tensor:
+    """k * sum(w g) / sum(w), by pass and rank."""
+    total = sum(map(sum, weights))
+    return sum(
+        len(weights) * weight / total * share_of(net, loss_of, batch_of(rank, step))
+        for step, of_ranks in enumerate(weights)
+        for rank, weight in enumerate(of_ranks)
+    )
+
+
+def off_by(mine: torch.Tensor, right: torch.Tensor) -> float:
+    off = float((mine - right).abs().max() / right.abs().max())
+    return off if math.isfinite(off) else math.inf
+
+
+def add_pass(model: Any, rank: int, step: int, weight: float, *, empty: bool = False) -> None:
+    """One pass. ``empty``: one without weight has no batch; else its gradients are NaN."""
+    if weight == 0 and empty:
+        model.no_batch()
+        return
+    model.samples = weight
+    (loss_of(model, batch_of(rank, step)) * (1.0 if weight else math.nan)).backward()
+
+
+# A backward past the wrapper between two passes
+
+
+def penalties(rank: int, world_size: int) -> dict[str, float]:
+    """A penalty between two passes counts with the first one's weight, if it had any."""
+    found = {}
+    for first, how in itertools.product((0.0, 2.0), ("no_sync", "accumulate", "no batch")):
+        net = make_net()
+        options = {"accumulate": 2} if how == "accumulate" else {}
+        model = wrap(copy.deepcopy(net), weight="samples", **options)
+        weights = ((first, 3.0), (4.0, 1.0))
+        if how == "accumulate":
+            add_pass(model, rank, 0, weights[0][rank])
+        else:
+            with model.no_sync():
+                add_pass(model, rank, 0, weights[0][rank], empty=how == "no batch")
+        penalty_of(model.module).backward()
+        add_pass(model, rank, 1, weights[1][rank])
+        right = mean_of(net, weights)
+        for r in range(world_size):
+            weight = weights[0][r] or weights[1][r]
+            right = right + 2 * weight / sum(map(sum, weights)) * share_of(net, penalty_of)
+        found[f"{how}, after a pass of {first}"] = off_by(gradients(model), right)
+    return found
+
+
+def test_a_penalty_between_passes_is_kept() -> None:
+    found = ranks.run_ranks(2, penalties, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert {name: off for name, off in results.items() if not off < 1e-12} == {}
+
+
+def entered_only(rank: int, world_size: int) -> float:
+    """autograd.grad() goes through a graph, and no parameter gets a gradient: it is no pass."""
+    net = make_net()
+    model = wrap(copy.deepcopy(net), weight="samples")
+    batch = batch_of(rank, 0).requires_grad_()
+    with model.no_sync():
+        torch.autograd.grad(loss_of(model, batch), [batch])
+    penalty_of(model.module).backward()
+    add_pass(model, rank, 1, 3.0 + rank)
+    right = share_of(net, penalty_of)
+    for r in range(world_size):
+        right = right + (3.0 + r) / 7.0 * share_of(net, loss_of, batch_of(r, 1))
+    return off_by(gradients(model), right)
+
+
+def test_a_graph_that_gives_no_gradient_is_no_pass() -> None:
+    found = ranks.run_ranks(2, entered_only, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found.values()) < 1e-12
+
+
+# Passes that are forgotten
+
+
+def forgotten(rank: int, world_size: int) -> dict[str, float]:
+    """Passes of which no rank had any weight, and zero_grad(): only those after it count."""
+    found = {}
+    for empty, unused in itertools.product((False, True), repeat=2):
+        for forgets in (False, True):
+            net = make_net()
+            model = wrap(copy.deepcopy(net), weight="samples", find_unused_parameters=unused)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with model.no_sync():
+                for step in range(2):
+                    add_pass(model, rank, step, 0.0, empty=empty)
+            if forgets:
+                optimizer.zero_grad()
+            weights: Any = ((0.0, 0.0), (0.0, 0.0), (3.0, 4.0))
+            add_pass(model, rank, 2, weights[2][rank])
+            right = mean_of(net, weights) / (3 if forgets else 1)
+            found[f"{empty=} {unused=} {forgets=}"] = off_by(gradients(model), right)
+    return found
+
+
+def test_passes_without_weight_on_any_rank_are_forgotten_by_zero_grad() -> None:
+    found = ranks.run_ranks(2, forgotten, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert {name: off for name, off in results.items() if not off < 1e-12} == {}
+
+
+class Sides(nn.Module):
+    """Two layers, of which a pass may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = make_net(), make_net()
+
+    def forward(self, batch: torch.Tensor, sides: str = "both") -> torch.Tensor:
+        found = [
+            getattr(self, side)(batch) for side in ("left", "right") if sides in (side, "both")
+        ]
+        return torch.stack(found).sum(dim=0)
+
+
+def unused(rank: int, world_size: int) -> list[bool]:
+    """A parameter that no rank has used has no gradient, on ranks without a batch either."""
+    found = []
+    for empty in (False, True):
+        model = wrap(Sides(), weight="samples", find_unused_parameters=True)
+        with model.no_sync():
+            model.samples = float(rank)
+            if empty and rank == 0:
+                model.no_batch()
+            else:
+                model(batch_of(rank, 0), "left").square().mean().backward()
+        model.samples = 2.0
+        model(batch_of(rank, 1), "left").square().mean().backward()
+        found += [each.grad is None for each in model.module.right.parameters()]
+        found += [each.grad is not None for each in model.module.left.parameters()]
+    return found
+
+
+def test_parameters_that_no_rank_has_used_have_no_gradient() -> None:
+    found = ranks.run_ranks(2, unused, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert all(results)
+
+
+def kept_and_unused(rank: int, world_size: int) -> list[bool]:
+    """A gradient kept from a reduction stays, bit by bit, if no rank uses its parameter."""
+    found = []
+    for options in ({}, {"gradient_as_bucket_view": False}, {"wire_dtype": "fp16"}):
+        model = wrap(Sides().float(), weight="samples", find_unused_parameters=True, **options)
+        model(batch_of(rank, 0, torch.float32)).square().mean().backward()
+        before = gradients(model.module.right)
+        model.module.left.zero_grad()
+        with model.no_sync():
+            model.samples = 3.0 + rank
+            model(batch_of(rank, 1, torch.float32), "left").square().mean().backward()
+        model.samples = 0.7
+        model(batch_of(rank, 2, torch.float32), "left").square().mean().backward()
+        found.append(torch.equal(before, gradients(model.module.right)))
+    return found
+
+
+def test_a_kept_gradient_that_no_rank_uses_stays() -> None:
+    found = ranks.run_ranks(2, kept_and_unused, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[True] * 3] * 2
+
+
+# Parameters that are frozen and unfrozen
+
+
+def frozen_between(rank: int, world_size: int) -> dict[str, float]:
+    """The first layer takes part in the passes in which it is not frozen."""
+    found = {}
+    plans = {"in the second": (1, 0, 1), "in the first": (0, 1, 1), "each in turn": (1, 0, 0)}
+    for (name, takes_part), local in itertools.product(plans.items(), (False, True)):
+        net = Sides()
+        model = wrap(copy.deepcopy(net), weight="samples", accumulate=1 if local else 3)
+        weights = ((3.0, 4.0), (5.0, 1.0), (5.0, 7.0))
+        right: Any = dict.fromkeys(("left", "right"), 0.0)
+        for step, of_ranks in enumerate(weights):
+            trained = {"left": bool(takes_part[step]), "right": True}
+            if name == "each in turn":
+                trained["right"] = not trained["left"]
+            for side, is_trained in trained.items():
+                getattr(model.module, side).requires_grad_(is_trained)
+            model.samples = of_ranks[rank]
+            with model.no_sync() if local and step < 2 else contextlib.nullcontext():
+                model(batch_of(rank, step)).square().mean().backward()
+            single = copy.deepcopy(net)
+            for r, weight in enumerate(of_ranks):
+                single.zero_grad()
+                single(batch_of(r, step)).square().mean().backward()
+                for side, is_trained in trained.items():
+                    if is_trained:
+                        right[side] = right[side] + weight * gradients(getattr(single, side))
+        total = sum(map(sum, weights))
+        for side in ("right",) if name == "each in turn" else ("left", "right"):
+            mine = gradients(getattr(model.module, side))
+            found[f"{name} {local=}: {side}"] = off_by(mine, 3 * right[side] / total)
+    return found
+
+
+def test_a_layer_that_is_frozen_between_passes() -> None:
+    found = ranks.run_ranks(2, frozen_between, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert {name: off for name, off in results.items() if not off < 1e-12} == {}
+
+
+def kept_while_frozen(rank: int, world_size: int) -> bool:
+    """The gradient of a layer that takes part in no pass is the program's."""
+    model = wrap(Sides(), weight="samples", accumulate=2)
+    model.module.left.requires_grad_(False)
+    for each in model.module.left.parameters():
+        each.grad = torch.full_like(each, 3.0)
+    for weight in (2.0, 7.0):
+        model.samples = weight
+        model(batch_of(rank, 0)).square().mean().backward()
+    return all(bool((each.grad == 3.0).all()) for each in model.module.left.parameters())
+
+
+def test_the_gradient_of_a_frozen_layer_stays() -> None:
+    found = ranks.run_ranks(2, kept_while_frozen, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert all(found.values())
+
+
+# Dtypes beside fp16
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.narrow = nn.Linear(9, 3, dtype=torch.float16)
+        self.wide = nn.Linear(9, 3, dtype=torch.float64)
+        self.phase = nn.Parameter(torch.randn(9, dtype=torch.complex128))
+        self.table = nn.Embedding(20, 3, sparse=True, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        losses = [
+            self.narrow(batch.half()).double().square().mean(),
+            self.wide(batch).square().mean(),
+            (self.phase * batch + 1j).abs().pow(3).mean(),
+            self.table((batch.abs() * 10).long() % 20).square().mean(),
+        ]
+        return torch.stack(losses).sum()
+
+
+def beside_fp16(rank: int, world_size: int) -> dict[str, float]:
+    """fp16 parameters make passes take their share of the largest weight; others stay exact."""
+    net = Mixed()
+    model = wrap(copy.deepcopy(net), weight="samples", accumulate=3)
+    weights = ((9.0, 8.0), (2.0, 5.0), (3.0, 1.0))
+    right: dict[str, torch.Tensor] = {}
+    for step, of_ranks in enumerate(weights):
+        model.samples = of_ranks[rank]
+        model(batch_of(rank, step)).backward()
+        for r, weight in enumerate(of_ranks):
+            single = copy.deepcopy(net)
+            single(batch_of(r, step)).backward()
+            for name, each in single.named_parameters():
+                assert each.grad is not None
+                part = 3 * weight / sum(map(sum, weights)) * wide(each.grad)
+                right[name] = right[name] + part if name in right else part
+    mine = {name: wide(each.grad) for name, each in model.module.named_parameters()}
+    return {name: off_by(each, right[name]) for name, each in mine.items()}
+
+
+def wide(grad: torch.Tensor) -> torch.Tensor:
+    dense = grad.to_dense()
+    return dense if dense.is_complex() else dense.double()
+
+
+def test_other_dtypes_beside_fp16_keep_theirs() -> None:
+    found = ranks.run_ranks(2, beside_fp16, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert len(results) == 6
+        for name, off in results.items():
+            assert off < (5e-3 if name.startswith("narrow") else 1e-13), name
+
+
+def far_apart(rank: int, world_size: int) -> dict[str, float]:
+    """.grad in the unit of the smaller weight would be infinite."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for weights in ((1e20, 1e-20), (1e-20, 1e20), (1e20, 1e-20, 1e20)):
+            net = make_net(dtype)
+            model = wrap(copy.deepcopy(net), weight="samples", accumulate=len(weights))
+            right = torch.zeros(1, dtype=torch.float64)
+            for step, weight in enumerate(weights):
+                model.samples = weight
+                loss_of(model, batch_of(rank, step, dtype)).backward()
+                for r in range(world_size):
+                    batch = batch_of(r, step, dtype).double()
+                    right = right + weight * share_of(net.double(), loss_of, batch)
+            right = len(weights) * right / (world_size * sum(weights))
+            found[f"{dtype} {weights}"] = off_by(gradients(model), right)
+    return found
+
+
+def test_passes_whose_weights_are_as_far_apart_as_may_be() -> None:
+    found = ranks.run_ranks(2, far_apart, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        bounds = {name: 5e-2 if "bfloat16" in name else 1e-5 for name in results}
+        assert {name: off for name, off in results.items() if not off < bounds[name]} == {}
+
+
+def too_far(rank: int, world_size: int) -> list[str]:
+    """Sums of such weights would overflow, or be rounded to nothing."""
+    model = wrap(make_net(), weight="samples")
+    found = []
+    for bad in (1.7e308, 1e21, 1e-21, 5e-324):
+        try:
+            model.samples = bad
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_weight_whose_sums_overflow_is_refused() -> None:
+    (found, *_) = ranks.run_ranks(2, too_far, timeout_s=60, preload=ranks.TORCH_DDP).values()
+    assert [text.partition(" ")[0] for text in found] == [
+        f"model.samples={bad!r}" for bad in (1.7e308, 1e21, 1e-21, 5e-324)
+    ]
+    assert all("is neither 0 nor a number from 1e-20 to 1e+20" in text for text in found)
+
+
+# Checkpoints
+
+
+UNUSED = {"find_unused_parameters": True, "gradient_as_bucket_view": False}
+
+
+def resumed(rank: int, world_size: int) -> list[str]:
+    """A run that is cut after each of its passes has the bits of one that is not."""
+    wrong = []
+    runs: dict[str, tuple[tuple[float, float], ...]] = {
+        "of one weight": ((0.1, 0.1),) * 7,
+        "first without weight": ((0.0, 3.0), (0.0, 0.0), (5.0, 2.0), (0.3, 0.7), (0.0, 2.0)),
+        "all without weight": ((0.0, 0.0), (0.0, 0.0), (1.0, 2.0)),
+        "of all sizes": ((1e9, 3.0), (1e-9, 5.0), (0.1, 0.3), (7.0, 0.0)),
+    }
+    for (name, weights), forgets, dtype in itertools.product(
+        runs.items(), (False, True), (torch.float32, torch.float16)
+    ):
+        for cut in range(len(weights)):
+            seen = []
+            for cuts in (False, True):
+                model = wrap(Sides().to(dtype), weight="samples", **UNUSED)
+                for step, of_ranks in enumerate(weights):
+                    if cuts and step == cut:
+                        model = loaded(model, dtype)
+                    if forgets and step == max(1, cut):
+                        model.zero_grad()
+                    one_pass(model, rank, step, of_ranks[rank], last=step == len(weights) - 1)
+                seen.append([each.grad for each in model.parameters()])
+            if not all(map(equal, *seen)):
+                wrong.append(f"{name} {forgets=} {dtype} {cut=}")
+    return wrong
+
+
+def one_pass(model: Any, rank: int, step: int, weight: float, *, last: bool) -> None:
+    sync, model.require_backward_grad_sync = model.require_backward_grad_sync, last
+    batch = batch_of(rank, step, next(model.parameters()).dtype)
+    if weight == 0 and step % 2 == 0:
+        model.no_batch()
+    else:
+        model.samples = weight
+        side = "right" if step == 1 else "left"  # no other pass uses it
+        model(batch, side).square().mean().backward()
+    model.require_backward_grad_sync = sync
+
+
+def loaded(model: Any, dtype: torch.dtype) -> Any:
+    new = wrap(Sides().to(dtype), weight="samples", **UNUSED)
+    new.load_communication_state_dict(copy.deepcopy(model.communication_state_dict()))
+    for one, other in zip(new.parameters(), model.parameters(), strict=True):
+        one.grad = None if other.grad is None else other.grad.clone()
+    return new
+
+
+def equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def test_a_run_that_is_loaded_between_passes_has_the_same_bits() -> None:
+    found = ranks.run_ranks(2, resumed, timeout_s=200, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[]] * 2
+
+
+def unlike(rank: int, world_size: int) -> dict[str, str]:
+    """A state between passes, of a wrapper with weights, goes into one with weights, and back."""
+    found = {}
+    for mine, theirs in ((None, "samples"), ("samples", None)):
+        saved = wrap(make_net(), weight=theirs, accumulate=2)
+        loss_of(saved, batch_of(rank, 0)).backward()
+        try:
+            new = wrap(make_net(), weight=mine, accumulate=2)
+            new.load_communication_state_dict(saved.communication_state_dict())
+        except ValueError as error:
+            found[f"{mine} {theirs}"] = str(error)
+        loss_of(saved, batch_of(rank, 1)).backward()
+        new.load_communication_state_dict(saved.communication_state_dict())  # between reductions
+    return found
+
+
+def test_a_state_between_passes_with_other_weights_is_refused() -> None:
+    found = ranks.run_ranks(2, unlike, timeout_s=60, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        assert 'was saved with weight="samples"' in results["None samples"]
+        assert 'was saved without weight="samples"' in results["samples None"]
+
+
+# Compute times
+
+
+def times(rank: int, world_size: int) -> list[float]:
+    """Of rank 0, by step: forward and backward only, whatever lies between them."""
+    model = wrap(make_net(), weight="samples")
+    for step in range(6):
+        model.zero_grad()
+        if rank == 0 and step == 1:
+            model.no_batch()
+        else:
+            loss_of(model, batch_of(rank, step)).backward()
+        if rank == 0 and step == 2:
+            model(batch_of(rank, step))  # its graph is dropped
+        time.sleep(0.5)
+        if step == 3:
+            with model.no_sync():
+                loss_of(model, batch_of(rank, step)).backward()
+            time.sleep(0.5)
+            penalty_of(model.module).backward()
+    return [record.last_seconds[0] for record in model.step_log.records(1)]
+
+
+def test_compute_times_have_no_waits_in_them() -> None:
+    found = ranks.run_ranks(2, times, timeout_s=60, preload=ranks.TORCH_DDP)
+    for seconds in found.values():
+        assert all(each < 0.3 for each in seconds), seconds
