@@ -23,6 +23,7 @@ __all__: list[str] = [
     "Secret",
     "all_reduce_as",
     "arm_fault_points",
+    "await_future",
     "backend_error",
     "begin_process_end",
     "build_info",
@@ -49,7 +50,6 @@ __all__: list[str] = [
     "name_collected",
     "named_done_callback",
     "named_then",
-    "note_waited",
     "post_notice",
     "rank_hosts",
     "reconfigure",
@@ -266,6 +266,7 @@ def all_reduce_as(
     async_op: bool,
 ) -> torch.distributed.distributed_c10d.Work: ...
 def arm_fault_points(spec: str) -> None: ...
+def await_future(future: torch.Future[typing.Any]) -> None: ...
 def backend_error(
     backend: torch._C._distributed_c10d.Backend,
 ) -> torch._C._distributed_c10d.ErrorType: ...
@@ -318,7 +319,6 @@ def named_done_callback(
 def named_then(
     future: torch.Future[typing.Any], callback: typing.Any, promise: Promise
 ) -> torch.Future[typing.Any]: ...
-def note_waited(future: torch.Future[typing.Any]) -> None: ...
 def post_notice(
     store: torch.distributed.distributed_c10d.Store,
     group_name: str,

@@ -61,10 +61,8 @@ def wrap_futures(native: ModuleType) -> None:
 
     @functools.wraps(torch_wait)
     def wait(self: Any) -> Any:
-        try:
-            return torch_wait(self)
-        finally:
-            native.note_waited(self)
+        native.await_future(self)
+        return torch_wait(self)
 
     @functools.wraps(torch_collect_all)
     def collect_all(futures: Any) -> Any:
@@ -75,11 +73,9 @@ def wrap_futures(native: ModuleType) -> None:
 
     @functools.wraps(torch_jit_wait)
     def jit_wait(future: Any) -> Any:
-        try:
-            return torch_jit_wait(future)
-        finally:
-            if isinstance(future, base):
-                native.note_waited(future)
+        if isinstance(future, base):
+            native.await_future(future)
+        return torch_jit_wait(future)
 
     base.then, base.add_done_callback, base.wait = then, add_done_callback, wait
     base.set_result = set_result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -19,8 +20,10 @@ from types import FrameType, ModuleType
 
 _SLICE_MS = 100  # how often Ctrl-C is looked for
 _SILENT_S = 2.0
-_SETTLE_S = 0.2
-_LOOKS = 3
+_SETTLE_S = 0.3
+_INTERVAL_S = 0.001  # instead of the usual 5 ms, which a thread that waits already sleeps once
+_HOLD_S = 0.01
+_MANY = 3  # sleeps in that time. gloo's thread has 1
 
 
 def await_callbacks(extension: ModuleType) -> None:
@@ -83,24 +86,33 @@ def _end_here(error: BaseException) -> None:
 
 
 def _let_threads_return() -> None:
-    """Until the threads that torch has woken no longer want the interpreter's lock.
+    """Until no thread waits for the interpreter's lock.
 
-    A thread that asks for it in torch's C++ code when the interpreter is gone aborts the process:
-    a daemon thread that waited for a future, which has ended with the shutdown, or one of gloo's
-    that has run the last callback of a comm hook and frees it. One that runs Python code ends in
-    silence.
+    A thread that asks for it in C++ code when the interpreter is gone aborts the process: one of
+    gloo's, say, that has run the last callback of a comm hook and frees it. One that runs Python
+    code ends in silence.
     """
+    sys.setswitchinterval(_INTERVAL_S)
     end = time.monotonic() + _SETTLE_S
-    looks = 0
-    while looks < _LOOKS and time.monotonic() < end:
-        time.sleep(0.001)  # without the lock, so that a thread that is awake gets it
-        looks = looks + 1 if all(map(_sleeps, Path("/proc/self/task").iterdir())) else 0
+    while time.monotonic() < end:
+        time.sleep(_INTERVAL_S)  # without the lock, so that a thread that waits gets it
+        before = _sleeps_of_others(0)
+        ctypes.pythonapi.usleep(round(_HOLD_S * 1e6))  # with the lock, unlike time.sleep()
+        after = _sleeps_of_others(_MANY)
+        if all(after[thread] - before.get(thread, 0) < _MANY for thread in after):
+            return
 
 
-def _sleeps(task: Path) -> bool:
-    try:
-        stat = (task / "stat").read_text()
-    except OSError:  # it has ended
-        return True
-    asleep = stat.rpartition(")")[2].split()[0] not in "RD"
-    return asleep or task.name == str(threading.get_native_id())
+def _sleeps_of_others(awake: int) -> dict[str, int]:
+    """How often each other thread has slept so far: one that waits for the lock, once an interval.
+
+    One that is awake, perhaps without a core, has slept ``awake`` times more.
+    """
+    sleeps = {}
+    for task in Path("/proc/self/task").iterdir():
+        if task.name != str(threading.get_native_id()):
+            with contextlib.suppress(OSError):  # it has ended
+                status = (task / "status").read_text()
+                count = status.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0]
+                sleeps[task.name] = int(count) + (awake if "\nState:\tR" in status else 0)
+    return sleeps

@@ -30,9 +30,27 @@ class LeafMutex {
   }
 
  private:
+  friend class LeafGuard;
+
   static inline thread_local int t_held = 0;
 
   std::mutex mutex_;
+};
+
+/// Holds a mutex of another library's, as if it was a LeafMutex.
+class LeafGuard {
+ public:
+  explicit LeafGuard(std::mutex& mutex) : lock_(mutex) {
+    ++LeafMutex::t_held;
+  }
+  ~LeafGuard() {
+    --LeafMutex::t_held;
+  }
+  LeafGuard(const LeafGuard&) = delete;
+  LeafGuard& operator=(const LeafGuard&) = delete;
+
+ private:
+  const std::lock_guard<std::mutex> lock_;
 };
 
 /// Before a wait for another thread, rank or device. Does nothing unless the build has fault points (base/fault_point.h).

@@ -95,10 +95,10 @@ std::shared_ptr<FutureWrapper> then(
     try {
       c10::IValue returned;
       try {
-        const py::gil_scoped_acquire gil;
+        const WithGil gil;
         returned = torch::jit::toIValue(function->func_(future), value);
       } catch (py::error_already_set& error) {
-        const py::gil_scoped_acquire gil;
+        const WithGil gil;
         throw std::runtime_error(textOf(error));
       }
       result->markCompleted(std::move(returned));
@@ -120,10 +120,10 @@ bool addDoneCallback(const std::shared_ptr<FutureWrapper>& future, const py::obj
   const WithoutGil no_gil;
   addNamed(future->fut, added.context, [future, function] {
     try {
-      const py::gil_scoped_acquire gil;
+      const WithGil gil;
       function->func_(future);
     } catch (py::error_already_set& error) {
-      const py::gil_scoped_acquire gil;
+      const WithGil gil;
       LOG(ERROR) << textOf(error);
     } catch (const std::exception& error) {
       LOG(ERROR) << error.what();
@@ -155,7 +155,13 @@ std::shared_ptr<FutureWrapper> nameCollected(
   return std::make_shared<FutureWrapper>(std::move(named), std::move(unwrap));
 }
 
-void noteWaited(const std::shared_ptr<FutureWrapper>& future) {
+/// Returns when the future has completed. A daemon thread that waits for it when the process ends stays here, as in torch's wait it would
+/// ask for the interpreter's lock.
+void awaitFuture(const std::shared_ptr<FutureWrapper>& future) {
+  {
+    const WithoutGil no_gil;
+    future->fut->wait();
+  }
   if (const std::shared_ptr<FutureName> name = FutureName::of(*future->fut)) {
     name->noteWaited();
   }
@@ -195,7 +201,7 @@ void bindFutures(py::module_& m) {
   m.def("named_then", &then, py::arg("future"), py::arg("callback"), py::arg("promise"));
   m.def("named_done_callback", &addDoneCallback, py::arg("future"), py::arg("callback"), py::arg("promise"));
   m.def("name_collected", &nameCollected, py::arg("all"), py::arg("parts"), py::arg("promises"));
-  m.def("note_waited", &noteWaited, py::arg("future"));
+  m.def("await_future", &awaitFuture, py::arg("future"));
 }
 
 } // namespace pycomm

@@ -54,21 +54,21 @@ struct PycommBackend::AbortHooks {
   /// By pointer: to copy a function of Python's takes the interpreter's lock, which who registers one holds while it waits for `mutex`.
   using Hooks = std::map<int64_t, std::shared_ptr<const std::function<void()>>>;
 
-  std::mutex mutex; ///< guards the rest; not held while a hook runs
+  LeafMutex mutex; ///< guards the rest; not held while a hook runs
   Hooks hooks;
   uint64_t epoch = 0; ///< counts the calls of reconfigure()
   bool ran = false; ///< in this epoch
 
   /// From now on the next group's. Its number.
   uint64_t next() noexcept {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard lock(mutex);
     ran = false;
     return ++epoch;
   }
   /// Those to run now: none if they have run, if there is another group since `of`, or if there is no memory.
   [[nodiscard]] Hooks take(std::optional<uint64_t> of) noexcept {
     try {
-      const std::lock_guard<std::mutex> lock(mutex);
+      const std::lock_guard lock(mutex);
       if (!ran && (!of || *of == epoch)) {
         ran = true;
         return hooks;
@@ -151,7 +151,7 @@ void PycommBackend::abort() {
 }
 
 void PycommBackend::abortJoining(const char* does) {
-  const std::lock_guard<std::mutex> lock(joining_mutex_);
+  const std::lock_guard lock(joining_mutex_);
   if (joining_rank_ < 0) {
     return;
   }
@@ -164,7 +164,7 @@ void PycommBackend::abortJoining(const char* does) {
 }
 
 std::optional<ErrorRecord> PycommBackend::endJoining() noexcept {
-  const std::lock_guard<std::mutex> lock(joining_mutex_);
+  const std::lock_guard lock(joining_mutex_);
   joining_rank_ = -1;
   return std::exchange(abort_wanted_, std::nullopt);
 }
@@ -190,7 +190,7 @@ void PycommBackend::shutdown() {
     group->close();
   }
   AbortHooks::Hooks gone; // freed after the lock
-  const std::lock_guard<std::mutex> lock(hooks_->mutex);
+  const std::lock_guard lock(hooks_->mutex);
   std::swap(gone, hooks_->hooks);
 }
 
@@ -299,13 +299,13 @@ void PycommBackend::watchFailure(const std::shared_ptr<Group>& group, uint64_t e
 void PycommBackend::addAbortHook(int64_t id, std::function<void()> hook) {
   auto fresh =
       std::make_shared<const std::function<void()>>(std::move(hook)); // afterwards the old one, freed after the lock
-  const std::lock_guard<std::mutex> lock(hooks_->mutex);
+  const std::lock_guard lock(hooks_->mutex);
   std::swap(hooks_->hooks[id], fresh);
 }
 
 void PycommBackend::removeAbortHook(int64_t id) {
   std::shared_ptr<const std::function<void()>> gone; // freed after the lock
-  const std::lock_guard<std::mutex> lock(hooks_->mutex);
+  const std::lock_guard lock(hooks_->mutex);
   std::swap(hooks_->hooks[id], gone);
   hooks_->hooks.erase(id);
 }
@@ -319,7 +319,7 @@ void PycommBackend::reconfigureTo(
   pycomm::raising([&] {
     const std::unique_lock<std::mutex> alone(reconfigure_mutex_, std::try_to_lock);
     const bool within_window = [&] {
-      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      const std::lock_guard lock(windows_mutex_);
       return windows_.count(std::this_thread::get_id()) != 0;
     }();
     if (!alone || within_window) {
@@ -335,7 +335,7 @@ void PycommBackend::reconfigureTo(
     const Reconfigurable::Plan plan = members_->plan(uuid, handles);
     const std::string which = "reconfigure(uuid=" + std::to_string(uuid) + ")";
     {
-      const std::lock_guard<std::mutex> lock(joining_mutex_);
+      const std::lock_guard lock(joining_mutex_);
       joining_rank_ = plan.rank; // an abort() counts for the new group from here on
     }
     const auto over = c10::make_scope_exit([&] { (void)endJoining(); });
@@ -348,8 +348,10 @@ void PycommBackend::reconfigureTo(
     adopt({}, which + " is under way or was interrupted", deadline);
     const uint64_t epoch = hooks_->next();
     {
-      const std::lock_guard<std::mutex> lock(windows_mutex_);
-      windows_.clear(); // of other threads, whose managers' bodies have raised or will
+      std::map<std::thread::id, Window>
+          left; // of other threads, whose managers' bodies have raised or will; freed after the lock
+      const std::lock_guard lock(windows_mutex_);
+      left.swap(windows_);
     }
     RendezvousConfig meeting; // for the text of a signal
     meeting.rank = plan.rank;
@@ -357,7 +359,7 @@ void PycommBackend::reconfigureTo(
     try {
       joinInterruptibly(meeting, [&](JoinAbort& abort) {
         const auto joining = [&](JoinAbort* now) {
-          const std::lock_guard<std::mutex> lock(joining_mutex_);
+          const std::lock_guard lock(joining_mutex_);
           joining_ = now;
           if (now != nullptr && abort_wanted_) {
             now->abort(*abort_wanted_);
@@ -659,7 +661,7 @@ void PycommBackend::launch(Window& window) {
 PycommBackend::Window* PycommBackend::window() {
   Window old;
   {
-    const std::lock_guard<std::mutex> lock(windows_mutex_);
+    const std::lock_guard lock(windows_mutex_);
     const auto found = windows_.find(std::this_thread::get_id());
     if (found == windows_.end()) {
       return nullptr;
@@ -707,7 +709,7 @@ void PycommBackend::startCoalescing() {
   raising([&] {
     Window left_open; // torch refuses a manager within a manager, so the body of this one has raised
     {
-      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      const std::lock_guard lock(windows_mutex_);
       std::swap(left_open, windows_[std::this_thread::get_id()]);
       windows_[std::this_thread::get_id()].opened = Clock::now();
     }
@@ -719,7 +721,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
   return raising([&]() -> c10::intrusive_ptr<c10d::Work> {
     Window window;
     {
-      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      const std::lock_guard lock(windows_mutex_);
       const auto found = windows_.find(std::this_thread::get_id());
       if (found == windows_.end()) {
         throw Error(ErrorCode::InvalidArgument, "endCoalescing() without startCoalescing() on this thread.");

@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "c10d/call_memory.h"
 #include "c10d/dtypes.h"
 #include "c10d/message_work.h"
@@ -374,9 +375,10 @@ class PycommBackend final : public c10d::Backend {
   std::string why_none_; ///< why there is no group
 
   const std::shared_ptr<AbortHooks> hooks_;
-  std::mutex reconfigure_mutex_; ///< held by the one reconfigure() at a time
+  std::mutex
+      reconfigure_mutex_; ///< held by the one reconfigure() at a time; only tried, so that no thread waits for it
   std::atomic<bool> closed_{false}; ///< by shutdown(): no group is adopted any more
-  std::mutex joining_mutex_; ///< guards the next three
+  LeafMutex joining_mutex_; ///< guards the next three
   int joining_rank_ = -1; ///< this member's in the reconfigure() under way; -1: none is
   JoinAbort* joining_ = nullptr; ///< of that, while it meets the members: abort() ends it
   std::optional<ErrorRecord> abort_wanted_; ///< of that: abort() was called
@@ -389,7 +391,7 @@ class PycommBackend final : public c10d::Backend {
   void abandon(Window window);
   void launch(Window& window);
   std::atomic<bool> entitled_{false};
-  std::mutex windows_mutex_; ///< guards windows_
+  LeafMutex windows_mutex_; ///< guards windows_
   std::map<std::thread::id, Window> windows_;
 };
 

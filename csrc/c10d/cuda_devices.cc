@@ -22,7 +22,7 @@ namespace {
 } // namespace
 
 std::shared_ptr<CudaDevice> CudaDevices::at(c10::Device device) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   std::shared_ptr<CudaDevice>& made = devices_[device.index()];
   if (made == nullptr) {
     made = std::make_shared<CudaDevice>(cuda::cudaLibrary(config_.library), device);
@@ -37,7 +37,7 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
   const auto on = at(device);
   on->refuseCapture();
   decideNccl(on, deadline);
-  const std::lock_guard<std::mutex> lock(nccl_mutex_);
+  const std::lock_guard lock(nccl_mutex_);
   if (nccl_ == nullptr && config_.must_use_nccl) {
     throw Error(
         ErrorCode::Unsupported,
@@ -58,7 +58,7 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
 
 void CudaDevices::decideNccl(const std::shared_ptr<CudaDevice>& on, Deadline deadline) {
   {
-    std::unique_lock<std::mutex> lock(nccl_mutex_);
+    std::unique_lock lock(nccl_mutex_);
     while (deciding_) {
       if (Interruptible::within(this)) {
         refuseInHandler();
@@ -86,7 +86,7 @@ void CudaDevices::decideNccl(const std::shared_ptr<CudaDevice>& on, Deadline dea
     failure = std::current_exception();
   }
   {
-    const std::lock_guard<std::mutex> lock(nccl_mutex_);
+    const std::lock_guard lock(nccl_mutex_);
     deciding_ = false;
     decided_ = failure == nullptr;
     why_not_ = why_not;
@@ -107,7 +107,7 @@ void CudaDevices::decideNccl(const std::shared_ptr<CudaDevice>& on, Deadline dea
 }
 
 std::shared_ptr<NcclGroup> CudaDevices::nccl() {
-  const std::lock_guard<std::mutex> lock(nccl_mutex_);
+  const std::lock_guard lock(nccl_mutex_);
   return nccl_;
 }
 
@@ -131,7 +131,7 @@ void CudaDevices::stopThreads(Deadline deadline) {
   stopNccl(std::chrono::milliseconds(deadline.remainingMs(kMostMs) / 2));
   std::vector<std::shared_ptr<CudaDevice>> devices;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     for (const auto& [index, device] : devices_) {
       devices.push_back(device);
     }
@@ -146,7 +146,7 @@ void CudaDevices::stopThreads(Deadline deadline) {
 namespace {
 
 struct Registry {
-  std::mutex mutex; ///< guards the rest
+  LeafMutex mutex; ///< guards the rest
   std::vector<std::weak_ptr<CudaDevices>> all;
 };
 
@@ -160,7 +160,7 @@ Registry& registry() {
 
 std::shared_ptr<CudaDevices> CudaDevices::create(std::shared_ptr<Group> group, Config config) {
   std::shared_ptr<CudaDevices> made(new CudaDevices(std::move(group), std::move(config)));
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::lock_guard lock(registry().mutex);
   auto& all = registry().all;
   all.erase(std::remove_if(all.begin(), all.end(), [](const auto& each) { return each.expired(); }), all.end());
   all.push_back(made);
@@ -170,7 +170,7 @@ std::shared_ptr<CudaDevices> CudaDevices::create(std::shared_ptr<Group> group, C
 void CudaDevices::stopAllThreads(Deadline deadline) {
   std::vector<std::shared_ptr<CudaDevices>> living;
   {
-    const std::lock_guard<std::mutex> lock(registry().mutex);
+    const std::lock_guard lock(registry().mutex);
     for (const auto& each : registry().all) {
       auto devices = each.lock();
       if (devices != nullptr && devices->group_->engine().belongsToThisProcess()) { // not a child's parent's

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "c10d/cuda_nccl.h"
 #include "c10d/cuda_staging.h"
 #include "engine/group.h"
@@ -60,11 +61,11 @@ class CudaDevices {
 
   const std::shared_ptr<Group> group_;
   const Config config_;
-  std::mutex mutex_; ///< guards devices_
+  LeafMutex mutex_; ///< guards devices_
   std::map<c10::DeviceIndex, std::shared_ptr<CudaDevice>> devices_;
   std::atomic<bool> stopped_{false}; ///< stopNccl() was called: a first collective that waits for other ranks gives up
-  std::mutex nccl_mutex_; ///< guards the rest; not held while waiting
-  std::condition_variable nccl_changed_;
+  LeafMutex nccl_mutex_; ///< guards the rest
+  std::condition_variable_any nccl_changed_;
   bool deciding_ = false; ///< a thread is in decideNccl()
   bool decided_ = false;
   std::string why_not_;

@@ -197,12 +197,12 @@ std::optional<ErrorRecord> NcclGroup::groupFailure() const {
 class NcclGroup::Launching {
  public:
   explicit Launching(NcclGroup& group) : group_(group) {
-    const std::lock_guard<std::mutex> lock(group_.mutex_);
+    const std::lock_guard lock(group_.mutex_);
     refused_ = group_.stopping_;
     group_.launching_ += refused_ ? 0 : 1;
   }
   ~Launching() {
-    const std::lock_guard<std::mutex> lock(group_.mutex_);
+    const std::lock_guard lock(group_.mutex_);
     group_.launching_ -= refused_ ? 0 : 1;
   }
   [[nodiscard]] bool refused() const {
@@ -244,7 +244,7 @@ void NcclGroup::launch(
         device_->callersStream(),
         Deadline::after(calls.front().deadline.remainingMs(kDayMs) + kLaterMs));
     launch.launched_.store(true, std::memory_order_release);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     pending_.push_back({std::move(work), operations});
     changed_.notify_all();
   } catch (const std::exception&) {
@@ -272,7 +272,7 @@ void NcclGroup::abandon(
 }
 
 void NcclGroup::threadMain() noexcept {
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock lock(mutex_);
   while (!stopping_) {
     if (pending_.empty()) {
       changed_.wait(lock);
@@ -311,12 +311,16 @@ void NcclGroup::look() {
     endAll(record);
     return;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock lock(mutex_);
   while (!pending_.empty() && comm_->done(*pending_.front().work)) {
-    for (const auto& operation : pending_.front().operations) {
+    std::optional<Pending> ended = std::move(pending_.front());
+    pending_.pop_front();
+    lock.unlock();
+    for (const auto& operation : ended->operations) {
       group_->followedEnded(operation, std::nullopt);
     }
-    pending_.pop_front();
+    ended.reset();
+    lock.lock();
   }
   if (pending_.empty()) {
     changed_.notify_all(); // stop() may wait for it
@@ -324,13 +328,16 @@ void NcclGroup::look() {
 }
 
 void NcclGroup::endAll(const ErrorRecord& why) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const Pending& pending : pending_) {
+  std::deque<Pending> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    ended.swap(pending_);
+  }
+  for (const Pending& pending : ended) {
     for (const auto& operation : pending.operations) {
       group_->followedEnded(operation, why);
     }
   }
-  pending_.clear();
   changed_.notify_all();
 }
 
@@ -339,7 +346,7 @@ void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   std::thread thread;
   bool idle = false;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     idle = changed_.wait_for(lock, drain_for, [&] { return pending_.empty() || stopping_; }) && launching_ == 0;
     stopping_ = true;
     thread = std::move(thread_);

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "c10d/cuda_staging.h"
 #include "device/nccl_api.h"
 #include "device/nccl_comm.h"
@@ -131,8 +132,8 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   std::unique_ptr<cuda::NcclApi> api_; ///< outlives comm_
   std::unique_ptr<cuda::NcclComm> comm_;
 
-  std::mutex mutex_; ///< guards all below
-  std::condition_variable changed_;
+  LeafMutex mutex_; ///< guards all below
+  std::condition_variable_any changed_;
   std::deque<Pending> pending_; ///< in stream order
   int launching_ = 0; ///< threads in launch()
   bool stopping_ = false;

@@ -196,7 +196,7 @@ void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
 // engine remembers operations for longer than pinned memory should be kept, so what hangs on one holds no more than a weak pointer.
 PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, CallbackPool& pool) {
   struct Queue {
-    std::mutex mutex; ///< guards the rest
+    LeafMutex mutex; ///< guards the rest
     std::vector<size_t> pieces;
     bool served = false; ///< a task of the pool takes them
   };
@@ -207,7 +207,7 @@ PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, 
     for (;;) {
       pieces.clear();
       {
-        const std::lock_guard<std::mutex> lock(queue->mutex);
+        const std::lock_guard lock(queue->mutex);
         pieces.swap(queue->pieces);
         queue->served = !pieces.empty();
       }
@@ -223,7 +223,7 @@ PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, 
   };
   return [serve, queue, &pool](size_t piece) {
     {
-      const std::lock_guard<std::mutex> lock(queue->mutex);
+      const std::lock_guard lock(queue->mutex);
       queue->pieces.push_back(piece);
       if (std::exchange(queue->served, true)) {
         return;
@@ -234,7 +234,7 @@ PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, 
 }
 
 void CudaCopies::leave(size_t piece) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (over_ || to_device_.empty()) {
     return;
   }
@@ -249,7 +249,7 @@ void CudaCopies::leave(size_t piece) {
 }
 
 void CudaCopies::toDevice() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   over_ = true;
   copied_ = true;
   std::vector<Stager::Copy> copies;
@@ -269,7 +269,7 @@ void CudaCopies::toDevice() {
 }
 
 bool CudaCopies::stop() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   over_ = true;
   return copied_;
 }

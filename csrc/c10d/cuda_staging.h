@@ -18,6 +18,7 @@
 #include "base/buffer_view.h"
 #include "base/codec.h"
 #include "base/error.h"
+#include "base/wait_point.h"
 #include "device/device_runtime.h"
 #include "device/stager.h"
 #include "engine/loop/callback_pool.h"
@@ -155,7 +156,8 @@ class CudaCopies final : public CudaOrder {
   cuda::CodecArgs encoded_; ///< of encode(); codec None before
   bool back_ = false; ///< the result comes back encoded
   const std::byte* overflows_ = nullptr; ///< on the host, after the encoded bytes
-  std::mutex mutex_; ///< guards the rest
+  LeafMutex
+      mutex_; ///< guards the rest; held while copies to the device are started, of which no thread waits for the end
   bool copied_ = false; ///< copies to the device were started: it may read the blocks
   bool over_ = false; ///< toDevice() or stop() was called
   std::vector<PieceFlow::Piece> pieces_; ///< of the output; empty unless the operation runs in pieces

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/wait_point.h"
 #include "c10d/python_errors.h"
 #include "c10d/without_gil.h"
 
@@ -45,7 +46,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   waitFor(*owner_->group, *operation_, timeout, deadline);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const LeafGuard lock(mutex_);
     completed_ = true;
     if (whole_ != nullptr) {
       whole_->noteWaited();
@@ -58,7 +59,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
 }
 
 PycommWork* MessageWork::whole() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const LeafGuard lock(mutex_);
   if (whole_ == nullptr) {
     PycommWork::Content content;
     content.operations = {operation_};

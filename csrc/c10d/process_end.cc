@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "base/wait_point.h"
 #include "c10d/python_errors.h"
 #include "engine/loop/callback_pool.h"
 
@@ -15,15 +16,27 @@ namespace {
 std::atomic<bool> g_process_ends{false};
 thread_local bool t_ends_process = false;
 thread_local int t_within = 0; ///< StayWithin's around this place
-thread_local int t_awaited = 0; ///< AwaitedByEnd's, likewise
 
 bool holdsGil() noexcept {
   return interpreterIsUsable() && PyGILState_Check() != 0;
 }
 
 bool mustStay() noexcept {
-  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && t_awaited == 0 &&
-      !CallbackPool::ownsThisThread() && !holdsGil();
+  return g_process_ends.load(std::memory_order_acquire) && !t_ends_process && !CallbackPool::ownsThisThread() &&
+      !holdsGil();
+}
+
+void stay() noexcept {
+  while (mustStay()) {
+    std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+}
+
+/// Taking the interpreter's lock is a wait like any other.
+void beforeGil() noexcept {
+  if (!holdsGil()) {
+    beforeWait();
+  }
 }
 
 } // namespace
@@ -33,27 +46,23 @@ void beginProcessEnd() noexcept {
   g_process_ends.store(true, std::memory_order_release);
 }
 
-AwaitedByEnd::AwaitedByEnd() noexcept {
-  ++t_awaited;
-}
-
-AwaitedByEnd::~AwaitedByEnd() {
-  --t_awaited;
+bool endsProcess() noexcept {
+  return t_ends_process;
 }
 
 void stayIfProcessEnds() noexcept {
   if (t_within == 0) {
-    stayBeforeGil();
+    stay();
   }
 }
 
 void stayBeforeGil() noexcept {
-  while (mustStay()) {
-    std::this_thread::sleep_for(std::chrono::hours(1));
-  }
+  beforeGil();
+  stay();
 }
 
 bool mayTakeGil() noexcept {
+  beforeGil();
   stayIfProcessEnds();
   return !mustStay() && interpreterIsUsable();
 }

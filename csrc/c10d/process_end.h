@@ -10,25 +10,19 @@ namespace pycomm {
 /// before anything wakes them.
 void beginProcessEnd() noexcept;
 
-/// Does not return once the process ends, unless the calling thread ends it, is one of the callback pool's, for which the end waits, is
-/// within AwaitedByEnd, holds the interpreter's lock, or is within a StayWithin. Call it before returning to code that takes the interpreter's lock; never with a
-/// lock held that the end of a process needs. Costs a load of a flag.
+/// Does not return once the process ends, unless the calling thread ends it, does what the callback pool waits for, holds the interpreter's
+/// lock, or is within a StayWithin. Call it before returning to code that takes the interpreter's lock; never with a lock held that the end
+/// of a process needs. Costs a load of a flag.
 void stayIfProcessEnds() noexcept;
 
 /// As stayIfProcessEnds(), also within a StayWithin: for code that is about to take the interpreter's lock, whatever it holds.
 void stayBeforeGil() noexcept;
 
+/// Whether beginProcessEnd() was called on this thread: no other one may be left to give back what it holds.
+[[nodiscard]] bool endsProcess() noexcept;
+
 /// Whether the calling thread may take the interpreter's lock. If it may not because the process ends, this returns within a StayWithin only.
 [[nodiscard]] bool mayTakeGil() noexcept;
-
-/// The end of the process waits for the work in this scope, on any thread: one that runs an event loop must give the loop back.
-class AwaitedByEnd {
- public:
-  AwaitedByEnd() noexcept;
-  ~AwaitedByEnd();
-  AwaitedByEnd(const AwaitedByEnd&) = delete;
-  AwaitedByEnd& operator=(const AwaitedByEnd&) = delete;
-};
 
 /// The body of a function that torch calls without the interpreter's lock: enters and leaves it by stayIfProcessEnds(). In between the
 /// thread does not stay, since it may hold a lock, such as a reducer's turn, which the program's own end may want. It goes on until it

@@ -9,12 +9,13 @@
 
 #include "base/error.h"
 #include "base/native_thread.h"
+#include "base/wait_point.h"
 #include "c10d/interruptible.h"
 #include "c10d/python_errors.h"
 
 namespace pycomm {
 namespace {
-std::mutex g_mutex; ///< guards g_engine
+LeafMutex g_mutex; ///< guards g_engine
 Engine* g_engine = nullptr;
 
 ErrorRecord interrupted(const RendezvousConfig& meeting) {
@@ -31,7 +32,7 @@ ErrorRecord interrupted(const RendezvousConfig& meeting) {
 } // namespace
 
 Engine& processEngine() {
-  const std::lock_guard<std::mutex> lock(g_mutex);
+  const std::lock_guard lock(g_mutex);
   if (g_engine == nullptr || !g_engine->belongsToThisProcess()) {
     g_engine = new Engine();
   }
@@ -95,7 +96,7 @@ void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void
 bool shutdownProcessEngine(Deadline deadline) {
   Engine* engine = nullptr;
   {
-    const std::lock_guard<std::mutex> lock(g_mutex);
+    const std::lock_guard lock(g_mutex);
     engine = g_engine;
   }
   return engine == nullptr || engine->shutdown(deadline);

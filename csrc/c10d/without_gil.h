@@ -31,4 +31,17 @@ class WithoutGil {
   std::optional<pybind11::gil_scoped_release> released_;
 };
 
+/// Has the interpreter's lock for its scope, for code that a future or another thread of native code calls. In place of
+/// pybind11::gil_scoped_acquire, which does not know of the end of the process: a thread that must not take the lock then stays here.
+class WithGil {
+  struct Stay {
+    Stay() noexcept {
+      stayBeforeGil();
+    }
+  };
+
+  const Stay stay_;
+  const pybind11::gil_scoped_acquire gil_;
+};
+
 } // namespace pycomm

@@ -56,7 +56,9 @@ struct PycommWork::State {
   std::function<void()> profiling_end;
   std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing`, as is the next
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
-  std::mutex finishing; ///< held by the first thread that needs the result, while it runs unpack and profiling_end
+  /// Held by the first thread that needs the result, while it runs unpack and profiling_end. No LeafMutex, as those may be Python code: the
+  /// others wait for it without the interpreter's lock.
+  std::mutex finishing;
   std::atomic<bool> finished{false}; ///< that has been done; written under `finishing`
   LeafMutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
@@ -301,11 +303,8 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
   const auto one_less = [countdown, &pool, then] {
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
-      CallbackPool::Task task = [state = std::move(countdown->state), then] { then(*state); };
-      if (!pool.submit(std::move(task))) { // the engine is being shut down
-        const AwaitedByEnd awaited; // perhaps on a loop, which the shutdown stops
-        task();
-      }
+      // It runs here if the engine is being shut down.
+      pool.submitOrRun([state = std::move(countdown->state), then] { then(*state); });
     }
   };
   if (count == 0) {

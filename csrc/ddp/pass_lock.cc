@@ -2,12 +2,20 @@
 
 #include <c10/util/Exception.h>
 
+#include "base/deadline.h"
 #include "base/wait_point.h"
 #include "c10d/process_end.h"
 #include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"
 
 namespace pycomm {
+namespace {
+
+// A daemon thread may have stayed in the turn for good, as in a comm hook that waits for another rank.
+constexpr int64_t kPatienceAtEndMs = 3000;
+constexpr std::chrono::milliseconds kTryEvery{5};
+
+} // namespace
 
 void PassLock::lock() {
   if (!try_lock()) {
@@ -20,15 +28,30 @@ void PassLock::lock() {
         "a comm hook or a callback of a future called a DistributedDataParallel wrapper whose backward pass is under way, "
         "and may wait for it. Try: call the wrapper between two passes; stats() may be called at any time");
     StayWithin::enter();
-    take();
+    if (!take(endsProcess() ? Deadline::after(kPatienceAtEndMs) : Deadline::never())) {
+      StayWithin::leave();
+      TORCH_CHECK(
+          false,
+          "the process ends while another thread, a daemon, is in a backward pass of this DistributedDataParallel wrapper. "
+          "Try: join that thread before the program ends");
+    }
   }
 }
 
-void PassLock::take() noexcept {
+bool PassLock::take(Deadline deadline) noexcept {
   const WithoutGil no_gil;
   beforeWait();
-  mutex_.lock();
+  if (deadline.isNever()) {
+    mutex_.lock();
+  }
+  while (!deadline.isNever() && !mutex_.try_lock()) {
+    if (deadline.expired()) {
+      return false;
+    }
+    std::this_thread::sleep_for(kTryEvery);
+  }
   owner_.store(std::this_thread::get_id());
+  return true;
 }
 
 void PassLock::giveBack() noexcept {

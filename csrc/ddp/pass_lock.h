@@ -4,6 +4,8 @@
 #include <mutex>
 #include <thread>
 
+#include "base/deadline.h"
+
 namespace pycomm {
 
 /// Whose turn it is to work on a reducer. The turn lasts over everything that a pass waits for (other ranks, a hook, a store), and so keeps
@@ -12,11 +14,12 @@ namespace pycomm {
 /// Meanwhile Python code may run that calls the reducer again: a signal handler, on the thread that has the turn, or a hook, for which that
 /// thread waits. lock() refuses both, as neither would ever get the turn. A caller that only reads asks try_lock().
 ///
-/// When the process ends, a thread with the turn goes on until it has given it back: see StayWithin.
+/// When the process ends, a thread with the turn goes on until it has given it back: see StayWithin. Only one that is in Python code of a comm
+/// hook, or about to return to it, keeps the turn for good.
 class PassLock {
  public:
   /// Waits for the turn; gives the interpreter's lock back meanwhile. Throws a RuntimeError if the calling thread has the turn, or if
-  /// another thread has it and the caller is a callback or a hook.
+  /// another thread has it and the caller is a callback or a hook; or, in a handler of atexit, if a daemon thread keeps the turn.
   void lock();
   /// Whether lock() would throw now, if the turn is taken.
   [[nodiscard]] bool refuses() const noexcept;
@@ -32,7 +35,7 @@ class PassLock {
       lock_.giveBack();
     }
     ~Interval() {
-      lock_.take();
+      (void)lock_.take(Deadline::never());
     }
     Interval(const Interval&) = delete;
     Interval& operator=(const Interval&) = delete;
@@ -42,7 +45,8 @@ class PassLock {
   };
 
  private:
-  void take() noexcept;
+  /// False if the deadline has passed.
+  [[nodiscard]] bool take(Deadline deadline) noexcept;
   void giveBack() noexcept;
 
   std::mutex mutex_;

@@ -156,7 +156,7 @@ bool Engine::shutdown(Deadline deadline) {
   host_mates_->close();
   lane_->stop();
   control_->stop();
-  return true;
+  return callbacks_->close(deadline);
 }
 
 } // namespace pycomm

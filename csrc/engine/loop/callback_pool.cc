@@ -16,6 +16,7 @@ constexpr std::chrono::milliseconds kPatience{5};
 constexpr size_t kMostPatient = 10; // times that
 
 thread_local const CallbackPool* t_pool = nullptr; ///< whose thread this is
+thread_local size_t t_guest = 0; ///< submitOrRun()'s around this place for which a pool waits
 
 } // namespace
 
@@ -28,8 +29,34 @@ CallbackPool::~CallbackPool() {
 }
 
 bool CallbackPool::ownsThisThread() noexcept {
-  return t_pool != nullptr;
+  return t_pool != nullptr || t_guest != 0;
 }
+
+/// The calling thread runs a task in the pool's place.
+class CallbackPool::Guest {
+ public:
+  explicit Guest(CallbackPool& pool) : pool_(pool) {
+    const std::lock_guard<std::mutex> lock(pool_.mutex_);
+    awaited_ = !pool_.closed_;
+    count(awaited_ ? 1 : 0);
+  }
+  ~Guest() {
+    const std::lock_guard<std::mutex> lock(pool_.mutex_);
+    count(awaited_ ? -1 : 0);
+    pool_.changed_.notify_all();
+  }
+  Guest(const Guest&) = delete;
+  Guest& operator=(const Guest&) = delete;
+
+ private:
+  void count(int more) noexcept {
+    pool_.guests_ += static_cast<size_t>(more);
+    t_guest += static_cast<size_t>(more);
+  }
+
+  CallbackPool& pool_;
+  bool awaited_ = false;
+};
 
 bool CallbackPool::submit(Task&& task) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -41,14 +68,33 @@ bool CallbackPool::submit(Task&& task) {
   return true;
 }
 
+void CallbackPool::submitOrRun(Task&& task) {
+  if (!submit(std::move(task))) {
+    const Guest guest(*this);
+    task(); // submit() has left it as it was
+  }
+}
+
+bool CallbackPool::waitUntilNone(const size_t& threads, std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  const auto none = [&] { return threads == 0; };
+  if (deadline.isNever()) {
+    changed_.wait(lock, none);
+    return true;
+  }
+  return changed_.wait_until(lock, deadline.instant(), none);
+}
+
+bool CallbackPool::close(Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  closed_ = waitUntilNone(guests_, lock, deadline) || closed_;
+  return closed_;
+}
+
 bool CallbackPool::stop(Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
-  const auto all_left = [&] { return running_ == 0; };
-  if (deadline.isNever()) {
-    changed_.wait(lock, all_left);
-  } else if (!changed_.wait_until(lock, deadline.instant(), all_left)) {
+  if (!waitUntilNone(running_, lock, deadline) || !waitUntilNone(guests_, lock, deadline)) {
     return false;
   }
   for (std::thread& thread : threads_) {

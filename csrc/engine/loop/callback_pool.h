@@ -38,17 +38,28 @@ class CallbackPool {
   /// who has promised somebody that the task runs can run it at once. Throws std::bad_alloc; then the task is not taken either.
   bool submit(Task&& task);
 
-  /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads. False
-  /// if one of them, which runs a callback, has not ended by the deadline: call it again then, since a callback is not left behind.
-  [[nodiscard]] bool stop(Deadline deadline);
+  /// As submit(); if the pool takes no more, runs the task on the calling thread, which counts as one of the pool's meanwhile, until close().
+  /// What the task throws leaves this then.
+  void submitOrRun(Task&& task);
 
-  /// Whether the calling thread is one of some pool's.
+  /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads, and waits
+  /// for those in submitOrRun(). False if one of them, which runs a callback, has not ended by the deadline: call it again then, since a
+  /// callback is not left behind.
+  [[nodiscard]] bool stop(Deadline deadline);
+  /// After stop(), when no event loop runs any more: waits for the last threads in submitOrRun(). From now on the pool waits for none. False
+  /// if one has not returned by the deadline.
+  [[nodiscard]] bool close(Deadline deadline);
+
+  /// Whether some pool waits for what the calling thread does now: the thread is one of its own, or in submitOrRun().
   [[nodiscard]] static bool ownsThisThread() noexcept;
 
  private:
   /// So many callbacks block each other, or compute, without any delay.
   static constexpr size_t kAtOnce = 4;
 
+  class Guest;
+
+  [[nodiscard]] bool waitUntilNone(const size_t& threads, std::unique_lock<std::mutex>& lock, Deadline deadline);
   void threadMain() noexcept;
   void waitForTask(std::unique_lock<std::mutex>& lock);
   /// How long the last idle thread leaves the tasks to the others.
@@ -62,8 +73,10 @@ class CallbackPool {
   std::vector<std::thread> threads_;
   size_t idle_ = 1; ///< threads without a task, and the one that is being started
   size_t running_ = 1; ///< threads that have not left threadMain, the one that is being started among them
+  size_t guests_ = 0; ///< threads that are not the pool's, and in submitOrRun()
   TimePoint last_taken_{}; ///< when a thread last took a task
   bool stopping_ = false;
+  bool closed_ = false;
   std::atomic<bool> told_{false}; ///< the user, that a thread could not be started
 };
 

@@ -23,6 +23,7 @@ RANKS = r"""
 import json, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
+import pycomm
 
 def loop(step, forgiving):
     local.tensor = torch.ones(1000)
@@ -48,6 +49,19 @@ def collective():
 def future():
     dist.irecv(local.tensor, src=1 - rank).get_future().wait()
 
+def hook(state, bucket):
+    work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+def train():
+    torch.set_num_threads(1)
+    nn = torch.nn
+    layers = [nn.Linear(8, 8), pycomm.SyncBatchNorm(8), nn.Linear(8, 8), pycomm.SyncBatchNorm(8)]
+    model = pycomm.DistributedDataParallel(nn.Sequential(*layers))
+    model.register_comm_hook(None, hook)
+    for _ in range(20):
+        model(torch.randn(4, 8)).square().sum().backward()
+
 def sleeping(_):
     time.sleep(case["s"])
     print("it has returned", file=sys.stderr, flush=True)
@@ -60,6 +74,8 @@ def computing(_):
 
 def busy():
     what = case["what"]
+    if what == "train":
+        return train()
     if what in ("sleeping", "computing"):
         future = dist.all_reduce(torch.ones(8), async_op=True).get_future()
         futures.append(future.then(globals()[what]))
@@ -73,8 +89,8 @@ def start(rank):
     from datetime import timedelta
     seconds = 30 if case.get("daemon", True) else 0.5  # threads that are no daemons end with it
     dist.init_process_group(
-        "pycomm", store=dist.FileStore(case["store"], 2), rank=rank, world_size=2,
-        timeout=timedelta(seconds=seconds),
+        case.get("backend", "pycomm"), store=dist.FileStore(case["store"], 2),
+        rank=rank, world_size=2, timeout=timedelta(seconds=seconds),
     )
     dist.barrier()
     busy()
@@ -211,6 +227,13 @@ def callbacks() -> list[Any]:
         for s in (0.5, 1.9, 2.05, 2.15, 2.6, 3.5)
     ]
     return cases + [pytest.param(case, marks=pytest.mark.nightly) for case in nightly + often]
+
+
+@pytest.mark.parametrize("end", CODES)
+@pytest.mark.parametrize("runs", [1, pytest.param(50, marks=pytest.mark.nightly)])
+def test_a_hook_over_gloo(ranks: Ranks, end: str, runs: int) -> None:
+    """gloo's thread frees a hook's last callback when backward has returned already."""
+    check(ranks, runs, what="train", backend="gloo", end=end)
 
 
 @pytest.mark.parametrize("end", CODES)

@@ -58,6 +58,33 @@ TEST(CallbackPool, StopRunsWhatItsLastTasksSubmit) {
   EXPECT_EQ(ran, 1) << "no thread is there to run it";
 }
 
+// A daemon thread of the program's that comes with a callback when the pool has stopped.
+TEST(CallbackPool, CloseWaitsForATaskThatRunsOnItsCallersThread) {
+  CallbackPool pool;
+  ASSERT_TRUE(pool.stop(Deadline::after(5000)));
+  std::promise<void> begun;
+  std::promise<void> end;
+  std::atomic<bool> owned{false};
+  std::thread caller([&] {
+    pool.submitOrRun([&] {
+      owned = CallbackPool::ownsThisThread();
+      begun.set_value();
+      end.get_future().wait();
+    });
+  });
+  begun.get_future().wait();
+  EXPECT_TRUE(owned);
+  EXPECT_FALSE(pool.stop(Deadline::after(10))) << "it has not returned";
+  EXPECT_FALSE(pool.close(Deadline::after(10)));
+  end.set_value();
+  EXPECT_TRUE(pool.close(Deadline::after(5000)));
+  caller.join();
+  EXPECT_FALSE(CallbackPool::ownsThisThread());
+  pool.submitOrRun([&] { owned = CallbackPool::ownsThisThread(); });
+  EXPECT_FALSE(owned) << "no pool waits for it any more";
+  EXPECT_TRUE(pool.stop(Deadline::after(0)));
+}
+
 int threadsNamed(const std::string& thread_name) {
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
