@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from elastic_steps import Plan, trains
-from ranks import RankResults, start_ranks
+import torch.distributed as dist
+from elastic_steps import Plan, bucket, check, open_steps, trains
+from ranks import RankResults, mark, start_ranks
 from time_bound import assert_within
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
@@ -181,3 +182,53 @@ def test_too_few_ranks() -> None:
     error = results[1].value["error"]
     assert error is not None and error.is_a("QuorumLostError"), results.describe()
     assert "min_ranks is 2" in error.text, error.text
+
+
+# --- which steps count ----------------------------------------------------------------------------
+
+
+def steps_at(rank: int, world_size: int, finished: bool) -> tuple[list[list[int]], int]:
+    """Rank 2 dies in step 1, which rank 0 has finished; rank 1 only if ``finished``."""
+    own, steps = open_steps(world_size, Plan())
+    members: list[list[int]] = []
+    redone = 0
+    for number in range(3):
+        steps.begin()
+        while True:
+            raised: Exception | None = None
+            total = bucket(rank, number, 0, 64)
+            try:
+                if number != 1 or redone or finished:
+                    dist.all_reduce(total, group=own)
+                elif rank == 1:  # rank 0 has nothing to wait for
+                    dist.recv(total, group=own, group_src=2)
+            except Exception as caught:
+                raised = caught
+            if number == 1 and rank == 2:
+                mark("late")
+                time.sleep(30)
+            mark(f"ends {number}")
+            if not steps.end(raised):
+                break
+            redone += 1
+        members.append(check(total, number, 0))
+    steps.close()
+    return members, redone
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["some", "all"])
+def test_a_step_counts_if_all_survivors_have_finished_it(finished: bool) -> None:
+    with start_ranks(3, steps_at, args=(finished,), destroy=False) as running:
+        running.wait_for_mark(2, "late")
+        running.wait_for_mark(0, "ends 1")
+        if finished:
+            running.wait_for_mark(1, "ends 1")
+            running.wait_until_asleep(1)
+        running.wait_until_asleep(0)
+        running.kill(2)
+        results = running.collect(60)
+    for rank in (0, 1):
+        assert results[rank].ok, results.describe()
+        members, redone = results[rank].value
+        assert members == [[0, 1, 2], [0, 1, 2] if finished else [0, 1], [0, 1]]
+        assert redone == (0 if finished else 1)
