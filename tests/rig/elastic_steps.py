@@ -36,6 +36,8 @@ class Plan:
     quorum_wait_s: float = 10.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Of the group."""
+    struck: tuple[int, str] = (-1, "")
+    """A rank that arms fault points when its steps begin, of the build that has them, and which."""
     late: tuple[int, int, float] = (-1, -1, 0.0)
     """A rank that is busy before a step, and for how long."""
 
@@ -108,6 +110,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     ended_s: list[float] = []
     redone = 0
     error: BaseException | None = None
+    if rank == plan.struck[0]:
+        _extension.load().arm_fault_points(plan.struck[1])
     mark("trains")
     try:
         for step in range(plan.steps):

@@ -10,15 +10,17 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import fault_ranks
 import pytest
 import torch.distributed as dist
 from elastic_steps import Plan, bucket, check, open_steps, trains
 from ranks import RankResults, mark, start_ranks
 from time_bound import assert_within
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.time_bound]
 
 SHARED, TCP = {}, {"transport": "tcp"}
 
@@ -232,3 +234,58 @@ def test_a_step_counts_if_all_survivors_have_finished_it(finished: bool) -> None
         members, redone = results[rank].value
         assert members == [[0, 1, 2], [0, 1, 2] if finished else [0, 1], [0, 1]]
         assert redone == (0 if finished else 1)
+
+
+# --- deaths at one place --------------------------------------------------------------------------
+
+
+def trains_with_faults(rank: int, world_size: int, path: str, plan: Plan) -> dict[str, Any]:
+    fault_ranks.use_fault_build()
+    dist.init_process_group(
+        "pycomm", init_method=f"file://{path}", rank=rank, world_size=world_size
+    )
+    return trains(rank, world_size, plan)
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "survive.seal:1:kill",
+        "survive.meet:1:kill",
+        "reconfigure.call:1:kill",
+        "reconfigure.ready:1:kill",
+        "group.joined:1:kill",
+        "door.answer:1:kill",
+        "door.knock:1:kill",
+    ],
+)
+def test_one_more_dies_at_any_place_of_the_change(tmp_path: Path, point: str, struck: int) -> None:
+    if point.startswith("door.answer") and struck == 1:
+        pytest.skip("the members meet at another door")
+    if point.startswith("door.knock") and struck == 0:
+        pytest.skip("it knocks at no door")
+    plan = Plan(steps=40, struck=(struck, point))
+    args = (str(tmp_path / "store"), plan)
+    with start_ranks(
+        4, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
+    ) as running:
+        killed_s = kill_after(running, 3, "step 5")
+        results = running.collect(60)
+    values = survivors(results, [struck, 3])
+    assert values[0]["left"] == [rank for rank in (0, 1, 2) if rank != struck]
+    assert_within(returned_after(values, killed_s) - killed_s, 4.0, results.describe())
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.parametrize("point", ["survive.seal:1:delay=700", "survive.meet:1:delay=700"])
+def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
+    plan = Plan(steps=40, struck=(1, point))
+    args = (str(tmp_path / "store"), plan)
+    with start_ranks(
+        3, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
+    ) as running:
+        kill_after(running, 2, "step 5")
+        results = running.collect(60)
+    assert survivors(results, [2])[0]["left"] == [0, 1]

@@ -30,7 +30,7 @@ from time_bound import assert_within
 import pycomm
 from pycomm import _secret
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.time_bound]
 
 kept: list[Any] = []
 """Until the interpreter ends."""
