@@ -21,6 +21,7 @@ __all__: list[str] = [
     "Reducer",
     "ReducerStats",
     "Secret",
+    "StepAgreement",
     "all_reduce_as",
     "arm_fault_points",
     "await_future",
@@ -61,6 +62,7 @@ __all__: list[str] = [
     "set_log_callback",
     "shutdown_all",
     "simd_level",
+    "step_agreement",
     "sum_decoded",
     "topology_text",
     "unmix_ids",
@@ -95,6 +97,12 @@ class ExactSums:
     def __enter__(self) -> typing.Any: ...
     def __exit__(self, *args: typing.Any) -> None: ...
     def __init__(self) -> None: ...
+
+class StepAgreement:
+    def begin(self) -> bool: ...
+    def close(self) -> None: ...
+    def end(self, error: typing.Any) -> bool: ...
+    def members(self) -> list[int]: ...
 
 class ReducerStats:
     @property
@@ -356,6 +364,13 @@ def set_exception_types(types: dict[typing.Any, typing.Any]) -> None: ...
 def set_log_callback(callback: typing.Any, level: str) -> None: ...
 def shutdown_all(timeout_ms: int) -> bool: ...
 def simd_level() -> str: ...
+def step_agreement(
+    backend: torch._C._distributed_c10d.Backend,
+    group: torch.distributed.distributed_c10d.ProcessGroup,
+    min_ranks: int,
+    accept_split_brain: bool,
+    quorum_wait_ms: int,
+) -> StepAgreement: ...
 def sum_decoded(
     codec: str,
     codes: collections.abc.Sequence[torch.Tensor],
