@@ -177,7 +177,7 @@ void PycommBackend::shutdown() {
     closed_ = true;
     std::shared_ptr<Engine::Maker> maker;
     {
-      const std::lock_guard<std::mutex> lock(joining_mutex_);
+      const std::lock_guard lock(joining_mutex_);
       maker = maker_.lock();
     }
     if (maker != nullptr) {
@@ -303,7 +303,7 @@ void PycommBackend::takeOver(const Reconfigurable::Met& met) {
   devices_->stop();
   const uint64_t epoch = hooks_->next();
   {
-    const std::lock_guard<std::mutex> lock(windows_mutex_);
+    const std::lock_guard lock(windows_mutex_);
     windows_.clear();
   }
   watchFailure(met.group, epoch);
@@ -311,7 +311,7 @@ void PycommBackend::takeOver(const Reconfigurable::Met& met) {
 }
 
 void PycommBackend::closeFirst(std::weak_ptr<Engine::Maker> maker) {
-  const std::lock_guard<std::mutex> lock(joining_mutex_);
+  const std::lock_guard lock(joining_mutex_);
   maker_ = std::move(maker);
 }
 
