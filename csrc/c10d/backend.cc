@@ -302,9 +302,10 @@ void PycommBackend::takeOver(const Reconfigurable::Met& met) {
   const uint32_t number = groupNumber();
   devices_->stop();
   const uint64_t epoch = hooks_->next();
+  decltype(windows_) gone; // freed after the lock
   {
     const std::lock_guard lock(windows_mutex_);
-    windows_.clear();
+    gone.swap(windows_);
   }
   watchFailure(met.group, epoch);
   adopt({met, GroupRole::ofMeeting(met.instance->name(), number)}, "", Deadline::after(settings_.timeout.count()));
