@@ -1,0 +1,40 @@
+#pragma once
+
+#include <exception>
+
+namespace pycomm {
+
+/// What a reducer asks of its group if steps survive deaths. One object per wrapper.
+///
+///     begin() -> buckets -> end() [-> Redo: buckets again -> end()] -> Commit
+///
+/// The members of the group, its rank() and its size(), change inside these calls only. Called on the training thread, without the
+/// interpreter's lock; the calls may block. The reducer keeps its turn meanwhile.
+class StepAgreement {
+ public:
+  virtual ~StepAgreement() = default;
+
+  enum class Outcome {
+    Commit, ///< all members have finished the step, with the same bits: it counts
+    Redo, ///< the group has other members: sum all buckets again, in the new group, and call end() again
+  };
+
+  /// Before a step launches anything: waits until it may begin (min_ranks). True if the members have changed since the last call of
+  /// either. Throws an Error: QuorumLost, LeftBehind, TooFew.
+  virtual bool begin() = 0;
+
+  /// The end of a step. `error`: null if all of its buckets ended well here, in the present epoch; else the first exception, as a Work
+  /// raises it.
+  ///
+  /// Blocks for the commit round; after a failure, until the survivors have agreed and the next group is there. With Commit the members may
+  /// have changed, too: then begin() returns true next.
+  ///
+  /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
+  /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.
+  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error) = 0;
+
+  /// Leaves the group. begin() and end() throw from now on.
+  virtual void close() noexcept = 0;
+};
+
+} // namespace pycomm
