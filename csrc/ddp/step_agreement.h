@@ -1,6 +1,7 @@
 #pragma once
 
 #include <exception>
+#include <vector>
 
 namespace pycomm {
 
@@ -32,6 +33,10 @@ class StepAgreement {
   /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
   /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.
   [[nodiscard]] virtual Outcome end(const std::exception_ptr& error) = 0;
+
+  /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are
+  /// 0, 1, 2, ... and {0, 2} says that 1 has gone.
+  [[nodiscard]] virtual std::vector<int> members() const = 0;
 
   /// Leaves the group. begin() and end() throw from now on.
   virtual void close() noexcept = 0;
