@@ -13,8 +13,11 @@
 #include <vector>
 
 #include "base/codec.h"
+#include "c10d/process_end.h"
+#include "c10d/python_errors.h"
 #include "c10d/without_gil.h"
 #include "ddp/reducer.h"
+#include "ddp/step_agreement.h"
 #include "ddp/steps.h"
 
 namespace py = pybind11;
@@ -23,6 +26,64 @@ namespace pycomm {
 namespace {
 
 using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
+
+/// The exception as an object of Python's, or None.
+py::object objectOf(const std::exception_ptr& error) {
+  try {
+    if (error != nullptr) {
+      std::rethrow_exception(error);
+    }
+    return py::none();
+  } catch (const py::error_already_set& python) {
+    return python.value();
+  } catch (const std::exception& other) {
+    return py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(other.what());
+  }
+}
+
+/// An agreement that Python implements: an object with begin(), which returns a bool, end(error), which returns whether to sum again,
+/// members() and close().
+class PythonAgreement final : public StepAgreement {
+ public:
+  explicit PythonAgreement(py::object implementation) : implementation_(std::move(implementation)) {}
+  ~PythonAgreement() override {
+    if (mayTakeGil()) {
+      const py::gil_scoped_acquire gil;
+      implementation_ = py::object();
+    } else {
+      (void)implementation_.release();
+    }
+  }
+  PythonAgreement(const PythonAgreement&) = delete;
+  PythonAgreement& operator=(const PythonAgreement&) = delete;
+
+  bool begin() override {
+    const py::gil_scoped_acquire gil;
+    return implementation_.attr("begin")().cast<bool>();
+  }
+  Outcome end(const std::exception_ptr& error) override {
+    const py::gil_scoped_acquire gil;
+    return implementation_.attr("end")(objectOf(error)).cast<bool>() ? Outcome::Redo : Outcome::Commit;
+  }
+  [[nodiscard]] std::vector<int> members() const override {
+    const py::gil_scoped_acquire gil;
+    return implementation_.attr("members")().cast<std::vector<int>>();
+  }
+  void close() noexcept override {
+    if (!mayTakeGil()) {
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    try {
+      implementation_.attr("close")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("StepAgreement.close");
+    }
+  }
+
+ private:
+  py::object implementation_;
+};
 
 /// What a bucket is cast to, and what that is encoded as.
 std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::string>& wire) {
@@ -122,7 +183,8 @@ std::shared_ptr<Reducer> makeReducer(
     bool drops_nonfinite_steps,
     bool weighs,
     bool may_be_weightless,
-    std::string cuda_library) {
+    std::string cuda_library,
+    std::shared_ptr<StepAgreement> agreement) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
       "one name, wire dtype and answer to sparse a parameter");
@@ -141,8 +203,14 @@ std::shared_ptr<Reducer> makeReducer(
   options.weighs = weighs;
   options.may_be_weightless = may_be_weightless;
   options.cuda_library = std::move(cuda_library);
+  options.elastic = agreement != nullptr;
   return std::make_shared<Reducer>(
-      std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
+      std::move(reduced),
+      std::move(group),
+      std::move(options),
+      backend.value_or(nullptr),
+      store.value_or(nullptr),
+      std::move(agreement));
 }
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
@@ -197,6 +265,9 @@ void bindReducer(py::module_& m) {
       .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets)
       .def_readonly("forgotten_residuals", &ReducerStats::forgotten_residuals)
       .def_readonly("accumulated", &ReducerStats::accumulated)
+      .def_readonly("redone_steps", &ReducerStats::redone_steps)
+      .def_readonly("lost_ranks", &ReducerStats::lost_ranks)
+      .def_readonly("epochs", &ReducerStats::epochs)
       .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes);
 
   ReducerClass reducer(m, "Reducer");
@@ -220,7 +291,8 @@ void bindReducer(py::module_& m) {
           py::arg("drops_nonfinite_steps"),
           py::arg("weighs"),
           py::arg("may_be_weightless"),
-          py::arg("cuda_library"))
+          py::arg("cuda_library"),
+          py::arg("agreement"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
           "mark_forward",
@@ -292,6 +364,8 @@ void bindReducer(py::module_& m) {
           torch::wrap_pybind_function_no_gil(&Reducer::updateProcessGroup),
           py::arg("new_process_group"))
       .def("share_store", torch::wrap_pybind_function_no_gil(&Reducer::shareStore), py::arg("store"))
+      .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
+      .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
       .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed
@@ -305,6 +379,15 @@ void bindReducer(py::module_& m) {
   defUnsupported(reducer, "_run_comm_hook", "torch's way of following a reduction");
   defUnsupported(reducer, "_get_local_used_map", "torch's way of following a reduction");
   defUnsupported(reducer, "_set_sparse_metadata", "metadata of sparse gradients");
+}
+
+void bindAgreement(py::module_& m) {
+  py::class_<StepAgreement, std::shared_ptr<StepAgreement>>(m, "StepAgreement")
+      .def(
+          py::init([](py::object implementation) -> std::shared_ptr<StepAgreement> {
+            return std::make_shared<PythonAgreement>(std::move(implementation));
+          }),
+          py::arg("implementation"));
 }
 
 void bindLogger(py::module_& m) {
@@ -322,6 +405,7 @@ void bindLogger(py::module_& m) {
 } // namespace
 
 void bindDdp(py::module_& m) {
+  bindAgreement(m); // the reducer takes one
   bindReducer(m);
   bindLogger(m);
 }
