@@ -130,7 +130,7 @@ class BetweenSteps(Weighed):
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, *args: Any, **options: Any) -> None:
         self._not_elastic("a buffer comm hook", "broadcast_buffers")
-        super()._register_buffer_comm_hook(state, hook, *args, **options)  # type: ignore[no-untyped-call]
+        super()._register_buffer_comm_hook(state, hook, *args, **options)
 
     def _not_elastic(self, what: str, instead: str) -> None:
         if self._elastic is not None:

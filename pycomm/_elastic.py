@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -38,7 +37,7 @@ class Elastic:
             no permission: a quorum is needed as well.
         split_brain: None: ranks go on if they are more than half of the last group, or half with
             its lowest rank; ranks of the same host whose processes have ended do not count. So at
-            most one part of a group goes on. "accept": whoever is left goes on. If a network
+            most one part of a group goes on. "accept": all who are left go on. If a network
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
 
@@ -56,7 +55,9 @@ class Elastic:
         if self.min_ranks < 1:
             raise ValueError(f"Elastic.min_ranks={self.min_ranks} is below 1")
         if self.split_brain not in (None, "accept"):
-            raise ValueError(f'Elastic.split_brain={self.split_brain!r} is neither None nor "accept"')
+            raise ValueError(
+                f'Elastic.split_brain={self.split_brain!r} is neither None nor "accept"'
+            )
         wait = timeout_seconds("Elastic.quorum_wait", self.quorum_wait)
         object.__setattr__(self, "quorum_wait", wait)
 
@@ -119,19 +120,20 @@ def check_elastic(
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic={elastic!r} is not a pycomm.Elastic. Try: pycomm.Elastic()")
     if gradient_as_bucket_view:
-        refuse("gradient_as_bucket_view=True", "sums would overwrite the gradients of a step that "
-               "may have to be summed again", "leave it out")
+        why = "sums would overwrite the gradients of a step that may have to be summed again"
+        refuse("gradient_as_bucket_view=True", why, "leave it out")
     if sync_every > 1:
-        refuse(f"sync_every={sync_every}", "it averages parameters outside of steps", "leave it out")
+        refuse(
+            f"sync_every={sync_every}", "it averages parameters outside of steps", "sync_every=1"
+        )
     for name, layer in module.named_modules():
         if type(layer).__name__ == "SyncBatchNorm":  # torch's, and ours
-            refuse(f"SyncBatchNorm ({name!r})", "it sums inside forward and backward, among ranks "
-                   "that may die there", "BatchNorm, or another normalization")
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in tensors:
+            why = "it sums inside forward and backward, among ranks that may die there"
+            refuse(f"SyncBatchNorm ({name!r})", why, "BatchNorm, or another normalization")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "cpu":
-            refuse(f"{name!r} on {tensor.device}", "a step can be summed again only if its "
-                   "gradients are on the CPU", "a model on the CPU")
+            why = "a step can be summed again only if its gradients are on the CPU"
+            refuse(f"{name!r} on {tensor.device}", why, "a model on the CPU")
 
 
 def refuse(what: str, why: str, instead: str) -> None:

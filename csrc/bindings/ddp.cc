@@ -184,7 +184,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool weighs,
     bool may_be_weightless,
     std::string cuda_library,
-    std::shared_ptr<StepAgreement> agreement) {
+    const std::optional<std::shared_ptr<StepAgreement>>& agreement) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
       "one name, wire dtype and answer to sparse a parameter");
@@ -203,14 +203,14 @@ std::shared_ptr<Reducer> makeReducer(
   options.weighs = weighs;
   options.may_be_weightless = may_be_weightless;
   options.cuda_library = std::move(cuda_library);
-  options.elastic = agreement != nullptr;
+  options.elastic = agreement.has_value();
   return std::make_shared<Reducer>(
       std::move(reduced),
       std::move(group),
       std::move(options),
       backend.value_or(nullptr),
       store.value_or(nullptr),
-      std::move(agreement));
+      agreement.value_or(nullptr));
 }
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;

@@ -50,12 +50,10 @@ class Told:
     stats: dict[str, Any]
 
 
-def train(
-    rank: int, world_size: int, doomed: int, dies_in: str, where: str
-) -> dict[str, Told]:
+def train(rank: int, world_size: int, doomed: int, dies_in: str, where: str) -> dict[str, Told]:
     """One wrapper per wire dtype, in turn. In step 2 the doomed rank kills itself in one of them.
 
-    Those before it are through with the step; those behind it find out when their next one begins.
+    Those before it have finished the step; those behind it find out when their next one begins.
     """
     import pycomm
 
@@ -78,7 +76,7 @@ def train(
         if kills and where == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for wire, model in models.items():
+    for model in models.values():
         model.module.wide.weight.register_hook(lambda grad: die("in backward"))
         model.module.first.register_forward_hook(lambda *_: die("in forward"))
     for step in range(STEPS):
@@ -138,8 +136,9 @@ def test_survivors_go_on(
     assert results[doomed].exit_code == -signal.SIGKILL
     assert all(results[each].ok for each in alive), results.describe()
     told = [results[each].value for each in alive]
-    first_without = {each: 2 if list(WIRES).index(each) >= list(WIRES).index(wire) else 3 for each in WIRES}
+    order = list(WIRES)
     for each in WIRES:
+        first_without = 3 if order.index(each) < order.index(wire) else 2
         for survivor in told:
             assert survivor[each].bits == told[0][each].bits
             assert survivor[each].members == [
