@@ -34,6 +34,7 @@ __all__ = [
     "ForkedError",
     "InternalError",
     "InvalidArgumentError",
+    "LeftBehindError",
     "NoInterfaceError",
     "NoSharedMemoryError",
     "OutOfMemoryError",
@@ -46,6 +47,7 @@ __all__ = [
     "PycommBackendError",
     "PycommError",
     "PycommNetworkError",
+    "QuorumLostError",
     "RendezvousError",
     "RendezvousTimeoutError",
     "ResourceError",
@@ -303,6 +305,22 @@ class ConnectionBrokenError(PeerError):
     """
 
 
+class QuorumLostError(PeerError):
+    """A group whose steps survive deaths cannot go on: this rank does not reach more than half of
+    its members, or fewer than ``min_ranks`` are left. The text names the missing ones.
+
+    Try: see whether they run and this host reaches theirs. Restart from a checkpoint.
+    """
+
+
+class LeftBehindError(PeerError):
+    """The other members of a group whose steps survive deaths went on without this rank, which was
+    stopped or cut off for longer than ``heartbeat_timeout``.
+
+    Try: end this process: its parameters are those of an earlier step.
+    """
+
+
 class ProtocolViolationError(PycommNetworkError):
     """A message, a record in the store or shared memory has contents that this version of pycomm
     never writes.
@@ -397,6 +415,8 @@ BY_CODE: Mapping[str, type[PycommError]] = {
     "CONN_RESET": ConnectionBrokenError,
     "PROTOCOL_VIOLATION": ProtocolViolationError,
     "DATA_CORRUPT": DataCorruptError,
+    "QUORUM_LOST": QuorumLostError,
+    "LEFT_BEHIND": LeftBehindError,
     "ABORTED": AbortedError,
     "SHUT_DOWN": ShutDownError,
     "FORKED": ForkedError,

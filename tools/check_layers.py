@@ -30,6 +30,7 @@ CPP_ROOMS = {
         {"host", "monitor"},
         {"data"},
         {""},
+        {"survive"},
     ],
     "proof": [{"schedule"}, {"sim"}, {"elastic"}],
     "transport": [{""}, {"secure"}, {"net", "memory"}, {"rendezvous"}],

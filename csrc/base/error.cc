@@ -166,6 +166,10 @@ const char* errorCodeName(ErrorCode code) noexcept {
       return "PROTOCOL_VIOLATION";
     case ErrorCode::DataCorrupt:
       return "DATA_CORRUPT";
+    case ErrorCode::QuorumLost:
+      return "QUORUM_LOST";
+    case ErrorCode::LeftBehind:
+      return "LEFT_BEHIND";
     case ErrorCode::Aborted:
       return "ABORTED";
     case ErrorCode::ShutDown:

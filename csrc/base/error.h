@@ -37,6 +37,8 @@ enum class ErrorCode : uint16_t {
   ConnectionReset = 35,
   ProtocolViolation = 36, ///< bytes that no pycomm peer of this version sends
   DataCorrupt = 37,
+  QuorumLost = 38, ///< of a group whose steps survive deaths: too few members are left, or reached, to go on
+  LeftBehind = 39, ///< of such a group: the other members went on without this process
   // this process
   Aborted = 50,
   ShutDown = 51,

@@ -3,6 +3,7 @@
 #include "bindings/backend.h"
 #include "bindings/codecs.h"
 #include "bindings/ddp.h"
+#include "bindings/elastic.h"
 #include "bindings/futures.h"
 #include "bindings/id_map.h"
 #include "bindings/process.h"
@@ -15,6 +16,7 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bindBackend(m);
   pycomm::bindFutures(m);
   pycomm::bindCodecs(m);
+  pycomm::bindElastic(m); // a reducer's arguments have one
   pycomm::bindDdp(m);
   pycomm::bindIdMap(m);
 }

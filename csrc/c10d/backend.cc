@@ -175,6 +175,14 @@ void PycommBackend::shutdown() {
       return; // nothing here is a forked child's
     }
     closed_ = true;
+    std::shared_ptr<Engine::Maker> maker;
+    {
+      const std::lock_guard<std::mutex> lock(joining_mutex_);
+      maker = maker_.lock();
+    }
+    if (maker != nullptr) {
+      maker->close(); // while others can still answer at the door
+    }
     members_->leave();
     abortJoining("destroyed");
   }
@@ -255,9 +263,10 @@ std::string PycommBackend::reconfigureHandle() const {
 void PycommBackend::adopt(Epoch epoch, const std::string& why_none, Deadline deadline) {
   std::shared_ptr<CudaDevices> devices;
   c10::intrusive_ptr<WorkOwner> owner;
-  if (epoch.group != nullptr) {
-    devices = CudaDevices::create(epoch.group, settings_.cuda(*epoch.group));
-    owner = c10::make_intrusive<WorkOwner>(epoch.group, epoch.role);
+  Reconfigurable::Met& met = epoch.met;
+  if (met.group != nullptr) {
+    devices = CudaDevices::create(met.group, settings_.cuda(*met.group));
+    owner = c10::make_intrusive<WorkOwner>(met.group, epoch.role);
   }
   std::unique_lock<std::shared_timed_mutex> lock(epoch_mutex_, std::defer_lock);
   // A call that blocks, such as the decision about NCCL, ends with its group, which is closed by now.
@@ -267,20 +276,43 @@ void PycommBackend::adopt(Epoch epoch, const std::string& why_none, Deadline dea
         "reconfigure() timed out: another call for this group is under way and does not return.",
         "call it when no collective is being issued, and not in a signal handler");
   }
-  if (epoch.group != nullptr && closed_) {
+  if (met.group != nullptr && closed_) {
     throw destroyed();
   }
-  if (epoch.group != nullptr) {
-    renumber(rank_, epoch.group->identity().rank);
-    renumber(size_, epoch.group->identity().size);
+  if (met.group != nullptr) {
+    renumber(rank_, met.group->identity().rank);
+    renumber(size_, met.group->identity().size);
   }
   // The lock goes before the old ones, whose ends may block.
-  std::swap(store_, epoch.store);
-  std::swap(group_, epoch.group);
+  std::swap(store_, met.store);
+  std::swap(group_, met.group);
+  std::swap(instance_, met.instance);
   std::swap(devices_, devices);
   std::swap(owner_, owner);
   entitled_ = false;
   why_none_ = why_none;
+}
+
+Reconfigurable::Met PycommBackend::met() const {
+  const EpochLock lock = holdEpoch();
+  return {store_, group_, instance_};
+}
+
+void PycommBackend::takeOver(const Reconfigurable::Met& met) {
+  const uint32_t number = groupNumber();
+  devices_->stop();
+  const uint64_t epoch = hooks_->next();
+  {
+    const std::lock_guard<std::mutex> lock(windows_mutex_);
+    windows_.clear();
+  }
+  watchFailure(met.group, epoch);
+  adopt({met, GroupRole::ofMeeting(met.instance->name(), number)}, "", Deadline::after(settings_.timeout.count()));
+}
+
+void PycommBackend::closeFirst(std::weak_ptr<Engine::Maker> maker) {
+  const std::lock_guard<std::mutex> lock(joining_mutex_);
+  maker_ = std::move(maker);
 }
 
 // On the control loop: a hook may take the interpreter's lock. Which hooks these are is decided when the group fails: what happens before
@@ -373,7 +405,7 @@ void PycommBackend::reconfigureTo(
         joining(nullptr);
       });
       watchFailure(met.group, epoch);
-      adopt({met.store, met.group, GroupRole::ofMeeting(plan.instance->name(), number)}, "", deadline);
+      adopt({met, GroupRole::ofMeeting(plan.instance->name(), number)}, "", deadline);
       if (const auto wanted = endJoining()) { // after the meeting, which has not seen it
         met.group->abort(*wanted);
       }

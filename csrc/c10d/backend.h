@@ -177,6 +177,17 @@ class PycommBackend final : public c10d::Backend {
   /// Leaves the group that there is, if any, and meets the members of a new one; see Reconfigurable. `handles`: in the order of ranks.
   /// Blocks, without the interpreter's lock. Raises errors; those of arguments leave the group as it is, after all others there is none.
   void reconfigureTo(int64_t uuid, const std::vector<std::string>& handles, std::chrono::milliseconds timeout);
+  /// Its part of the groups that it had and will have; null if this is not reconfigurable.
+  [[nodiscard]] Reconfigurable* members() const noexcept {
+    return members_.get();
+  }
+  /// What the last reconfigureTo(), or takeOver(), has met. Throws as group() does.
+  [[nodiscard]] Reconfigurable::Met met() const;
+  /// Takes over a group that came together elsewhere, as reconfigureTo() does with its own. The old one is the caller's to close. On the
+  /// thread that issues collectives. Throws what adopt() does.
+  void takeOver(const Reconfigurable::Met& met);
+  /// shutdown() closes it first: it makes groups for this.
+  void closeFirst(std::weak_ptr<Engine::Maker> maker);
   /// The timeout of operations.
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept {
     return settings_.timeout;
@@ -330,8 +341,7 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] Error noGroup() const;
   /// What belongs to one group.
   struct Epoch {
-    std::shared_ptr<Store> store; ///< outlives the group
-    std::shared_ptr<Group> group;
+    Reconfigurable::Met met;
     std::shared_ptr<GroupRole> role;
   };
   /// Replaces that. An empty one: there is no group, and `why_none_` says why. Throws Error(Timeout) if a call does not return, and
@@ -351,6 +361,7 @@ class PycommBackend final : public c10d::Backend {
       epoch_mutex_; ///< held while a call begins, and to replace what follows, if reconfigurable
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
+  std::shared_ptr<const Instance> instance_; ///< of members_: whom group_ consists of
   std::shared_ptr<CudaDevices> devices_;
   c10::intrusive_ptr<WorkOwner> owner_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings ask for it
@@ -359,10 +370,11 @@ class PycommBackend final : public c10d::Backend {
   const std::shared_ptr<AbortHooks> hooks_;
   std::mutex reconfigure_mutex_; ///< held by the one reconfigure() at a time
   std::atomic<bool> closed_{false}; ///< by shutdown(): no group is adopted any more
-  std::mutex joining_mutex_; ///< guards the next three
+  std::mutex joining_mutex_; ///< guards the next four
   int joining_rank_ = -1; ///< this member's in the reconfigure() under way; -1: none is
   JoinAbort* joining_ = nullptr; ///< of that, while it meets the members: abort() ends it
   std::optional<ErrorRecord> abort_wanted_; ///< of that: abort() was called
+  std::weak_ptr<Engine::Maker> maker_; ///< see closeFirst()
 
   /// The calling thread's, or null. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
   /// operation may take: torch's coalescing manager does not end a window if its body raises, and later operations would never begin.

@@ -25,15 +25,13 @@ inline void renumber(const int& member, int value) {
   std::construct_at(const_cast<int*>(&member), value);
 }
 
-/// torch 2.14 lets a ProcessGroup change its rank and size itself when its backend was reconfigured.
-#ifndef C10D_BACKEND_HAS_RECONFIGURE
+/// torch 2.14 changes the rank and the size of a ProcessGroup itself, but only in its own reconfigure().
 struct NumbersOfProcessGroup final : c10d::ProcessGroup {
   static void set(c10d::ProcessGroup& group, int rank, int size) {
     renumber(group.*(&NumbersOfProcessGroup::rank_), rank);
     renumber(group.*(&NumbersOfProcessGroup::size_), size);
   }
 };
-#endif
 
 /// Holds a node of the autograd graph: a shared_ptr up to torch 2.12, an intrusive_ptr since.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));

@@ -78,15 +78,24 @@ bool Engine::belongsToThisProcess() const noexcept {
 
 void Engine::add(const std::weak_ptr<Group>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  keep(groups_, group);
+}
+
+void Engine::add(const std::weak_ptr<Maker>& maker) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  keep(makers_, maker);
+}
+
+template <typename Kept>
+void Engine::keep(std::vector<std::weak_ptr<Kept>>& list, const std::weak_ptr<Kept>& one) const {
   if (shut_down_) {
     throw Error(
         ErrorCode::ShutDown,
         "pycomm was shut down while a process group was being joined",
         "join groups before the process begins to exit");
   }
-  groups_.erase(
-      std::remove_if(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.expired(); }), groups_.end());
-  groups_.push_back(group);
+  std::erase_if(list, [](const auto& entry) { return entry.expired(); });
+  list.push_back(one);
 }
 
 std::shared_ptr<SharedHeap> Engine::heap() {
@@ -134,6 +143,17 @@ bool Engine::shutdown(Deadline deadline) {
   }
   std::vector<std::weak_ptr<Group>> groups;
   std::vector<std::shared_ptr<Door>> doors;
+  std::vector<std::weak_ptr<Maker>> makers;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    shut_down_ = true;
+    makers.swap(makers_);
+  }
+  for (const std::weak_ptr<Maker>& open : makers) {
+    if (const std::shared_ptr<Maker> maker = open.lock()) {
+      maker->close();
+    }
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(groups_);
@@ -143,7 +163,6 @@ bool Engine::shutdown(Deadline deadline) {
       }
     }
     doors_.clear();
-    shut_down_ = true;
   }
   closeAll(groups);
   for (const std::shared_ptr<Door>& door : doors) {

@@ -64,6 +64,15 @@ class Engine {
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
+  /// What makes groups on threads of its own.
+  class Maker {
+   public:
+    virtual ~Maker() = default;
+    /// Ends these threads. Bounded, idempotent.
+    virtual void close() noexcept = 0;
+  };
+  /// For shutdown(), which closes it before the groups. Throws Error(ShutDown) if that was called meanwhile.
+  void add(const std::weak_ptr<Maker>& maker);
   /// For shutdown(): a group that was made on this engine. Throws Error(ShutDown) if that was called meanwhile.
   void add(const std::weak_ptr<Group>& group);
   /// Closes every group, whatever is under way, and joins all threads. False if a callback of the user's has not returned by the
@@ -71,6 +80,9 @@ class Engine {
   bool shutdown(Deadline deadline);
 
  private:
+  template <typename Kept>
+  void keep(std::vector<std::weak_ptr<Kept>>& list, const std::weak_ptr<Kept>& one) const;
+
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
@@ -82,6 +94,7 @@ class Engine {
   std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
   std::unordered_map<std::string, std::weak_ptr<Door>> doors_;
   std::vector<std::weak_ptr<Group>> groups_;
+  std::vector<std::weak_ptr<Maker>> makers_;
   bool shut_down_ = false;
 };
 

@@ -112,6 +112,13 @@ class Group final : public std::enable_shared_from_this<Group> {
   void whenFailed(std::function<void()> then) {
     failure_.whenSet(std::move(then));
   }
+  /// Ends everything here and on every rank with `reason`, as abort() does, unless the group has failed already, and waits until every
+  /// operation of this rank has ended. False at the deadline: close() ends them. Not on a native thread of the engine's.
+  bool fail(const ErrorRecord& reason, Deadline deadline);
+  /// By which HostMates of other processes find the process of this rank; empty if it has none.
+  [[nodiscard]] const std::string& watchName(int rank) const {
+    return roster_.watch_names.at(static_cast<size_t>(rank));
+  }
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return roster_.identity;
   }
@@ -201,6 +208,8 @@ class Group final : public std::enable_shared_from_this<Group> {
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
   std::atomic<bool> aborted_{false}; ///< abort() has been called; written with close_mutex_ held
+
+  std::atomic<bool> ended_{false}; ///< the group has failed, and every operation has ended
 };
 
 } // namespace pycomm

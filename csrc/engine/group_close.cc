@@ -1,6 +1,7 @@
 // How a group ends: it fails, is aborted, or closes.
 #include <chrono>
 #include <future>
+#include <thread>
 #include <utility>
 
 #include "base/fault_point.h"
@@ -14,6 +15,7 @@ namespace {
 
 // How often close() looks whether the lane has been stopped, so that nothing would ever report that the links are down.
 constexpr std::chrono::milliseconds kLook{50};
+constexpr std::chrono::microseconds kLookEnded{200};
 
 template <typename Record>
 void noteFailing(FlightLog& log, const Record& record) noexcept {
@@ -40,6 +42,7 @@ Planes::Events Group::planeEvents() {
   };
   events.ended = [this] {
     static_cast<void>(PYCOMM_FAULT("group.failed"));
+    ended_.store(true, std::memory_order_release);
     engine_.recorder().failed(log_, *failure());
   };
   return events;
@@ -61,6 +64,20 @@ void Group::abort(const ErrorRecord& reason) {
       control->notice(record);
     }
   }));
+}
+
+bool Group::fail(const ErrorRecord& reason, Deadline deadline) {
+  if (!failure_.happened()) {
+    abort(reason);
+  }
+  while (!ended_.load(
+      std::memory_order_acquire)) { // no condition variable: a child of fork() could not destroy one that is waited for
+    if (deadline.expired()) {
+      return false;
+    }
+    std::this_thread::sleep_for(kLookEnded);
+  }
+  return true;
 }
 
 Group::~Group() {

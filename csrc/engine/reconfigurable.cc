@@ -332,8 +332,9 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     members.push_back(instance->member(rank));
   }
   meeting.store_host = routeHint(members, static_cast<size_t>(plan.rank));
-  const Visitor visitor{*door_, self_, config_.transport != Transport::Tcp};
+  const Visitor visitor = this->visitor();
   Met met;
+  met.instance = instance;
   std::shared_ptr<Place> place;
   std::unique_ptr<Search> search;
   try {

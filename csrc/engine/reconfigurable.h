@@ -5,6 +5,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -13,6 +14,7 @@
 #include "engine/join_abort.h"
 #include "engine/meeting/door.h"
 #include "engine/meeting/instance.h"
+#include "engine/meeting/meeting_store.h"
 #include "transport/rendezvous/member_handle.h"
 #include "transport/rendezvous/store.h"
 
@@ -46,6 +48,22 @@ class Reconfigurable {
     return engine_.belongsToThisProcess();
   }
 
+  /// Where members leave messages for this one: see Door::Mailbox. Until leave().
+  void receive(std::weak_ptr<Door::Mailbox> mailbox) {
+    door_->receive(incarnation_, std::move(mailbox));
+  }
+  /// How this process goes to other members' doors. As long as this lives.
+  [[nodiscard]] Visitor visitor() const {
+    return {*door_, self_, config_.transport != Transport::Tcp};
+  }
+  [[nodiscard]] Engine& engine() const noexcept {
+    return engine_;
+  }
+  /// Of every group to come.
+  [[nodiscard]] const Group::Config& config() const noexcept {
+    return config_;
+  }
+
   /// A list of members that this one may meet.
   struct Plan {
     std::shared_ptr<Instance> instance;
@@ -58,6 +76,7 @@ class Reconfigurable {
   struct Met {
     std::shared_ptr<Store> store; ///< outlives the group
     std::shared_ptr<Group> group;
+    std::shared_ptr<const Instance> instance; ///< whom it consists of
   };
   /// Meets the members, and makes the group. Blocks until all of them have it, or one of them gives up; that one says why, and all throw
   /// it. If this one gives up when all are ready already, it returns the group, which may have failed. Not later than 1 s after the deadline. Throws what Group::join() throws, and errors that name the member that was not met.

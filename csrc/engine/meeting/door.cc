@@ -131,7 +131,7 @@ class Door::Session final : public Loop::Handler {
   }
   /// When a process that has not entered is dropped. Single bytes do not put it off.
   [[nodiscard]] TimePoint patience() const noexcept {
-    return instance == nullptr ? since_ + kForRequest : TimePoint::max();
+    return isStranger() ? since_ + kForRequest : TimePoint::max();
   }
   [[nodiscard]] uint64_t number() const noexcept {
     return number_;
@@ -144,8 +144,13 @@ class Door::Session final : public Loop::Handler {
 
   std::shared_ptr<Instance> instance; ///< that it has entered
   int rank = -1;
+  std::weak_ptr<Mailbox> mailbox; ///< or to which it brings messages
+  ProcessId from; ///< then it is this member; else empty
 
  private:
+  [[nodiscard]] bool isStranger() const noexcept {
+    return instance == nullptr && from.empty();
+  }
   void end() noexcept {
     if (!std::exchange(over_, true)) {
       door_.control_.unwatch(link_->fd());
@@ -175,7 +180,7 @@ class Door::Session final : public Loop::Handler {
       return false;
     }
     std::memcpy(&length, in_.data(), sizeof length);
-    if (length > (instance == nullptr ? kMaxFirstDoorFrame : kMaxDoorFrame)) {
+    if (length > (isStranger() ? kMaxFirstDoorFrame : kMaxDoorFrame)) {
       end();
       return false;
     }
@@ -317,6 +322,12 @@ void Door::remove(const ProcessId& incarnation) noexcept {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   here_.erase(incarnation);
+  mailboxes_.erase(incarnation);
+}
+
+void Door::receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  mailboxes_[incarnation] = std::move(mailbox);
 }
 
 void Door::forgetOld(std::deque<Called>& called, TimePoint now) const {
@@ -418,9 +429,47 @@ std::string Door::letIn(Session& session, const std::vector<std::string>& reques
   return packWords({door_answer::kHere});
 }
 
+std::string Door::introduce(Session& session, const std::vector<std::string>& request) {
+  if (request.size() != 3 || session.instance != nullptr || !session.from.empty()) {
+    return packWords({door_answer::kGone});
+  }
+  std::shared_ptr<Mailbox> mailbox;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = mailboxes_.find(request[1]);
+    mailbox = found == mailboxes_.end() ? nullptr : found->second.lock();
+    if (mailbox == nullptr) {
+      return packWords({here_.count(request[1]) != 0 ? door_answer::kNotYet : door_answer::kGone});
+    }
+  }
+  if (!mailbox->knows(request[2], session.peer())) {
+    return packWords({door_answer::kGone});
+  }
+  for (const auto& [number, other] :
+       sessions_) { // one connection per member: it has opened another, so that one is of no use to it
+    if (other->from == request[2] && other->mailbox.lock() == mailbox) {
+      drop(number);
+    }
+  }
+  session.mailbox = mailbox;
+  session.from = request[2];
+  return packWords({door_answer::kHere});
+}
+
 std::string Door::answer(Session& session, const std::vector<std::string>& request) {
   namespace ask = door_request;
   const std::string& what = request.front();
+  if (what == ask::kAgree) {
+    return introduce(session, request);
+  }
+  if (!session.from.empty()) {
+    const std::shared_ptr<Mailbox> mailbox = session.mailbox.lock();
+    if (mailbox == nullptr || what != ask::kSay || request.size() != 2) {
+      return packWords({door_answer::kGone});
+    }
+    mailbox->deliver(session.from, request[1]);
+    return packWords({door_answer::kHere});
+  }
   if (what == ask::kEnter || what == ask::kLook) {
     return letIn(session, request);
   }

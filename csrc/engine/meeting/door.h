@@ -28,6 +28,15 @@ namespace pycomm {
 /// It listens and answers on the control loop, where an answer takes microseconds. Any thread may call what is public.
 class Door final {
  public:
+  /// Takes the messages of an agreement that other members bring to the door. On the control loop: it must not block.
+  class Mailbox {
+   public:
+    virtual ~Mailbox() = default;
+    /// Whether `from` is a member. `door`: the process at the other end, if the connection is in TLS.
+    [[nodiscard]] virtual bool knows(const ProcessId& from, const std::optional<ProcessId>& door) const = 0;
+    virtual void deliver(const ProcessId& from, const std::string& bytes) = 0;
+  };
+
   struct Config {
     std::vector<Listener> listeners;
     std::string unix_name; ///< of the listener that is a Unix socket; empty: there is none
@@ -56,6 +65,8 @@ class Door final {
   /// This incarnation has called reconfigure(). Throws Error(ShutDown) if it was removed. The instance of its last call counts no more, unless somebody asks why it failed: for a
   /// minute, and only of the last 16.
   void call(const ProcessId& incarnation, std::shared_ptr<Instance> instance);
+  /// Messages for this incarnation go there from now on, until it is removed, for as long as the mailbox lives.
+  void receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox);
 
   /// The number in a Hello over a Unix socket, which is not in TLS: with a secret, only its holders know it.
   [[nodiscard]] static uint64_t unixNonce(const MemberHandle& handle, const TlsContext* tls);
@@ -76,6 +87,7 @@ class Door final {
   /// The answer to a request, packed.
   [[nodiscard]] std::string answer(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::string letIn(Session& session, const std::vector<std::string>& request);
+  [[nodiscard]] std::string introduce(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::shared_ptr<Instance> find(
       const ProcessId& to,
       const std::string& name,
@@ -98,6 +110,7 @@ class Door final {
 
   mutable std::mutex mutex_; ///< guards the rest
   std::map<ProcessId, std::deque<Called>> here_; ///< by incarnation: what it has called, the newest last
+  std::map<ProcessId, std::weak_ptr<Mailbox>> mailboxes_;
   bool closed_ = false;
 };
 

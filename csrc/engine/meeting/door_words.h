@@ -29,6 +29,8 @@ inline constexpr std::string_view kAdd = "add"; ///< key, number: kHere and the 
 inline constexpr std::string_view kRemove = "remove"; ///< key: kHere or kNone
 inline constexpr std::string_view kReady = "ready"; ///< kHere, how many are ready, and the first rank that is not
 inline constexpr std::string_view kFail = "fail"; ///< an ErrorRecord: kHere, or kComplete
+inline constexpr std::string_view kAgree = "agree"; ///< to, from: kHere, and from then on this process says kSay only
+inline constexpr std::string_view kSay = "say"; ///< a message of the agreement: kHere
 } // namespace door_request
 
 namespace door_answer {

@@ -84,8 +84,22 @@ void OwnMeeting::finish() noexcept {
   instance_->forget();
 }
 
-Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort) {
+namespace {
+
+std::unique_ptr<GreetedLink> greeting(const MemberHandle& to, const SocketAddress& way, const Visitor& from) {
   const TlsContext* const tls = from.door.tls().get();
+  const Hello hello = Door::hello(way.isUnix() ? Door::unixNonce(to, tls) : to.nonce);
+  const TlsTarget target = way.isUnix() ? TlsTarget{} : TlsTarget{from.door.tls(), to.door};
+  return std::make_unique<GreetedLink>(SocketAddress(), way, hello, target);
+}
+
+} // namespace
+
+std::unique_ptr<Link> openWay(const MemberHandle& to, const SocketAddress& way, const Visitor& from) {
+  return greeting(to, way, from);
+}
+
+Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort) {
   Knocked knocked;
   size_t refused = 0;
   const std::vector<SocketAddress> ways = waysTo(to, from.self.host, from.unix_sockets);
@@ -93,9 +107,7 @@ Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, co
     const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kWayMs).instant()));
     try {
       PYCOMM_FAULT_POINT("door.knock");
-      const Hello hello = Door::hello(way.isUnix() ? Door::unixNonce(to, tls) : to.nonce);
-      const TlsTarget target = way.isUnix() ? TlsTarget{} : TlsTarget{from.door.tls(), to.door};
-      auto link = std::make_unique<GreetedLink>(SocketAddress(), way, hello, target);
+      auto link = greeting(to, way, from);
       if (waitConnected(*link, patience, abort)) {
         knocked.link = std::move(link);
         return knocked;

@@ -65,6 +65,9 @@ struct Visitor {
   bool unix_sockets = true;
 };
 
+/// Begins to connect to a member's door by one of its ways (waysTo). Throws what GreetedLink does.
+[[nodiscard]] std::unique_ptr<Link> openWay(const MemberHandle& to, const SocketAddress& way, const Visitor& from);
+
 /// What one knock has found.
 struct Knocked {
   std::unique_ptr<Link> link; ///< null: nobody answered

@@ -32,6 +32,8 @@ int causeClass(ErrorCode code) {
     case ErrorCode::StoreLost:
     case ErrorCode::NoInterface:
     case ErrorCode::PortsExhausted:
+    case ErrorCode::QuorumLost: // these two come from no group
+    case ErrorCode::LeftBehind:
       return 2;
     case ErrorCode::ConnectFailed:
     case ErrorCode::ConnectionReset:

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/abort_token.h"
 #include "base/error.h"
@@ -24,13 +25,13 @@ class GroupFailure final {
     if (!token_.abort(cause)) {
       return;
     }
-    std::function<void()> then;
+    std::vector<std::function<void()>> then;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      then = std::exchange(then_, nullptr);
+      then.swap(then_);
     }
-    if (then) {
-      then();
+    for (const auto& each : then) {
+      each();
     }
   }
   /// Calls `then` once, as soon as the group has failed: on the control loop, so it does not block; now, if that has happened. It does not
@@ -39,7 +40,7 @@ class GroupFailure final {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!happened()) {
-        then_ = std::move(then);
+        then_.push_back(std::move(then));
         return;
       }
     }
@@ -63,7 +64,7 @@ class GroupFailure final {
   AbortToken token_;
   mutable std::mutex mutex_; ///< guards the rest
   std::optional<ErrorRecord> oldest_;
-  std::function<void()> then_;
+  std::vector<std::function<void()>> then_;
 };
 
 } // namespace pycomm

@@ -1,0 +1,137 @@
+#include "ddp/elastic_group.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "base/wait_point.h"
+#include "c10d/python_errors.h"
+#include "c10d/torch_compat.h"
+#include "c10d/work.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kSignalCheckMs = 100;
+/// What a commit round carries, as maxima: the number of the step, minus it, and room for what members will have to agree on at a step.
+constexpr size_t kCommitWords = 8;
+
+} // namespace
+
+ElasticGroup::ElasticGroup(
+    c10::intrusive_ptr<PycommBackend> backend,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const AgreementDriver::Config& config)
+    : backend_(std::move(backend)), group_(std::move(group)) {
+  Reconfigurable* const members = backend_->members();
+  if (members == nullptr) {
+    throw Error(
+        ErrorCode::InvalidArgument, "An elastic group needs one that can be reconfigured.", "pycomm.Reconfigurable()");
+  }
+  present_.met = backend_->met();
+  present_.number = static_cast<uint64_t>(present_.met.instance->uuid());
+  present_.members.resize(static_cast<size_t>(present_.met.instance->size()));
+  std::iota(present_.members.begin(), present_.members.end(), 0);
+  driver_ = AgreementDriver::open(*members, present_.met, config, [&] {
+    Group::Call barrier;
+    barrier.schedule.kind = Collective::Barrier;
+    if (const auto failure = run(barrier, nullptr)) {
+      throw Error(*failure);
+    }
+  });
+  backend_->closeFirst(driver_);
+}
+
+ElasticGroup::~ElasticGroup() {
+  if (!backend_->members()
+           ->belongsToThisProcess()) { // a child of fork(), in which the threads do not exist that wait there
+    (void)new std::shared_ptr<AgreementDriver>(std::move(driver_)); // NOLINT: never freed
+    return;
+  }
+  close();
+}
+
+std::optional<ErrorRecord> ElasticGroup::run(Group::Call& call, const std::shared_ptr<void>& memory) const {
+  Group& group = *present_.met.group;
+  call.deadline = Deadline::after(backend_->timeout().count());
+  call.waits = true;
+  const std::shared_ptr<Operation> operation = group.start(call);
+  operation->onDone([memory] {}); // a signal may end the wait before the operation
+  waitFor(group, *operation, std::chrono::milliseconds(0), Deadline::never());
+  return operation->error();
+}
+
+void ElasticGroup::close() noexcept {
+  driver_->close();
+}
+
+bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
+  if (epoch.number == present_.number) {
+    return false;
+  }
+  backend_->takeOver(epoch.met);
+  NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
+  present_ = epoch;
+  return true;
+}
+
+bool ElasticGroup::begin() {
+  for (;;) {
+    beforeWait();
+    if (const auto epoch = driver_->begin(Deadline::after(kSignalCheckMs))) {
+      return takeOver(*epoch);
+    }
+    checkSignals();
+  }
+}
+
+StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
+  if (error != nullptr && !driver_->isOver(present_)) {
+    std::rethrow_exception(error);
+  }
+  if (error == nullptr && driver_->finished(present_.number) && commitRound() && driver_->committed(present_.number)) {
+    return Outcome::Commit;
+  }
+  for (;;) {
+    beforeWait();
+    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs))) {
+      if (verdict->counts) {
+        return Outcome::Commit;
+      }
+      (void)takeOver(*verdict->again);
+      return Outcome::Redo;
+    }
+    checkSignals();
+  }
+}
+
+bool ElasticGroup::commitRound() {
+  const int64_t step = driver_->steps() + 1;
+  const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
+  (*words)[0] = step;
+  (*words)[1] = -step;
+  const BufferView bytes(reinterpret_cast<std::byte*>(words->data()), sizeof *words);
+  Group::Call call;
+  call.schedule.kind = Collective::AllReduce;
+  call.schedule.dtype = DType::Int64;
+  call.schedule.reduce_op = ReduceOp::Max;
+  call.schedule.numel = kCommitWords;
+  call.input = bytes;
+  call.output = bytes;
+  if (run(call, words)) {
+    return false;
+  }
+  if ((*words)[0] != step || (*words)[1] != -step) {
+    throw Error(
+        ErrorCode::Internal,
+        "The members of an elastic group commit different steps: this rank " + std::to_string(step) + ", others from " +
+            std::to_string(-(*words)[1]) + " to " + std::to_string((*words)[0]) + ".",
+        "report it");
+  }
+  return true;
+}
+
+} // namespace pycomm

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "c10d/backend.h"
+#include "ddp/step_agreement.h"
+#include "engine/survive/agreement_driver.h"
+
+namespace pycomm {
+
+/// The steps of one group of torch's, over a reconfigurable PycommBackend: what AgreementDriver decides on its threads is taken over here, on
+/// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
+///
+/// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network.
+/// Nobody joins, and close() is the only way to leave.
+class ElasticGroup final : public StepAgreement {
+ public:
+  /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
+  /// members. Throws Error(InvalidArgument), and what AgreementDriver::open() does.
+  ElasticGroup(
+      c10::intrusive_ptr<PycommBackend> backend,
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const AgreementDriver::Config& config);
+  ~ElasticGroup() override;
+  ElasticGroup(const ElasticGroup&) = delete;
+  ElasticGroup& operator=(const ElasticGroup&) = delete;
+
+  [[nodiscard]] bool begin() override;
+  [[nodiscard]] Outcome end(const std::exception_ptr& error) override;
+  [[nodiscard]] std::vector<int> members() const override {
+    return present_.members;
+  }
+  void close() noexcept override;
+
+ private:
+  /// Whether it is another epoch than the present one.
+  bool takeOver(const AgreementDriver::Epoch& epoch);
+  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. False: the epoch has ended.
+  [[nodiscard]] bool commitRound();
+  /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.
+  [[nodiscard]] std::optional<ErrorRecord> run(Group::Call& call, const std::shared_ptr<void>& memory) const;
+
+  const c10::intrusive_ptr<PycommBackend> backend_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<AgreementDriver> driver_;
+  AgreementDriver::Epoch present_; ///< that the backend has
+};
+
+} // namespace pycomm

@@ -1,0 +1,811 @@
+#include "engine/survive/agreement_driver.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "base/fault_point.h"
+#include "base/fork_guard.h"
+#include "base/log.h"
+#include "base/native_thread.h"
+#include "base/unique_fd.h"
+
+namespace pycomm {
+namespace {
+
+using elastic::Agreement;
+using elastic::Incarnation;
+using elastic::View;
+using std::chrono::milliseconds;
+
+constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
+constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer than the silence of a member
+constexpr int kSealMs = 300; // for a failure to reach both planes
+constexpr milliseconds kGoodbyes{300};
+constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
+constexpr int kLongestTurnMs = 60000;
+
+Incarnation incarnationOf(const ProcessId& id) {
+  return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
+}
+
+bool blamesPeer(const ErrorRecord& record, const View& view, int self) noexcept {
+  return record.peer >= 0 && record.peer != self && static_cast<size_t>(record.peer) < view.members.size();
+}
+
+// Of a meeting that did not come about.
+ErrorCode asFailure(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::RendezvousTimeout:
+      return ErrorCode::PeerUnresponsive;
+    case ErrorCode::ConnectFailed:
+    case ErrorCode::StoreLost:
+      return ErrorCode::ConnectionReset;
+    default:
+      return code;
+  }
+}
+
+} // namespace
+
+/// The door brings messages here, on the control loop; groups and the groups' thread bring the rest. Any thread.
+class AgreementDriver::Inbox final : public Door::Mailbox {
+ public:
+  explicit Inbox(const Instance& members)
+      : wake_(UniqueFd::from([] { return ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
+    if (!wake_) {
+      throw Error(systemError(ErrorCode::SystemError, "no eventfd", errno));
+    }
+    for (int rank = 0; rank < members.size(); ++rank) {
+      doors_.emplace(members.member(rank).incarnation, members.member(rank).door);
+    }
+  }
+
+  [[nodiscard]] bool knows(const ProcessId& from, const std::optional<ProcessId>& door) const override {
+    const auto member = doors_.find(from);
+    return member != doors_.end() && (!door || *door == member->second);
+  }
+  void deliver(const ProcessId& from, const std::string& bytes) override {
+    auto message = elastic::decodeMessage(bytes);
+    if (message && message->from == incarnationOf(from)) {
+      put(*std::move(message), kMostMessages);
+    }
+  }
+  void put(Event event, size_t most = SIZE_MAX) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (events_.size() < most) {
+      events_.push_back(std::move(event));
+      ring();
+    }
+  }
+  void leave() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    leaving_ = true;
+    ring();
+  }
+
+  struct Taken {
+    std::deque<Event> events;
+    bool leaving = false;
+  };
+  [[nodiscard]] Taken take() {
+    uint64_t rung = 0;
+    (void)::read(wake_.get(), &rung, sizeof rung);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {std::exchange(events_, {}), leaving_};
+  }
+  [[nodiscard]] int fd() const noexcept {
+    return wake_.get();
+  }
+
+ private:
+  void ring() const noexcept {
+    const uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof one);
+  }
+
+  const UniqueFd wake_;
+  std::map<ProcessId, ProcessId> doors_; ///< of the members
+  std::mutex mutex_; ///< guards the rest
+  std::deque<Event> events_;
+  bool leaving_ = false;
+};
+
+// ---- beginning and end
+
+std::shared_ptr<AgreementDriver> AgreementDriver::open(
+    Reconfigurable& members,
+    Reconfigurable::Met first,
+    const Config& config,
+    const std::function<void()>& wait_for_all) {
+  const std::shared_ptr<Group> group = first.group;
+  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, std::move(first), config));
+  driver->engine_.add(std::weak_ptr<Maker>(driver));
+  try {
+    wait_for_all(); // each offers its record
+    driver->findWitnesses(*group);
+    driver->start();
+    wait_for_all(); // each has the others' records: who dies from here on is certified
+  } catch (...) {
+    driver->close();
+    throw;
+  }
+  return driver;
+}
+
+AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met first, const Config& config)
+    : members_(members),
+      engine_(members.engine()),
+      config_(config),
+      forks_(forkCount()),
+      self_(incarnationOf(MemberHandle::parse(members.handle()).incarnation)),
+      inbox_(std::make_shared<Inbox>(*first.instance)) {
+  if (first.instance->uuid() < 0) {
+    throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
+  }
+  view_.epoch = static_cast<uint64_t>(first.instance->uuid());
+  const Visitor visitor = members_.visitor();
+  for (int rank = 0; rank < first.instance->size(); ++rank) {
+    Member member;
+    member.handle = first.instance->member(rank);
+    member.first_rank = rank;
+    const Incarnation name = incarnationOf(member.handle.incarnation);
+    if (name != self_) {
+      member.outbox = std::make_unique<Outbox>(member.handle, visitor);
+    }
+    view_.members.push_back(name);
+    members_by_name_.emplace(name, std::move(member));
+  }
+  try {
+    kept_ = std::make_unique<KeptRecord>(
+        engine_, recordKey(visitor.self.incarnation, members_.config().security.secret.get()));
+  } catch (const Error& error) {
+    log(LogLevel::Info, std::string("no record for the other processes of this host: ") + error.what());
+  }
+  Agreement::Config settings;
+  settings.self = self_;
+  settings.min_ranks = config_.min_ranks;
+  settings.accept_split_brain = config_.accept_split_brain;
+  settings.dead_after_ms = members_.config().dead_after_ms;
+  settings.quorum_wait_ms = config_.quorum_wait_ms;
+  agreement_ = std::make_unique<Agreement>(settings, view_, Clock::now());
+  act(); // keeps the first record
+  (void)ledger_.install(view_); // which gives it the epoch
+  present_ = Epoch{view_.epoch, std::move(first), firstRanks(view_)};
+}
+
+void AgreementDriver::findWitnesses(const Group& group) {
+  const Secret* const secret = members_.config().security.secret.get();
+  for (size_t rank = 0; rank < view_.members.size(); ++rank) {
+    Member& member = members_by_name_.at(view_.members[rank]);
+    if (member.outbox == nullptr || member.handle.host != members_.visitor().self.host) {
+      continue;
+    }
+    try {
+      member.witness.emplace(
+          Witness::of(
+              member.handle,
+              group.watchName(static_cast<int>(rank)),
+              recordKey(member.handle.incarnation, secret),
+              Deadline::after(kWitnessMs)));
+    } catch (const Error& error) { // its death is noticed by its connections, and needs more than half of the members
+      log(LogLevel::Info, "the end of " + member.handle.who() + " will not be certified: " + error.what());
+    }
+  }
+}
+
+void AgreementDriver::start() {
+  members_.receive(inbox_);
+  watchFailure(present_->met.group, view_.epoch);
+  agreement_thread_ = startNativeThread("pycomm-agree", [this] { run(); });
+  groups_thread_ = startNativeThread("pycomm-groups", [this] { runJobs(); });
+}
+
+void AgreementDriver::close() noexcept {
+  if (forkCount() != forks_) {
+    return;
+  }
+  const std::lock_guard<std::mutex> closing(close_mutex_);
+  if (std::exchange(closed_, true)) {
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_jobs_ = true;
+  }
+  const auto guarded = [](const auto& body) {
+    try {
+      body();
+    } catch (const std::exception&) { // no memory for a task or a text: the group closes with its last owner
+    }
+  };
+  guarded([&] {
+    const ErrorRecord why = record(
+        ErrorCode::ShutDown,
+        "The elastic group was closed on this rank.",
+        "call nothing of it after close(), or after the end of the program began");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = error_ ? error_ : why;
+    if (meeting_ != nullptr) {
+      ErrorRecord left = why;
+      left.code = ErrorCode::PeerLeft;
+      left.peer = view_.position(self_);
+      left.summary = "Rank " + std::to_string(left.peer) + " has left the elastic group.";
+      meeting_->abort(left);
+    }
+  });
+  changed_.notify_all();
+  if (groups_thread_.joinable()) {
+    groups_thread_.join();
+  }
+  // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
+  guarded([&] {
+    std::shared_ptr<Group> present;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      present = present_ ? present_->met.group : nullptr;
+    }
+    if (present != nullptr) {
+      present->close();
+    }
+  });
+  inbox_->leave();
+  if (agreement_thread_.joinable()) {
+    agreement_thread_.join();
+  }
+  guarded([&] { closeRetired(); });
+  kept_.reset(); // who has mapped it, reads it later
+}
+
+AgreementDriver::~AgreementDriver() {
+  close();
+}
+
+void AgreementDriver::watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const {
+  group->whenFailed([inbox = inbox_, epoch, weak = std::weak_ptr<Group>(group)] {
+    try {
+      if (const std::shared_ptr<Group> failed = weak.lock()) {
+        inbox->put(Failed{epoch, *failed->failure()});
+      }
+    } catch (const std::exception&) { // no memory: another member says so
+    }
+  });
+}
+
+ErrorRecord AgreementDriver::record(ErrorCode code, const std::string& summary, const std::string& hint) const {
+  ErrorRecord record;
+  record.code = code;
+  record.summary = summary;
+  record.hint = hint;
+  record.host = members_.visitor().self.host.hostname;
+  record.group = members_.config().rendezvous.group_name;
+  return record;
+}
+
+std::vector<int> AgreementDriver::firstRanks(const View& view) const {
+  std::vector<int> ranks;
+  for (const Incarnation& member : view.members) {
+    ranks.push_back(members_by_name_.at(member).first_rank);
+  }
+  return ranks;
+}
+
+std::string AgreementDriver::who(const View& view, const Incarnation& member) const {
+  const auto known = members_by_name_.find(member);
+  const int rank = view.position(member);
+  return (rank < 0 ? std::string("a former rank") : "rank " + std::to_string(rank)) +
+      (known == members_by_name_.end() ? "" : " (" + known->second.handle.who() + ")");
+}
+
+// ---- the training thread
+
+void AgreementDriver::refuseInChild() const {
+  if (forkCount() != forks_) {
+    throw Error(
+        ErrorCode::Forked,
+        "An elastic group cannot be used in a child of fork(): its threads and connections belong to the parent.",
+        "start workers with the spawn method");
+  }
+}
+
+template <typename Ready>
+bool AgreementDriver::waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {
+  return changed_.wait_until(lock, deadline.instant(), ready);
+}
+
+std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
+  refuseInChild();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!waitFor(lock, deadline, [&] { return error_ || mayBegin(); })) {
+    return std::nullopt;
+  }
+  if (error_) {
+    throw Error(*error_);
+  }
+  ledger_.launch(1);
+  launched_ = ledger_.state().committed + 1;
+  return present_;
+}
+
+bool AgreementDriver::finished(uint64_t epoch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ledger_.finish(epoch, 0);
+  return ledger_.mayCommit();
+}
+
+bool AgreementDriver::committed(uint64_t epoch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ledger_.commit(epoch);
+}
+
+bool AgreementDriver::isOver(const Epoch& epoch) const {
+  refuseInChild();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (over_ || view_.epoch != epoch.number || ledger_.state().committed >= launched_) {
+      return true;
+    }
+  }
+  const auto failure = epoch.met.group->failure();
+  return failure && Agreement::changesMembers(failure->code);
+}
+
+std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch, Deadline deadline) {
+  refuseInChild();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto counts = [this] { return ledger_.state().committed >= launched_; };
+  const auto again = [&] { return view_.epoch > epoch && mayBegin(); };
+  if (!waitFor(lock, deadline, [&] { return counts() || error_ || again(); })) {
+    return std::nullopt;
+  }
+  if (counts()) { // also if an error comes behind it: the others have committed it
+    return Verdict{true, std::nullopt};
+  }
+  if (error_) {
+    throw Error(*error_);
+  }
+  ledger_.launch(1);
+  return Verdict{false, present_};
+}
+
+int64_t AgreementDriver::steps() const {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ledger_.state().committed;
+}
+
+void AgreementDriver::failWith(ErrorRecord record) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error_ = error_ ? error_ : std::move(record);
+  }
+  changed_.notify_all();
+}
+
+// ---- the agreement's thread
+
+void AgreementDriver::run() noexcept {
+  try {
+    for (;;) {
+      Inbox::Taken taken = inbox_->take();
+      for (Event& event : taken.events) {
+        catchUp();
+        handle(std::move(event), Clock::now());
+        act();
+      }
+      if (Clock::now() >= agreement_->nextTick()) {
+        catchUp();
+        agreement_->tick(Clock::now());
+        act();
+      }
+      if (taken.leaving) {
+        farewell(Clock::now());
+        return;
+      }
+      wait(agreement_->nextTick());
+    }
+  } catch (const std::exception& exception) {
+    failWith(recordOf(exception, "the agreement of the elastic group cannot go on"));
+  }
+}
+
+void AgreementDriver::catchUp() {
+  elastic::StepState state;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    state = ledger_.state();
+  }
+  agreement_->step(state);
+}
+
+void AgreementDriver::wait(TimePoint until) {
+  std::vector<pollfd> polled = {{inbox_->fd(), POLLIN, 0}};
+  std::vector<std::pair<const Incarnation*, Member*>> owners = {{nullptr, nullptr}};
+  for (auto& [name, member] : members_by_name_) {
+    if (member.outbox != nullptr) {
+      member.outbox->advance(Clock::now());
+      until = std::min(until, member.outbox->nextTick());
+      if (const int fd = member.outbox->fd(); fd >= 0) {
+        polled.push_back({fd, member.outbox->events(), 0});
+        owners.emplace_back(nullptr, nullptr);
+      }
+    }
+    if (member.witness) {
+      polled.push_back({member.witness->fd(), POLLIN, 0});
+      owners.emplace_back(&name, &member);
+    }
+  }
+  (void)::poll(polled.data(), polled.size(), Deadline::at(until).remainingMs(kLongestTurnMs));
+  for (size_t i = 0; i < polled.size(); ++i) {
+    if (owners[i].first != nullptr && polled[i].revents != 0) {
+      processEnded(*owners[i].first, *owners[i].second, Clock::now());
+    }
+  }
+}
+
+void AgreementDriver::processEnded(const Incarnation& name, Member& member, TimePoint now) {
+  const std::optional<elastic::Record> kept = member.witness->record();
+  member.witness.reset();
+  catchUp();
+  const int rank = agreement_->view().position(name);
+  why_ = record(
+      ErrorCode::PeerDead,
+      "The process of " + who(agreement_->view(), name) + " has ended.",
+      "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
+  why_.peer = rank;
+  why_.peer_host = member.handle.host.hostname;
+  if (kept) {
+    agreement_->certified(name, *kept, now);
+  } else if (rank >= 0) {
+    agreement_->failed(ErrorCode::PeerDead, name, now);
+  }
+  act();
+}
+
+Incarnation AgreementDriver::someOther() const {
+  const std::vector<Incarnation>& members = agreement_->view().members;
+  const auto other = std::find_if(members.begin(), members.end(), [&](const Incarnation& one) { return one != self_; });
+  return other == members.end() ? self_ : *other;
+}
+
+void AgreementDriver::handle(Event event, TimePoint now) {
+  if (const auto* const message = std::get_if<elastic::Message>(&event)) {
+    if (message->kind == elastic::Message::Kind::Join) {
+      return; // this version admits nobody
+    }
+    const Incarnation& blamed =
+        message->culprit && *message->culprit != self_ ? *message->culprit : message->from; // else it is this process
+    const View& view = agreement_->view();
+    why_ = record(
+        Agreement::changesMembers(message->cause) && message->culprit ? message->cause : ErrorCode::ConnectionReset,
+        who(view, message->from) + " says that the members change: " + who(view, blamed) + " seems to be gone.",
+        "");
+    why_.summary[0] = static_cast<char>(std::toupper(why_.summary[0]));
+    why_.peer = view.position(blamed);
+    agreement_->received(*message, now);
+  } else if (const auto* const failed = std::get_if<Failed>(&event)) {
+    handleFailure(failed->epoch, failed->record, now);
+  } else if (const auto* const missed = std::get_if<NotMet>(&event)) {
+    bool is_known = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      is_known = over_;
+    }
+    if (!is_known) {
+      ErrorRecord record = missed->record;
+      record.code = asFailure(record.code);
+      handleFailure(missed->epoch, record, now);
+    }
+  } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
+    agreement_->sealed(now);
+  }
+}
+
+void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now) {
+  const View& view = agreement_->view();
+  if (epoch != view.epoch) {
+    return;
+  }
+  if (!Agreement::changesMembers(record.code)) {
+    failWith(record);
+    agreement_->close(now); // the others have the same error, or go on without this rank
+    return;
+  }
+  why_ = record;
+  if (blamesPeer(record, view, view.position(self_))) {
+    const Incarnation peer = view.members[static_cast<size_t>(record.peer)]; // a copy: the view may change
+    agreement_->failed(record.code, peer, now);
+  } else { // the others believe that of this process, and will answer
+    why_.code = ErrorCode::ConnectionReset;
+    agreement_->failed(ErrorCode::ConnectionReset, someOther(), now);
+  }
+}
+
+void AgreementDriver::act() {
+  for (Agreement::Action& action : agreement_->takeActions()) {
+    switch (action.kind) {
+      case Agreement::Action::Kind::Send: {
+        const std::string bytes = encode(*action.message);
+        for (const Incarnation& to : action.to) {
+          if (const auto member = members_by_name_.find(to);
+              member != members_by_name_.end() && member->second.outbox != nullptr) {
+            member->second.outbox->push(bytes);
+          }
+        }
+        break;
+      }
+      case Agreement::Action::Kind::Keep:
+        if (kept_ != nullptr) {
+          kept_->keep(*action.record);
+        }
+        break;
+      case Agreement::Action::Kind::Seal:
+        seal();
+        break;
+      case Agreement::Action::Kind::Install:
+        install(action.view);
+        break;
+      case Agreement::Action::Kind::Link:
+        break; // this version admits nobody
+      case Agreement::Action::Kind::Raise:
+        raise(action);
+        break;
+    }
+  }
+}
+
+void AgreementDriver::seal() {
+  Job job;
+  job.kind = Job::Kind::Seal;
+  job.why = why_;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    over_ = true;
+    job.view = view_;
+    if (present_) {
+      job.old = std::exchange(present_, std::nullopt)->met;
+    }
+    if (meeting_ != nullptr) {
+      meeting_->abort(why_);
+    }
+  }
+  post(std::move(job));
+}
+
+void AgreementDriver::install(const View& view) {
+  elastic::StepLedger::Outcome outcome = elastic::StepLedger::Outcome::Nothing;
+  View before;
+  Job end; // of an epoch of which this process has learned only now that it is over
+  end.kind = Job::Kind::Seal;
+  end.why = why_;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    before = std::exchange(view_, view);
+    over_ = false;
+    end.view = before;
+    if (present_) {
+      end.old = std::exchange(present_, std::nullopt)->met;
+    }
+    if (meeting_ != nullptr) {
+      meeting_->abort(why_);
+    }
+    outcome = ledger_.install(view);
+  }
+  changed_.notify_all();
+  if (end.old.group != nullptr) {
+    post(std::move(end));
+  }
+  Job meet;
+  meet.kind = Job::Kind::Meet;
+  meet.view = view;
+  post(std::move(meet));
+
+  std::string gone;
+  for (const Incarnation& member : before.members) {
+    if (!view.has(member)) {
+      gone += (gone.empty() ? "" : ", ") + who(before, member);
+    }
+  }
+  std::string line = "elastic group " + members_.config().rendezvous.group_name + ", epoch " +
+      std::to_string(view.epoch) + ": " + (gone.empty() ? "a connection broke and nobody is gone" : "without " + gone) +
+      " (" + errorCodeName(view.cause) + "). " + std::to_string(view.members.size()) + " of " +
+      std::to_string(before.members.size()) + " members go on, this one as rank " +
+      std::to_string(view.position(self_));
+  switch (outcome) {
+    case elastic::StepLedger::Outcome::Commit:
+      line += "; all of them had finished step " + std::to_string(view.step) + ", which counts";
+      break;
+    case elastic::StepLedger::Outcome::Redo:
+      line += "; step " + std::to_string(view.step + 1) + " is summed again";
+      break;
+    case elastic::StepLedger::Outcome::Nothing:
+      line += "; step " + std::to_string(view.step + 1) + " is next";
+      break;
+  }
+  log(view.cause == ErrorCode::PeerLeft ? LogLevel::Info : LogLevel::Warn, line);
+}
+
+void AgreementDriver::raise(const Agreement::Action& action) {
+  const View view = agreement_->view();
+  const auto list = [&](const std::vector<Incarnation>& members) {
+    std::string text;
+    for (const Incarnation& member : members) {
+      text += (text.empty() ? "" : ", ") + who(view, member);
+    }
+    return text;
+  };
+  const std::string epoch = "epoch " + std::to_string(view.epoch);
+  const std::string members = std::to_string(view.members.size()) + " members";
+  const std::string waited = std::to_string(config_.quorum_wait_ms) + " ms";
+  ErrorRecord error;
+  switch (action.error) {
+    case Agreement::Action::Error::QuorumLost:
+      error = record(
+          ErrorCode::QuorumLost,
+          "The members of an elastic group lost their quorum: of the " + members + " of " + epoch +
+              ", this rank did not reach " + list(action.missing) + " within " + waited +
+              ", and it may not go on without more than half of them.",
+          "see whether those ranks run and this host reaches theirs; restart from a checkpoint");
+      error.peer = action.missing.empty() ? -1 : view.position(action.missing.front());
+      break;
+    case Agreement::Action::Error::TooFew:
+      error = record(
+          ErrorCode::QuorumLost,
+          "An elastic group has too few ranks: " + members + " are left in " + epoch + " (" + list(view.members) +
+              "), and min_ranks is " + std::to_string(config_.min_ranks) + ".",
+          "restart from a checkpoint with more ranks, or set a smaller min_ranks");
+      break;
+    case Agreement::Action::Error::LeftBehind:
+      error = record(
+          ErrorCode::LeftBehind,
+          "The other members of an elastic group went on without this rank: it was in " + epoch + " with " +
+              list(view.members) + ", and they are in epoch " + std::to_string(action.view.epoch) +
+              ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
+          "end this process: its parameters are those of an earlier step");
+      break;
+    case Agreement::Action::Error::Left:
+    case Agreement::Action::Error::NotAdmitted:
+      error = record(ErrorCode::ShutDown, "This rank has left the elastic group.", "");
+      break;
+  }
+  error.rank = view.position(self_);
+  if (error.peer >= 0) {
+    error.peer_host = members_by_name_.at(view.members[static_cast<size_t>(error.peer)]).handle.host.hostname;
+  }
+  log(LogLevel::Warn, error.text());
+  failWith(std::move(error));
+}
+
+void AgreementDriver::farewell(TimePoint now) {
+  agreement_->close(now);
+  act();
+  const TimePoint end = now + kGoodbyes;
+  for (auto& [name, member] : members_by_name_) {
+    member.witness.reset();
+  }
+  const auto busy = [](const auto& entry) { return entry.second.outbox != nullptr && !entry.second.outbox->isIdle(); };
+  while (Clock::now() < end) {
+    wait(end); // it sends
+    if (std::none_of(members_by_name_.begin(), members_by_name_.end(), busy)) {
+      return;
+    }
+    (void)inbox_->take();
+  }
+}
+
+// ---- the groups' thread
+
+void AgreementDriver::post(Job job) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  changed_.notify_all();
+}
+
+void AgreementDriver::runJobs() noexcept {
+  for (;;) {
+    Job job;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return stop_jobs_ || !jobs_.empty(); });
+      if (jobs_.empty()) {
+        return;
+      }
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    try {
+      job.kind == Job::Kind::Seal ? sealNow(job) : meetNow(job);
+    } catch (const std::exception& exception) {
+      failWith(recordOf(exception, "the next epoch of the elastic group cannot begin"));
+    }
+  }
+}
+
+void AgreementDriver::sealNow(const Job& job) {
+  PYCOMM_FAULT_POINT("survive.seal");
+  if (job.old.group != nullptr) {
+    ErrorRecord why = job.why;
+    if (!job.old.group->fail(why, Deadline::after(kSealMs))) {
+      why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
+      if (!job.old.group->fail(why, Deadline::after(kSealMs))) {
+        job.old.group->close();
+      }
+    }
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (job.old.group != nullptr) {
+      retired_.push_back(job.old);
+    }
+    if (view_.epoch == job.view.epoch) {
+      (void)ledger_.seal();
+    }
+  }
+  inbox_->put(Sealed{job.view.epoch});
+}
+
+void AgreementDriver::meetNow(const Job& job) {
+  PYCOMM_FAULT_POINT("survive.meet");
+  JoinAbort abort;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (view_.epoch != job.view.epoch || over_ || error_ || stop_jobs_) {
+      return;
+    }
+    meeting_ = &abort;
+  }
+  std::optional<ErrorRecord> failure;
+  Epoch made;
+  try {
+    std::vector<std::string> handles;
+    for (const Incarnation& member : job.view.members) {
+      handles.push_back(members_by_name_.at(member).handle.text());
+    }
+    const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), handles);
+    const int patience_ms = members_.config().dead_after_ms + kMeetBeyondDeadMs;
+    made.number = job.view.epoch;
+    made.members = firstRanks(job.view);
+    made.met = members_.meet(plan, Deadline::after(patience_ms), abort);
+  } catch (const std::exception& exception) {
+    failure = recordOf(exception, "the members of the next epoch did not meet");
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    meeting_ = nullptr;
+    if (!failure) {
+      if (view_.epoch == job.view.epoch && !over_ && !error_) {
+        present_ = made;
+      } else {
+        retired_.push_back(made.met);
+      }
+    }
+  }
+  changed_.notify_all();
+  if (failure) {
+    inbox_->put(NotMet{job.view.epoch, *std::move(failure)});
+  } else {
+    watchFailure(made.met.group, job.view.epoch);
+  }
+  closeRetired();
+}
+
+void AgreementDriver::closeRetired() {
+  std::vector<Reconfigurable::Met> retired;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    retired.swap(retired_);
+  }
+  for (const Reconfigurable::Met& met : retired) {
+    met.group->close();
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,191 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "elastic/agreement.h"
+#include "elastic/step_ledger.h"
+#include "engine/engine.h"
+#include "engine/group.h"
+#include "engine/join_abort.h"
+#include "engine/reconfigurable.h"
+#include "engine/survive/kept_record.h"
+#include "engine/survive/outbox.h"
+
+namespace pycomm {
+
+/// Runs elastic::Agreement for one group of one process: gives it its events, and does what it decides.
+///
+/// Two threads, for as long as the object is open. The *agreement* thread owns the Agreement: it takes messages from the door and failures
+/// from the present Group, sends messages to other members' doors, waits for the ends of the processes of its host, and never waits for
+/// anything else. The *groups* thread does what takes time, one after the other: it ends the operations of an epoch (seal), and makes the next
+/// Group. So nothing here needs the program's threads, which may be busy for minutes.
+///
+/// A Group of an epoch is made with the epoch's number as the uuid of Reconfigurable::plan(). If that fails because a member has died, that
+/// is an event of the new epoch's agreement.
+///
+/// What a training thread may call is marked. Those throw the error that ended it all, again and again: Error(QuorumLost | LeftBehind) from
+/// the agreement, the Group's failure if that is one of the program, Error(ShutDown) after close(), Error(Forked) in a child of fork().
+class AgreementDriver final : public Engine::Maker {
+ public:
+  /// Of elastic::Agreement::Config.
+  struct Config {
+    size_t min_ranks = 1;
+    bool accept_split_brain = false;
+    int quorum_wait_ms = 10000;
+  };
+
+  /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
+  /// called twice. Throws what that throws, and Error(InvalidArgument) for a negative uuid. `members` outlives this.
+  [[nodiscard]] static std::shared_ptr<AgreementDriver> open(
+      Reconfigurable& members,
+      Reconfigurable::Met first,
+      const Config& config,
+      const std::function<void()>& wait_for_all);
+  /// Closes. Never in a child of fork(): there, keep the object.
+  ~AgreementDriver() override;
+  AgreementDriver(const AgreementDriver&) = delete;
+  AgreementDriver& operator=(const AgreementDriver&) = delete;
+
+  /// Leaves the group: says so to the other members, ends what is under way, joins the threads. Takes less than two seconds. Any thread but
+  /// the engine's.
+  void close() noexcept override;
+
+  // ---- the training thread
+
+  /// A Group that has come together.
+  struct Epoch {
+    uint64_t number = 0;
+    Reconfigurable::Met met;
+    std::vector<int> members; ///< by rank: the rank that each had in the first epoch
+  };
+  /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched.
+  [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
+  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over.
+  [[nodiscard]] bool finished(uint64_t epoch);
+  /// The commit round of this epoch has ended well. False if that comes too late.
+  [[nodiscard]] bool committed(uint64_t epoch);
+  /// After a failure in that epoch.
+  struct Verdict {
+    bool counts = false; ///< the step is committed
+    std::optional<Epoch> again; ///< else: it is launched again in this epoch
+  };
+  /// Waits until the members have agreed on the step, or the deadline: then nullopt. Only if `isOver()`, else it would wait for a failure.
+  [[nodiscard]] std::optional<Verdict> verdict(uint64_t epoch, Deadline deadline);
+  /// Whether the epoch has ended, or is about to, because its members change.
+  [[nodiscard]] bool isOver(const Epoch& epoch) const;
+  /// Steps that are committed.
+  [[nodiscard]] int64_t steps() const;
+
+ private:
+  /// What other threads hand to the agreement's.
+  class Inbox;
+  struct Failed {
+    uint64_t epoch;
+    ErrorRecord record;
+  };
+  struct Sealed {
+    uint64_t epoch;
+  };
+  struct NotMet {
+    uint64_t epoch;
+    ErrorRecord record;
+  };
+  using Event = std::variant<elastic::Message, Failed, Sealed, NotMet>;
+  struct Member {
+    MemberHandle handle;
+    int first_rank = 0;
+    std::unique_ptr<Outbox> outbox;
+    std::optional<Witness> witness; ///< of a process of this host that has not ended
+  };
+  struct Job {
+    enum class Kind { Seal, Meet } kind = Kind::Seal;
+    elastic::View view;
+    Reconfigurable::Met old; ///< of a seal: what is sealed; without a group if none had come together
+    ErrorRecord why; ///< of a seal
+  };
+
+  AgreementDriver(Reconfigurable& members, Reconfigurable::Met first, const Config& config);
+  void findWitnesses(const Group& group);
+  void start();
+
+  // ---- the agreement's thread
+  void run() noexcept;
+  void handle(Event event, TimePoint now);
+  void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
+  void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
+  void act();
+  void catchUp();
+  void seal();
+  void install(const elastic::View& view);
+  void raise(const elastic::Agreement::Action& action);
+  [[nodiscard]] elastic::Incarnation someOther() const;
+  void farewell(TimePoint now);
+  void wait(TimePoint until);
+  [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
+  [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
+  [[nodiscard]] std::string who(const elastic::View& view, const elastic::Incarnation& member) const;
+
+  // ---- the groups' thread
+  void runJobs() noexcept;
+  void sealNow(const Job& job);
+  void meetNow(const Job& job);
+  void closeRetired();
+
+  // ---- any thread
+  void post(Job job);
+  void failWith(ErrorRecord record);
+  void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
+  void refuseInChild() const;
+  [[nodiscard]] bool mayBegin() const noexcept { ///< with mutex_
+    return !over_ && present_ && view_.members.size() >= config_.min_ranks;
+  }
+  template <typename Ready>
+  [[nodiscard]] bool waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready);
+
+  Reconfigurable& members_;
+  Engine& engine_;
+  const Config config_;
+  const uint32_t forks_; ///< forkCount() of the process that this belongs to
+  const elastic::Incarnation self_;
+  const std::shared_ptr<Inbox> inbox_;
+
+  // The agreement thread's, once that runs:
+  std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
+  std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
+  std::unique_ptr<elastic::Agreement> agreement_;
+  ErrorRecord why_; ///< of the event that is being handled: why the epoch ends, if it does
+
+  mutable std::mutex mutex_; ///< guards the rest, but for the threads
+  std::condition_variable changed_;
+  elastic::StepLedger ledger_;
+  elastic::View view_;
+  bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided
+  std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
+  std::optional<ErrorRecord> error_; ///< why nothing more happens here
+  std::deque<Job> jobs_;
+  JoinAbort* meeting_ = nullptr; ///< of the meeting under way
+  std::vector<Reconfigurable::Met> retired_; ///< of earlier epochs, to be closed
+  int64_t launched_ = 0; ///< the step that the training thread has begun last
+  bool stop_jobs_ = false;
+
+  std::mutex close_mutex_; ///< guards closed_; held while closing
+  bool closed_ = false;
+  std::thread agreement_thread_;
+  std::thread groups_thread_;
+};
+
+} // namespace pycomm
