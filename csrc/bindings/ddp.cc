@@ -13,8 +13,6 @@
 #include <vector>
 
 #include "base/codec.h"
-#include "c10d/process_end.h"
-#include "c10d/python_errors.h"
 #include "c10d/without_gil.h"
 #include "ddp/reducer.h"
 #include "ddp/step_agreement.h"
@@ -26,64 +24,6 @@ namespace pycomm {
 namespace {
 
 using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
-
-/// The exception as an object of Python's, or None.
-py::object objectOf(const std::exception_ptr& error) {
-  try {
-    if (error != nullptr) {
-      std::rethrow_exception(error);
-    }
-    return py::none();
-  } catch (const py::error_already_set& python) {
-    return python.value();
-  } catch (const std::exception& other) {
-    return py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(other.what());
-  }
-}
-
-/// An agreement that Python implements: an object with begin(), which returns a bool, end(error), which returns whether to sum again,
-/// members() and close().
-class PythonAgreement final : public StepAgreement {
- public:
-  explicit PythonAgreement(py::object implementation) : implementation_(std::move(implementation)) {}
-  ~PythonAgreement() override {
-    if (mayTakeGil()) {
-      const py::gil_scoped_acquire gil;
-      implementation_ = py::object();
-    } else {
-      (void)implementation_.release();
-    }
-  }
-  PythonAgreement(const PythonAgreement&) = delete;
-  PythonAgreement& operator=(const PythonAgreement&) = delete;
-
-  bool begin() override {
-    const py::gil_scoped_acquire gil;
-    return implementation_.attr("begin")().cast<bool>();
-  }
-  Outcome end(const std::exception_ptr& error) override {
-    const py::gil_scoped_acquire gil;
-    return implementation_.attr("end")(objectOf(error)).cast<bool>() ? Outcome::Redo : Outcome::Commit;
-  }
-  [[nodiscard]] std::vector<int> members() const override {
-    const py::gil_scoped_acquire gil;
-    return implementation_.attr("members")().cast<std::vector<int>>();
-  }
-  void close() noexcept override {
-    if (!mayTakeGil()) {
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    try {
-      implementation_.attr("close")();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("StepAgreement.close");
-    }
-  }
-
- private:
-  py::object implementation_;
-};
 
 /// What a bucket is cast to, and what that is encoded as.
 std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::string>& wire) {
@@ -381,15 +321,6 @@ void bindReducer(py::module_& m) {
   defUnsupported(reducer, "_set_sparse_metadata", "metadata of sparse gradients");
 }
 
-void bindAgreement(py::module_& m) {
-  py::class_<StepAgreement, std::shared_ptr<StepAgreement>>(m, "StepAgreement")
-      .def(
-          py::init([](py::object implementation) -> std::shared_ptr<StepAgreement> {
-            return std::make_shared<PythonAgreement>(std::move(implementation));
-          }),
-          py::arg("implementation"));
-}
-
 void bindLogger(py::module_& m) {
   py::class_<DdpLogger, std::shared_ptr<DdpLogger>> logger(m, "DdpLogger");
   logger.def(py::init<std::shared_ptr<Reducer>>(), py::arg("reducer"))
@@ -405,7 +336,6 @@ void bindLogger(py::module_& m) {
 } // namespace
 
 void bindDdp(py::module_& m) {
-  bindAgreement(m); // the reducer takes one
   bindReducer(m);
   bindLogger(m);
 }

@@ -221,6 +221,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   // reducer_elastic.cc
   void beginStep();
   void launchFirst();
+  void lose(const std::exception& error);
   void adoptMembers();
   [[nodiscard]] bool agree();
   [[nodiscard]] bool sumAll();

@@ -319,11 +319,8 @@ void Reducer::launchFull() {
     if (pipeline_->launchFull() && used_.has_value()) {
       used_->launch(group_);
     }
-  } catch (const std::exception&) {
-    if (agreement_ == nullptr) {
-      throw;
-    }
-    lost_ = std::current_exception();
+  } catch (const std::exception& error) {
+    lose(error);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/python_errors.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
@@ -41,9 +42,18 @@ void Reducer::launchFirst() {
   }
   try {
     weights_->launch(*group_.get(), group_.device());
-  } catch (const std::exception&) {
-    lost_ = std::current_exception();
+  } catch (const std::exception& error) {
+    lose(error);
   }
+}
+
+// In a catch block: the step goes on without its sums if they failed, and the agreement says what becomes of it. All other errors are the
+// program's, as those of a signal handler, and are thrown on.
+void Reducer::lose(const std::exception& error) {
+  if (agreement_ == nullptr || !standsForSome(error)) {
+    throw;
+  }
+  lost_ = std::current_exception();
 }
 
 // The group has other members, or the same ones in a new epoch.
@@ -100,8 +110,8 @@ bool Reducer::sumAll() {
     }
     leader_.await();
     awaitFutures();
-  } catch (const std::exception&) {
-    lost_ = std::current_exception();
+  } catch (const std::exception& error) {
+    lose(error);
   }
   return true;
 }

