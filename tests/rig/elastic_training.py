@@ -54,9 +54,7 @@ def loss_of(model: Any, plan: Plan, member: int, step: int, number: int) -> torc
     return loss
 
 
-def exact(
-    module: Net, plan: Plan, members: tuple[int, ...], step: int
-) -> dict[str, torch.Tensor]:
+def exact(module: Net, plan: Plan, members: tuple[int, ...], step: int) -> dict[str, torch.Tensor]:
     """The averages over these members at the module's present parameters, added in float64."""
     sums: dict[str, Any] = {}
     passes = [(member, number) for member in members for number in range(plan.passes)]

@@ -82,9 +82,7 @@ KILLS = [
 
 @pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
 @pytest.mark.parametrize(("world_size", "dead", "plan"), KILLS)
-def test_a_rank_is_killed(
-    world_size: int, dead: int, plan: Plan, options: dict[str, Any]
-) -> None:
+def test_a_rank_is_killed(world_size: int, dead: int, plan: Plan, options: dict[str, Any]) -> None:
     with start(world_size, plan, options) as running:
         killed_s = kill_after(running, dead, "step 20")
         results = running.collect(90)
@@ -178,9 +176,10 @@ def test_an_error_of_the_program_is_raised_as_ever() -> None:
 
 def mismatched(rank: int, world_size: int) -> Any:
     """Rank 1 alone freezes a parameter."""
-    import pycomm
     from elastic_rig import Net, batch_of
     from rank_child import describe_exception
+
+    import pycomm
 
     model = pycomm.DistributedDataParallel(Net(), elastic=pycomm.Elastic())
     model(batch_of(rank, 0)).square().mean().backward()
