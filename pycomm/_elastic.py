@@ -65,7 +65,9 @@ class Elastic:
 class ElasticGroup:
     """The ranks that train together now: ``model.elastic``. Any thread may ask.
 
-    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them. ::
+    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them.
+
+    Example::
 
         if model.elastic.leader:  # in place of dist.get_rank() == 0, whose process may be gone
             torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
