@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "c10d/python_errors.h"
 #include "ddp/reducer.h"
 
@@ -78,6 +79,9 @@ bool Reducer::agree() {
     while (agreement_->end(lost_) == StepAgreement::Outcome::Redo) {
       redo();
       any = sumAll();
+    }
+    if (lost_ != nullptr) {
+      throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
     }
     return any;
   } catch (const std::exception& error) {
