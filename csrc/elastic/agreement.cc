@@ -165,6 +165,9 @@ TimePoint Agreement::chooseAt() const {
   if (proposal_->value) {
     return config_.accept_split_brain ? proposal_->since + window() : TimePoint::max();
   }
+  if (!proposal_->promised.test(static_cast<size_t>(self_))) {
+    return TimePoint::max(); // its own promise comes with its seal: without it, it would leave itself out
+  }
   TimePoint at = TimePoint::min();
   for (const Incarnation& other : others(true)) {
     const int position = view_.position(other);
