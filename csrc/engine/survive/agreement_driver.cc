@@ -452,6 +452,7 @@ void AgreementDriver::wait(TimePoint until) {
 void AgreementDriver::processEnded(const Incarnation& name, Member& member, TimePoint now) {
   const std::optional<elastic::Record> kept = member.witness->record();
   member.witness.reset();
+  member.ended = true;
   catchUp();
   const int rank = agreement_->view().position(name);
   why_ = record(
@@ -488,6 +489,7 @@ void AgreementDriver::handle(Event event, TimePoint now) {
         "");
     why_.summary[0] = static_cast<char>(std::toupper(why_.summary[0]));
     why_.peer = view.position(blamed);
+    trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
     agreement_->received(*message, now);
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
     handleFailure(failed->epoch, failed->record, now);
@@ -503,6 +505,7 @@ void AgreementDriver::handle(Event event, TimePoint now) {
       handleFailure(missed->epoch, record, now);
     }
   } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
+    trace("is sealed");
     agreement_->sealed(now);
   }
 }
@@ -520,7 +523,9 @@ void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, T
   why_ = record;
   if (blamesPeer(record, view, view.position(self_))) {
     const Incarnation peer = view.members[static_cast<size_t>(record.peer)]; // a copy: the view may change
-    agreement_->failed(record.code, peer, now);
+    // The end of a connection is not the end of the process, of which the kernel will say more. So its member is not given up in a hurry.
+    const bool is_open = record.code == ErrorCode::PeerDead && members_by_name_.at(peer).witness;
+    agreement_->failed(is_open ? ErrorCode::ConnectionReset : record.code, peer, now);
   } else { // the others believe that of this process, and will answer
     why_.code = ErrorCode::ConnectionReset;
     agreement_->failed(ErrorCode::ConnectionReset, someOther(), now);
@@ -532,6 +537,9 @@ void AgreementDriver::act() {
     switch (action.kind) {
       case Agreement::Action::Kind::Send: {
         const std::string bytes = encode(*action.message);
+        trace(
+            "sends message " + std::to_string(static_cast<int>(action.message->kind)) + " to " +
+            std::to_string(action.to.size()) + " members");
         for (const Incarnation& to : action.to) {
           if (const auto member = members_by_name_.find(to);
               member != members_by_name_.end() && member->second.outbox != nullptr) {
@@ -560,7 +568,14 @@ void AgreementDriver::act() {
   }
 }
 
+void AgreementDriver::trace(const std::string& what) const {
+  if (logEnabled(LogLevel::Trace)) {
+    log(LogLevel::Trace, "epoch " + std::to_string(agreement_->view().epoch) + " " + what);
+  }
+}
+
 void AgreementDriver::seal() {
+  trace("seals: " + why_.summary);
   Job job;
   job.kind = Job::Kind::Seal;
   job.why = why_;
@@ -609,7 +624,8 @@ void AgreementDriver::install(const View& view) {
   std::string gone;
   for (const Incarnation& member : before.members) {
     if (!view.has(member)) {
-      gone += (gone.empty() ? "" : ", ") + who(before, member);
+      gone += (gone.empty() ? "" : ", ") + who(before, member) +
+          (members_by_name_.at(member).ended ? ", whose process has ended" : "");
     }
   }
   std::string line = "elastic group " + members_.config().rendezvous.group_name + ", epoch " +

@@ -108,6 +108,7 @@ class AgreementDriver final : public Engine::Maker {
   struct Member {
     MemberHandle handle;
     int first_rank = 0;
+    bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
     std::optional<Witness> witness; ///< of a process of this host that has not ended
   };
@@ -129,6 +130,7 @@ class AgreementDriver final : public Engine::Maker {
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
   void act();
   void catchUp();
+  void trace(const std::string& what) const;
   void seal();
   void install(const elastic::View& view);
   void raise(const elastic::Agreement::Action& action);
