@@ -104,14 +104,15 @@ def test_families_hold_what_a_program_treats_alike() -> None:
         return {code for code, each in errors.BY_CODE.items() if issubclass(each, family)}
 
     gone = {"PEER_DEAD", "PEER_UNRESPONSIVE", "PEER_LEFT", "CONN_RESET"}
-    assert codes(errors.PeerError) == gone | {"CONNECT_FAILED"}
+    too_few = {"QUORUM_LOST", "LEFT_BEHIND"}
+    assert codes(errors.PeerError) == gone | too_few | {"CONNECT_FAILED"}
     joining = {"RENDEZVOUS_TIMEOUT", "STORE_LOST", "CONNECT_FAILED", "DUPLICATE_RANK"}
     assert codes(errors.RendezvousError) == joining
     assert codes(errors.ConfigError) == {"CONFIG_MISMATCH", "VERSION_MISMATCH", "NO_INTERFACE"}
     used_up = {"PORTS_EXHAUSTED", "OUT_OF_MEMORY", "TOO_MANY_FILES", "SHM_NO_SPACE"}
     assert codes(errors.ResourceError) == used_up
     assert codes(TimeoutError) == {"RENDEZVOUS_TIMEOUT", "TIMEOUT"}
-    assert codes(ConnectionError) == gone | {"STORE_LOST", "CONNECT_FAILED"}
+    assert codes(ConnectionError) == gone | too_few | {"STORE_LOST", "CONNECT_FAILED"}
     assert codes(MemoryError) == {"OUT_OF_MEMORY"}
 
 
