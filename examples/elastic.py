@@ -32,9 +32,7 @@ def run_rank(rank: int, folder: str) -> None:
     mine = slice(rank, 1400, 3)
 
     def die(_: torch.Tensor) -> None:
-        if (
-            rank == 0 and model.elastic.step == 35
-        ):  # the leader, in mid-step
+        if rank == 0 and model.elastic.step == 35:  # the leader, in mid-step
             os.kill(os.getpid(), signal.SIGKILL)
 
     net[0].weight.register_hook(die)

@@ -24,13 +24,17 @@ TOLERANCES: dict[str | None, float] = {
 }
 """With how much an average of this wire dtype may be wrong, of the largest gradient."""
 
+MOST_STEPS = 5000
+STEPS_AFTER = 15
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a rank trains."""
 
     wire: str | None = None
-    steps: int = 60
+    left: int = 1
+    """It ends when so few members have made some steps: how fast it is does not matter."""
     passes: int = 1
     """``accumulate``."""
     samples: bool = False
@@ -103,7 +107,9 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     error: Any = None
     mark("trains")
     try:
-        for step in range(plan.steps):
+        for step in range(MOST_STEPS):
+            if step >= STEPS_AFTER and len(members[-STEPS_AFTER]) <= plan.left:
+                break
             at[0] = step
             if plan.evaluates[:2] == (rank, step):
                 mark("evaluates")
