@@ -149,6 +149,13 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
   if (first.instance->uuid() < 0) {
     throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
   }
+  if (config_.min_ranks > static_cast<size_t>(first.instance->size())) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "An elastic group of " + std::to_string(first.instance->size()) +
+            " ranks cannot have min_ranks=" + std::to_string(config_.min_ranks) + ": no step could begin.",
+        "set a smaller min_ranks");
+  }
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
   const Visitor visitor = members_.visitor();
   for (int rank = 0; rank < first.instance->size(); ++rank) {

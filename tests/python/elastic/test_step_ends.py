@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
+import signal
 import socket
 import sys
 import threading
@@ -207,6 +209,167 @@ def test_with_a_secret(tmp_path: Path, options: dict[str, Any]) -> None:
         results = running.collect(60)
     values = survivors(results, [1])
     assert values[0]["left"] == [0, 2]
+
+
+# --- what is no death -----------------------------------------------------------------------------
+
+
+def leaves(rank: int, world_size: int, leaver: int) -> tuple[list[int], int]:
+    own, steps = open_steps(world_size, Plan())
+    for number in range(20):
+        if number == 10 and rank == leaver:
+            break
+        steps.begin()
+        while True:
+            raised: Exception | None = None
+            total = torch.ones(100)
+            try:
+                dist.all_reduce(total, group=own)
+            except Exception as caught:
+                raised = caught
+            if not steps.end(raised):
+                break
+    left = steps.members()
+    steps.close()
+    return left, int(total[0])
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_leaves_in_order(world_size: int, leaver: int) -> None:
+    """No process has ended: its goodbye says that it votes no more."""
+    with start_ranks(world_size, leaves, args=(leaver,), destroy=False) as running:
+        results = running.collect(60).check()
+    others = [rank for rank in range(world_size) if rank != leaver]
+    for rank in others:
+        assert results[rank].value == (others, len(others))
+
+
+def differs(rank: int, world_size: int) -> list[str]:
+    own, steps = open_steps(world_size, Plan())
+    step(own, steps)
+    steps.begin()
+    raised: Exception | None = None
+    try:
+        dist.all_reduce(torch.ones(100 + rank), group=own)
+    except Exception as caught:
+        raised = caught
+    assert isinstance(raised, pycomm.errors.CollectiveMismatchError)
+    seen = []
+    for call in (lambda: steps.end(raised), steps.begin, lambda: steps.end(None)):
+        try:
+            call()
+        except pycomm.errors.PycommError as error:
+            seen.append(str(error.code))
+    steps.close()
+    return seen
+
+
+def test_an_error_of_the_program_is_raised_on_all_ranks() -> None:
+    with start_ranks(3, differs, destroy=False) as running:
+        results = running.collect(60).check()
+    assert results.values() == [["COLLECTIVE_MISMATCH"] * 3] * 3
+
+
+def raises(rank: int, world_size: int) -> None:
+    """An exception of another kind, on one rank only, that no group has seen."""
+    own, steps = open_steps(world_size, Plan())
+    step(own, steps)
+    steps.begin()
+    with pytest.raises(ValueError, match="of the program"):
+        steps.end(ValueError("of the program"))
+    step(own, steps)
+    steps.close()
+
+
+def test_an_exception_that_is_no_failure_comes_back() -> None:
+    with start_ranks(2, raises, destroy=False) as running:
+        running.collect(60).check()
+
+
+def is_interrupted(rank: int, world_size: int) -> float:
+    own, steps = open_steps(world_size, Plan())
+    step(own, steps)
+    if rank == 1:
+        mark("waits")
+        time.sleep(2.0)
+        steps.close()
+        return 0.0
+    steps.begin()
+    mark("waits")
+    with pytest.raises(KeyboardInterrupt):
+        steps.end(None)  # the other one does not come
+    began_s = time.monotonic()
+    steps.close()
+    return time.monotonic() - began_s
+
+
+def test_a_signal_interrupts_the_commit_round() -> None:
+    with start_ranks(2, is_interrupted, destroy=False) as running:
+        for rank in (0, 1):
+            running.wait_for_mark(rank, "waits")
+        running.wait_until_asleep(0)
+        running.kill(0, signal.SIGINT)
+        results = running.collect(60)
+    assert [result.timed_out for result in results] == [False, False], results.describe()
+    assert results[0].value is not None, results.describe()
+    assert_within(results[0].value, 3.0)
+
+
+def dies_early(rank: int, world_size: int, when: str) -> str:
+    c10d: Any = dist.distributed_c10d
+    if rank == 1 and when == "before":
+        plain = c10d.all_gather_object
+
+        def gather(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        dist.all_gather_object = gather
+    elif rank == 1:
+        pycomm._extension.native.step_agreement = lambda *args, **kwargs: os.kill(  # type: ignore[attr-defined]
+            os.getpid(), signal.SIGKILL
+        )
+    try:
+        open_steps(world_size, Plan())
+    except pycomm.errors.PycommError as error:
+        return str(error.code)
+    return "none"
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_death_while_it_is_made_is_raised(when: str) -> None:
+    with start_ranks(3, dies_early, args=(when,), destroy=False) as running:
+        results = running.collect(60)
+    for rank in (0, 2):
+        assert results[rank].ok, results.describe()
+        assert results[rank].value == "PEER_DEAD", results.describe()
+
+
+# --- a stop among deaths --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_rank_is_stopped_while_the_others_agree(turn: int) -> None:
+    """Before, in or after the meeting of the next epoch, which cannot wait for it for ever."""
+    plan = Plan(steps=40, options={"heartbeat_timeout": 1.0})
+    with start_ranks(4, trains, args=(plan,), destroy=False) as running:
+        kill_after(running, 0, "step 10")
+        time.sleep(0.004 + 0.012 * turn + 0.01 * random.random())
+        stopped_s = running.kill(2, signal.SIGSTOP)
+        for rank in (1, 3):
+            running.wait_for_mark(rank, "step 39", 60)
+        took_s = time.monotonic() - stopped_s
+        running.kill(2, signal.SIGCONT)
+        results = running.collect(60)
+    values = [results[rank].value for rank in (1, 3)]
+    for value in values:
+        assert value["error"] is None, results.describe()
+        assert value["members"] == values[0]["members"]
+        assert value["left"] == [1, 3]
+    error = results[2].value["error"]
+    assert error is not None and error.is_a("LeftBehindError"), results.describe()
+    assert_within(took_s, 12.0, results.describe())
 
 
 # --- many epochs ----------------------------------------------------------------------------------
