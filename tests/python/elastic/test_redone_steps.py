@@ -28,7 +28,8 @@ class Case:
     wire: str | None
     passes: str = "one"
     """"one"; "no_sync": one more before it, which accumulates; "samples": of other sizes on each
-    rank, and at times none; "weightless": none anywhere in one step."""
+    rank, and at times none; "weightless": none anywhere in one step; "freeze": a parameter is
+    frozen for two steps."""
     unused: bool = False
     sparse: bool = False
     options: tuple[tuple[str, Any], ...] = ()
@@ -52,6 +53,7 @@ CASES = [
     Case("fp16", passes="samples", options=(("weight", "samples"),)),
     Case("int8", passes="samples", options=(("weight", "samples"), ("accumulate", 2))),
     Case("int8", passes="weightless", options=(("weight", "samples"),)),
+    Case("int8", passes="freeze"),
     Case(None, options=(("broadcast_buffers", False),)),
 ]
 
@@ -103,6 +105,8 @@ def trace(case: Case, rank: int, elastic: Any) -> Trace:
     steps = []
     for step in range(STEPS):
         optimizer.zero_grad()
+        if case.passes == "freeze":
+            model.module.wide.weight.requires_grad_(step not in (2, 3))
         if case.passes == "no_sync":
             with model.no_sync():
                 run_pass(model, case, rank, step, 9)
