@@ -43,7 +43,8 @@ def run_rank(rank: int, folder: str) -> None:
     with torch.no_grad():
         accuracy = (net(images[1400:]).argmax(1) == labels[1400:]).float().mean()
     bits = float(sum(each.detach().double().abs().sum() for each in net.parameters()))
-    print(f"rank {rank}: {model.elastic.step} steps, members {model.elastic.members}, {bits!r}")
+    line = f"rank {rank}: {model.elastic.step} steps, members {model.elastic.members}, {bits!r}\n"
+    print(line, end="", flush=True)  # at once: ranks write to one terminal
     if model.elastic.leader:  # rank 0 is gone: the first of those that are left
         print(f"rank {rank} is the leader: test accuracy {accuracy:.1%}", flush=True)
     dist.destroy_process_group()
