@@ -34,6 +34,7 @@ from pycomm.options import Options, Reconfigurable
 
 if TYPE_CHECKING:
     from pycomm import report
+    from pycomm._elastic import Elastic
     from pycomm.balanced_sampler import BalancedSampler
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
@@ -47,6 +48,7 @@ __all__ = [
     "CodecStats",
     "DiLoCo",
     "DistributedDataParallel",
+    "Elastic",
     "GroupRecord",
     "LocalSGD",
     "OperationRecord",
@@ -84,6 +86,7 @@ _LATER = {
     "BalancedSampler": "balanced_sampler",
     "DiLoCo": "local_sgd",
     "DistributedDataParallel": "ddp",
+    "Elastic": "_elastic",
     "LocalSGD": "local_sgd",
     "ParameterClient": "service",
     "ParameterServer": "service",

@@ -12,6 +12,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from pycomm._averaging import average_
 from pycomm._ddp_options import reducible
 from pycomm._ddp_weights import Weighed
+from pycomm._elastic import Elastic, refuse
 from pycomm.errors import CollectiveMismatchError, UnsupportedError
 
 # A new reducer, and one whose state was reset, counts a static graph's gradients in its next pass.
@@ -24,6 +25,7 @@ class BetweenSteps(Weighed):
 
     reducer: Any
     _sync_every: int
+    _elastic: Elastic | None = None
     _unsynced: set[str]
     global_group: Any
     _places: list[tuple[nn.Module, str, nn.Parameter, str]]
@@ -39,6 +41,7 @@ class BetweenSteps(Weighed):
                 "a DistributedDataParallel with sync_every above 1 has a group of its own, and "
                 "cannot be copied or pickled. Try: its .module, which can"
             )
+        self._not_elastic("a copy or a pickle of the wrapper", "its .module")
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return state
 
@@ -51,6 +54,7 @@ class BetweenSteps(Weighed):
                 "a wrapper with sync_every keeps its process group, since its host's group belongs "
                 "to it: wrap the module anew with the new group"
             )
+        self._not_elastic("another process group", "the module wrapped anew")
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
         self.__dict__.update(_FIRST_PASS)
 
@@ -110,6 +114,8 @@ class BetweenSteps(Weighed):
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._hand_over_buffers()
         # Before torch's part, which may put a node of its own behind these outputs.
         if torch.is_grad_enabled() and not self._use_python_reducer:
             tensors = _find_tensors(output)  # type: ignore[no-untyped-call]
@@ -119,7 +125,22 @@ class BetweenSteps(Weighed):
             )
         return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
+    def _hand_over_buffers(self) -> None:
+        if self._elastic is not None and self.broadcast_buffers and self.modules_buffers:
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+            self.reducer.set_buffers(self.modules_buffers)
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Any, *args: Any, **options: Any) -> None:
+        self._not_elastic("a buffer comm hook", "broadcast_buffers")
+        super()._register_buffer_comm_hook(state, hook, *args, **options)
+
+    def _not_elastic(self, what: str, instead: str) -> None:
+        if self._elastic is not None:
+            refuse(what, "its ranks may die, and it is no part of a step", instead)
+
     def _sync_buffers(self) -> None:
+        if self._elastic is not None:
+            return  # they are part of the step
         try:
             super()._sync_buffers()  # type: ignore[no-untyped-call]
         except CollectiveMismatchError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,10 @@ from pycomm._backend import (
     native_backend,
     next_number,
 )
+from pycomm._settings import OFF
 from pycomm._wire_patterns import ENCODED, Named
 from pycomm.errors import UnsupportedError
+from pycomm.options import Options, Reconfigurable
 
 logger = logging.getLogger("pycomm")
 _codecs_reported: set[str] = set()
@@ -133,18 +136,40 @@ def host_group(group: Any) -> Any:
     ranks: Sequence[int] = dist.get_process_group_ranks(group)
     mine = hosts[dist.get_rank(group)]
     members = [rank for rank, host in zip(ranks, hosts, strict=True) if host == mine]
+    name = f"{group.group_name}_host{hosts.index(mine)}_{next_number(group, 'host group')}"
+    options, timeout = _options_and_timeout(group)
+    return _own_group(members, dist.get_backend(group), name, options, timeout)
+
+
+def elastic_group(group: Any) -> Any:
+    """A group of the same ranks, whose members can change: it has none until reconfigure().
+
+    It has the options and the timeout of ``group``, which is pycomm's, but for those that need a
+    store for as long as the group is.
+    """
+    options, timeout = _options_and_timeout(group)
+    given = {each.name: getattr(options or Options(), each.name) for each in fields(Options)}
+    changing = Reconfigurable(
+        **{**given, "check_call_sites": False, "preflight": False, "metrics_dir": OFF}
+    )
+    name = f"{group.group_name}_elastic_{next_number(group, 'elastic group')}"
+    return _own_group(dist.get_process_group_ranks(group), "pycomm", name, changing, timeout)
+
+
+def _own_group(
+    members: Sequence[int], backend: str, name: str, options: Any, timeout: timedelta
+) -> Any:
+    """A group of these ranks of the job, all of which call this."""
     # Not new_group(): ranks that are not in the group do not call this. And with local
     # synchronization torch takes the name from the number of this rank's groups, which may be
     # another on the other ranks.
-    name = f"{group.group_name}_host{hosts.index(mine)}_{next_number(group, 'host group')}"
     c10d: Any = dist.distributed_c10d
     world: Any = dist.group.WORLD
-    options, timeout = _options_and_timeout(group)
     made, _ = c10d._new_process_group_helper(
         len(members),
         members.index(dist.get_rank()),
         members,
-        dist.get_backend(group),
+        backend,
         c10d._world.pg_map[world][1],
         name,
         backend_options=options,

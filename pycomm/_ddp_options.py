@@ -45,6 +45,7 @@ _OURS = {
     "accumulate": 1,
     "sync_every": 1,
     "weight": None,
+    "elastic": None,
 }
 """The options that torch's constructor has not, with their defaults."""
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"

@@ -15,6 +15,9 @@ AS_COUNTED = (
     "underflowed_buckets",
     "nonfinite_buckets",
     "forgotten_residuals",
+    "redone_steps",
+    "lost_ranks",
+    "epochs",
     "shared_nbytes",
 )
 """The counters that the reducer has under the same name."""
@@ -73,6 +76,12 @@ class DDPStats:
     """fp16 buckets with Inf or NaN among some rank's gradients before they were packed."""
     forgotten_residuals: int
     """Steps with an average that was not finite, after which error feedback kept nothing."""
+    redone_steps: int
+    """With ``elastic``: times that all buckets of a step were summed again."""
+    lost_ranks: int
+    """With ``elastic``: ranks that have gone since the model was wrapped."""
+    epochs: int
+    """With ``elastic``: the groups that there have been, the present one included; else 0."""
     shared_nbytes: int
     """Of the buckets as they are now, what the other ranks of this host reach in place; 0 where the
     ranks are on several hosts, or share no memory."""

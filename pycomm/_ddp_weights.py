@@ -139,6 +139,8 @@ class Weighed(TorchDDP):
     reducer: Any
     _sync_every: int
     _weight: str | None = None
+    _hand_over_buffers: Any
+    _not_elastic: Any
     _forward_weight = 1.0
     _counted = False
     _before_forward: Any = None
@@ -205,6 +207,7 @@ class Weighed(TorchDDP):
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = self.require_backward_grad_sync
+        self._hand_over_buffers()
         self.reducer.pass_without_batch(self.require_backward_grad_sync)
 
     @property
@@ -212,10 +215,12 @@ class Weighed(TorchDDP):
         """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``.
 
         Raises:
-            UnsupportedError: With ``sync_every``, and for parameters on a CUDA device.
+            UnsupportedError: With ``sync_every`` or ``elastic``, and for parameters on a CUDA
+                device.
         """
         if self._weight is None:
             return None
+        self._not_elastic("BalancedSampler", "batches of chosen sizes")
         if self._sync_every > 1:
             raise UnsupportedError(
                 "BalancedSampler cannot follow a wrapper with sync_every yet, whose steps only the "

@@ -158,6 +158,8 @@ def _add_stats(out: MetricsText, labels: Mapping[str, str], stats: DDPStats) -> 
         "nonfinite_buckets": stats.nonfinite_buckets,
         "forgotten_residuals": stats.forgotten_residuals,
         "codec_overflows": stats.codec_overflows,
+        "redone_steps": stats.redone_steps,
+        "lost_ranks": stats.lost_ranks,
     }
     for name, value in values.items():
         out.add(f"pycomm_ddp_{name}_total", value, **labels)

@@ -57,6 +57,14 @@ METRICS: dict[str, tuple[str, str]] = {
         _COUNTER,
         "Finite values that became infinite in int8 on this rank.",
     ),
+    "pycomm_ddp_redone_steps_total": (
+        _COUNTER,
+        "Times that a step was summed again after a failure (elastic).",
+    ),
+    "pycomm_ddp_lost_ranks_total": (
+        _COUNTER,
+        "Ranks that have gone since the model was wrapped (elastic).",
+    ),
 }
 
 

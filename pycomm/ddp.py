@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from pycomm import _extension
+from pycomm import _elastic, _extension
 from pycomm._averaging import ring_nbytes
 from pycomm._ddp_between_steps import BetweenSteps
 from pycomm._ddp_group import (
@@ -45,12 +45,13 @@ from pycomm._ddp_options import (
 )
 from pycomm._ddp_stats import AS_COUNTED, DDPStats, add_wrapper
 from pycomm._ddp_weights import check_weight
+from pycomm._elastic import Elastic, ElasticGroup
 from pycomm._model_check import check_same_on_all_ranks
 from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats
 from pycomm.errors import UnsupportedError
 
-__all__ = ["DDPStats", "DistributedDataParallel"]
+__all__ = ["DDPStats", "DistributedDataParallel", "ElasticGroup"]
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 _MIB = 1024 * 1024
@@ -97,7 +98,10 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             all ranks: averages are those of one process with all batches. Losses are means over
             samples. A batch is counted by the first dimension of what ``forward()`` gets; else set
             ``samples``. A rank without a batch calls ``no_batch()``. None: all ranks count alike.
-        gradient_as_bucket_view: True by default here.
+        elastic: A ``pycomm.Elastic``: the training goes on when ranks die. The wrapper then has a
+            group of its own, see the attribute ``elastic``; docs/elastic.md says what does not go
+            with it. None: the first failure ends the training.
+        gradient_as_bucket_view: True by default here; with ``elastic`` it is False.
         bucket_cap_mb: Buckets hold 4 MiB by default here, 25 MiB if NCCL moves them; the first and
             the last one 1 MiB.
 
@@ -116,6 +120,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     """
 
     _by_nccl = False
+    _own_group: Any = None  # of a wrapper pickled before the attribute had this name
     _drops_nonfinite_steps = True  # of a wrapper pickled before the option existed
 
     reducer: Any
@@ -134,7 +139,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
         *args: Any,
         wire_dtype: WireDtype = None,
@@ -143,8 +148,17 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         accumulate: int = 1,
         sync_every: int = 1,
         weight: str | None = None,
+        elastic: Elastic | None = None,
         **kwargs: Any,
     ) -> None:
+        _elastic.check_elastic(
+            elastic,
+            module,
+            sync_every=sync_every,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        if gradient_as_bucket_view is None:
+            gradient_as_bucket_view = elastic is None
         spelled = {
             "device_ids": device_ids,
             "output_device": output_device,
@@ -172,10 +186,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._accumulate = accumulate
         self._sync_every = sync_every
         self._weight = weight
+        self._elastic = elastic
         self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
-        self._host_group: Any = None
+        self._own_group: Any = None  # of sync_every and elastic
+        self._elastic_group: ElasticGroup | None = None
         self._steps_at_sync = self._syncs = 0
         self._unsynced: set[str] = set()  # parameters trained since the last sync
         self._wires: dict[torch.Tensor, str | None] = {}
@@ -187,13 +203,18 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if sync_every > 1:
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
             self.global_group = self.process_group
-            self.process_group = self._host_group
+            self.process_group = self._own_group
             from pycomm._ddp_sync import sync_when_due
 
             self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
         self._overflows_before = self._overflows()  # of the group that reduces
         add_wrapper(self)
+
+    @property
+    def elastic(self) -> ElasticGroup | None:
+        """With ``elastic=``: the ranks that train together now. None without it."""
+        return self._elastic_group
 
     def stats(self) -> DDPStats:
         """Counters since construction. Never blocks: any thread, signal handler or hook may ask.
@@ -202,7 +223,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """
         check_python_reducer(self, "stats()")
         raw = self.reducer.stats()
-        everyone = self.global_group if self._sync_every > 1 else self.process_group
+        everyone = self.global_group if self._sync_every > 1 else self._reducing_group()
         world_size = dist.get_world_size(everyone)
         # Between hosts, if that is not the same as inside them.
         handed = self._sync_wire_nbytes if self._sync_every > 1 else raw.wire_nbytes
@@ -222,7 +243,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     def _overflows(self) -> int:
         if not any(wire in ENCODED for wire in self._wires.values()):
             return 0
-        return codec_stats(self.process_group).overflows
+        return codec_stats(self._reducing_group()).overflows
 
     def sync(self) -> None:
         """With ``sync_every``: averages parameters over all ranks now. Collective, blocks.
@@ -317,8 +338,10 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
         Raises:
             RuntimeError: There is a hook already, or training has begun.
-            UnsupportedError: ``wire_dtype`` is set, and the hook's group is not pycomm's.
+            UnsupportedError: ``wire_dtype`` is set, and the hook's group is not pycomm's; or
+                ``elastic`` is.
         """
+        self._not_elastic("a comm hook", "wire_dtype=")
         self._check_comm_hook(hook)
         from pycomm.comm_hooks import group_of_hook, ordered
 
@@ -339,6 +362,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """ALLREDUCE is the default; FP16_COMPRESS is ``wire_dtype="fp16"``."""
+        self._not_elastic("a comm hook", "wire_dtype=")
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:  # type: ignore[attr-defined]
             check_python_reducer(self, "FP16_COMPRESS")
             trained = reducible(self.module, self.parameters_to_ignore)
@@ -355,7 +379,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                 self.reducer.share_store(store)
 
     def _reducing_group(self) -> Any:
-        return self.process_group if self._host_group is None else self._host_group
+        return self.process_group if self._own_group is None else self._own_group
 
     def _codec_of(self, bucket: GradBucket) -> str | None:
         return self._wires[bucket.parameters()[0]]  # a bucket has one wire dtype
@@ -376,10 +400,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         As torch's method of this name.
 
         Raises:
-            UnsupportedError: ``sync_every`` is above 1, or torch's Python reducer averages.
+            UnsupportedError: ``sync_every`` is above 1, ``elastic`` is set, or torch's Python
+                reducer averages.
         """
         if enable:
             check_python_reducer(self, "join()")
+            self._not_elastic("join()", 'weight="samples", and model.no_batch() without a batch')
         if enable and self._weight is not None:
             raise UnsupportedError(
                 f'join() cannot follow weight="{self._weight}": a rank that has run out of data '
@@ -398,6 +424,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self.parameters_to_ignore = set(all_names(self.module, self.parameters_to_ignore))
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         check_python_reducer(self)
+        if self._elastic is not None:
+            need_pycomm(self.process_group, "elastic=")
         names = names_of(self.module, parameters)
         if self._check_ranks_agree:
             self._check_ranks_agree = False
@@ -411,6 +439,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "accumulate": self._accumulate,
                     "sync_every": self._sync_every,
                     "weight": self._weight,
+                    "elastic": self._elastic,
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,
@@ -431,7 +460,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     ) -> None:
         native = _extension.native
         if self._sync_every > 1:
-            self._host_group = host_group(self.process_group)
+            self._own_group = host_group(self.process_group)
+        agreement = None
+        if self._elastic is not None:
+            self._own_group = _elastic.make_group(self.process_group, self._elastic)
+            agreement = _elastic.make_agreement(self._own_group, self._elastic)
         everything = (
             {} if self._use_python_reducer else reducible(self.module, self.parameters_to_ignore)
         )
@@ -465,7 +498,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             weighs=self._weight is not None,
             may_be_weightless=self._sync_every > 1,  # other hosts may have samples
             cuda_library=str(_extension.CUDA_LIBRARY),
+            agreement=agreement,
         )
+        self._elastic_group = None if agreement is None else ElasticGroup(self.reducer)
         self.logger = native.DdpLogger(self.reducer)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,

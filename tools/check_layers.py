@@ -134,7 +134,6 @@ PYTHON_FLOORS = [
     {"_backend"},
     {
         "_ddp_group",
-        "_ddp_between_steps",
         "_ddp_sync",
         "_shared",
         "_barrier",
@@ -142,7 +141,8 @@ PYTHON_FLOORS = [
         "codecs",
         "sync_batch_norm",
     },
-    {"_compression"},
+    {"_compression", "_elastic"},
+    {"_ddp_between_steps"},
     {"comm_hooks"},
     {"ddp"},
     {"_outer_step"},

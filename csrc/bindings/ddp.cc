@@ -16,6 +16,7 @@
 #include "base/codec.h"
 #include "c10d/without_gil.h"
 #include "ddp/reducer.h"
+#include "ddp/step_agreement.h"
 #include "ddp/steps.h"
 
 namespace py = pybind11;
@@ -156,7 +157,8 @@ std::shared_ptr<Reducer> makeReducer(
     bool drops_nonfinite_steps,
     bool weighs,
     bool may_be_weightless,
-    std::string cuda_library) {
+    std::string cuda_library,
+    const std::optional<std::shared_ptr<StepAgreement>>& agreement) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
       "one name, wire dtype and answer to sparse a parameter");
@@ -175,8 +177,14 @@ std::shared_ptr<Reducer> makeReducer(
   options.weighs = weighs;
   options.may_be_weightless = may_be_weightless;
   options.cuda_library = std::move(cuda_library);
+  options.elastic = agreement.has_value();
   return std::make_shared<Reducer>(
-      std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
+      std::move(reduced),
+      std::move(group),
+      std::move(options),
+      backend.value_or(nullptr),
+      store.value_or(nullptr),
+      agreement.value_or(nullptr));
 }
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
@@ -231,6 +239,9 @@ void bindReducer(py::module_& m) {
       .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets)
       .def_readonly("forgotten_residuals", &ReducerStats::forgotten_residuals)
       .def_readonly("accumulated", &ReducerStats::accumulated)
+      .def_readonly("redone_steps", &ReducerStats::redone_steps)
+      .def_readonly("lost_ranks", &ReducerStats::lost_ranks)
+      .def_readonly("epochs", &ReducerStats::epochs)
       .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes);
 
   ReducerClass reducer(m, "Reducer");
@@ -254,7 +265,8 @@ void bindReducer(py::module_& m) {
           py::arg("drops_nonfinite_steps"),
           py::arg("weighs"),
           py::arg("may_be_weightless"),
-          py::arg("cuda_library"))
+          py::arg("cuda_library"),
+          py::arg("agreement"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
           "mark_forward",
@@ -323,6 +335,8 @@ void bindReducer(py::module_& m) {
           torch::wrap_pybind_function_no_gil(&Reducer::updateProcessGroup),
           py::arg("new_process_group"))
       .def("share_store", torch::wrap_pybind_function_no_gil(&Reducer::shareStore), py::arg("store"))
+      .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
+      .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
       .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed

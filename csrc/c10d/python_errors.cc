@@ -70,6 +70,16 @@ bool standsFor(const std::exception& error, ErrorCode code) {
   return types && types.contains(name) && py::isinstance(python->value(), types[name]);
 }
 
+bool standsForSome(const std::exception& error) {
+  const auto* python = dynamic_cast<const py::error_already_set*>(&error);
+  if (python == nullptr || !mayTakeGil()) {
+    return false;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object& types = exceptionTypes();
+  return types && py::isinstance(python->value(), py::tuple(types.attr("values")()));
+}
+
 void addNote(const std::exception& error, const std::string& note) {
   const auto* python = dynamic_cast<const py::error_already_set*>(&error);
   if (python == nullptr || !mayTakeGil()) {

@@ -16,6 +16,9 @@ namespace pycomm {
 /// Whether this is the Python exception for `code`.
 [[nodiscard]] bool standsFor(const std::exception& error, ErrorCode code);
 
+/// Whether this is one of pycomm's own Python exceptions: no signal handler's, nor a hook's.
+[[nodiscard]] bool standsForSome(const std::exception& error);
+
 /// As BaseException.add_note() of Python 3.11; older tracebacks do not show it. Does nothing to an exception that is not Python's.
 void addNote(const std::exception& error, const std::string& note);
 

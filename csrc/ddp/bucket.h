@@ -78,6 +78,10 @@ class Bucket {
   /// The same in a shadow step: of the slots that no rank has used. Their .grad is what it was, and what the codec has delivered for them
   /// goes back into error feedback: each rank takes what it packed out of its residual, and rank 0 adds the sum, whatever ranks have data.
   void takeBack(const std::vector<size_t>& slots);
+  /// See Wire::takeResidual(). Before takeBack() and write().
+  void takeResidual() noexcept {
+    wire_->takeResidual();
+  }
   /// The step is over on all buckets: see Wire::commit().
   std::optional<int> commit() noexcept {
     return wire_->commit();

@@ -155,6 +155,18 @@ void BucketPipeline::finishAll(const IsUsed& is_used) {
   }
 }
 
+void BucketPipeline::awaitAll() {
+  for (; first_unfinished_ < buckets_.all().size(); ++first_unfinished_) {
+    awaitFirst();
+  }
+}
+
+void BucketPipeline::writeAll(const IsUsed& is_used) {
+  for (size_t index = 0; index < buckets_.all().size(); ++index) {
+    write(index, is_used);
+  }
+}
+
 std::string BucketPipeline::awaited() const {
   const std::vector<std::vector<std::string>> names = buckets_.names();
   if (first_unfinished_ == names.size()) {
@@ -202,12 +214,21 @@ void BucketPipeline::await(size_t index) {
 }
 
 void BucketPipeline::finishFirst(const IsUsed& is_used) {
-  const size_t index = first_unfinished_;
-  Bucket& bucket = buckets_.all()[index];
-  await(index);
+  awaitFirst();
+  write(first_unfinished_, is_used);
+  ++first_unfinished_;
+}
+
+void BucketPipeline::awaitFirst() {
+  await(first_unfinished_);
   if (looks_) {
-    lookAt(bucket.sums());
+    lookAt(buckets_.all()[first_unfinished_].sums());
   }
+}
+
+void BucketPipeline::write(size_t index, const IsUsed& is_used) {
+  Bucket& bucket = buckets_.all()[index];
+  bucket.takeResidual();
   std::vector<size_t> used;
   std::vector<size_t> unused;
   for (size_t slot = 0; slot < bucket.slots().size(); ++slot) {
@@ -216,7 +237,6 @@ void BucketPipeline::finishFirst(const IsUsed& is_used) {
   bucket.takeBack(unused);
   bucket.write(used);
   recorder_.unpacked(index);
-  ++first_unfinished_;
 }
 
 void BucketPipeline::lookAt(const at::Tensor& sums) {

@@ -16,9 +16,9 @@ namespace pycomm {
 /// The buckets of a reducer in one step. A bucket is launched when it and all buckets before it are full.
 /// Buckets are finished in the order of launching. All ranks do both in the same order.
 ///
-///     begin() -> [packAhead() ... -> setRatio() ->] pack() each gradient, launchFull() -> finishAll()
+///     begin() -> [packAhead() ... -> setRatio() ->] pack() each gradient, launchFull() -> finishAll(), or awaitAll() -> writeAll()
 ///
-/// finishEnded() may come in between. After an error, begin() again is not enough: the network may still write into the buckets, which
+/// finishEnded() may come before finishAll(). After an error, begin() again is not enough: the network may still write into the buckets, which
 /// have to be cut again.
 ///
 /// A full bucket is reduced by an all-reduce with SUM, once more if its scale was wrong; or by a comm hook, as torch's wrapper runs it: the hook
@@ -71,8 +71,11 @@ class BucketPipeline {
   /// layer's gradient gets that memory while it is still in the cache. If it is freed at the end of backward, it goes back to the system,
   /// and the next step has a page fault for every page of every gradient.
   void finishEnded(const IsUsed& is_used);
-  /// Waits for all buckets.
+  /// Waits for all buckets, and writes the averages of each as it comes.
   void finishAll(const IsUsed& is_used);
+  /// The same in two: first the sums of all buckets, which change nothing that a program or the next step sees, and then their averages.
+  void awaitAll();
+  void writeAll(const IsUsed& is_used);
   /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
   [[nodiscard]] std::string awaited() const;
 
@@ -90,8 +93,10 @@ class BucketPipeline {
   void beginStep();
   void launch(size_t index);
   [[nodiscard]] bool firstHasEnded() const;
-  void await(size_t index);
   void finishFirst(const IsUsed& is_used);
+  void awaitFirst();
+  void await(size_t index);
+  void write(size_t index, const IsUsed& is_used);
   void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;

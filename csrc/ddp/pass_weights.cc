@@ -230,6 +230,7 @@ void PassWeights::takeShare(at::Tensor& grad, at::Tensor& before) const {
 }
 
 void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
+  weightless_ = false; // of a step that is summed again
   rows_ = at::zeros({group.getSize() * kWords}, at::kLong);
   auto* row = rows_.mutable_data_ptr<int64_t>() + group.getRank() * kWords;
   row[0] = std::bit_cast<int64_t>(sum_.weight);

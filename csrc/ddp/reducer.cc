@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "c10d/raising.h"
+#include "c10d/without_gil.h"
 
 namespace pycomm {
 namespace {
@@ -39,7 +40,8 @@ Reducer::Reducer(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     ReducerOptions options,
     const c10::intrusive_ptr<c10d::Backend>& backend,
-    c10::intrusive_ptr<c10d::Store> store)
+    c10::intrusive_ptr<c10d::Store> store,
+    std::shared_ptr<StepAgreement> agreement)
     : params_(std::move(params)),
       group_(std::move(group), backend, params_),
       options_(std::move(options)),
@@ -47,7 +49,8 @@ Reducer::Reducer(
       reports_(std::move(store), group_.rank(), group_.job(), trained()),
       buckets_(params_),
       pass_(state_, options_.accumulate),
-      marks_(tensorsOf(params_)) {
+      marks_(tensorsOf(params_)),
+      agreement_(std::move(agreement)) {
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   if (options_.find_unused_parameters) {
@@ -56,8 +59,19 @@ Reducer::Reducer(
   if (options_.weighs) {
     weights_.emplace(params_);
   }
+  if (agreement_ != nullptr) {
+    members_ = agreement_->members();
+    stats_.epochs = 1;
+  }
   cutBuckets();
   hookGradients(trained());
+}
+
+Reducer::~Reducer() {
+  if (agreement_ != nullptr) {
+    const WithoutGil no_gil; // it waits for threads
+    agreement_->close();
+  }
 }
 
 void Reducer::hookGradients(const std::vector<bool>& trained) {
@@ -68,6 +82,8 @@ void Reducer::hookGradients(const std::vector<bool>& trained) {
 void Reducer::cutBuckets() {
   try {
     makeBuckets();
+    pass_.reset();
+    show();
   } catch (const std::exception& error) {
     (void)failure_.record("its buckets were being made", error);
     throw;
@@ -84,9 +100,8 @@ void Reducer::makeBuckets() {
   buckets_.cut({options_, group_, hook_ != nullptr}, group_.memory(), order, state_.now().exponents);
   pipeline_ =
       std::make_unique<BucketPipeline>(buckets_, group_, hook_, stats_, recorder_, options_.drops_nonfinite_steps);
-  resetStep();
+  pipeline_->begin(group_.size());
   showBuckets();
-  show();
 }
 
 void Reducer::resetStep() {
@@ -96,7 +111,9 @@ void Reducer::resetStep() {
 
 void Reducer::prepareForForward() {
   const std::lock_guard lock(mutex_);
-  group_.requireSameMembers();
+  if (agreement_ == nullptr) { // else they change, and the next step adopts them
+    group_.requireSameMembers();
+  }
   throwIfUnfinished();
   followTrained();
 }
@@ -180,11 +197,9 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
 bool Reducer::rebuildBuckets() {
   return raising([&] {
     const std::lock_guard lock(mutex_);
-    // With unused parameters the order may be another one in every pass.
-    const bool stable = !options_.find_unused_parameters || pass_.hasStaticGraph();
     const bool idle = !pass_.reducing() && !failure_.any();
     const SharedValues& now = state_.now();
-    if (now.agreed || !now.ordered || !stable || !idle) {
+    if (agreement_ != nullptr || !now.ordered || !ordersBuckets() || !idle) {
       return false;
     }
     std::vector<size_t> order;
@@ -252,6 +267,7 @@ void Reducer::checkFinalized() {
 void Reducer::resetState() {
   const std::lock_guard lock(mutex_);
   failure_.forget();
+  lost_ = nullptr;
   join_work_.reset();
   post_backward_.clear();
   order_.clear();
@@ -527,6 +543,8 @@ void Reducer::show() {
     shown_version_ = state_.version();
   }
   shown_.reduces = pass_.reducing();
+  shown_.rank = group_.rank();
+  shown_.members = members_;
 }
 
 void Reducer::showBuckets() {

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,12 +17,14 @@
 #include "ddp/bucket_pipeline.h"
 #include "ddp/bucket_set.h"
 #include "ddp/graph_hooks.h"
+#include "ddp/leader_state.h"
 #include "ddp/pass_failure.h"
 #include "ddp/pass_lock.h"
 #include "ddp/pass_weights.h"
 #include "ddp/reducer_group.h"
 #include "ddp/reducer_options.h"
 #include "ddp/shared_state.h"
+#include "ddp/step_agreement.h"
 #include "ddp/steps.h"
 
 namespace pycomm {
@@ -40,6 +43,10 @@ namespace pycomm {
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
 ///
+/// With a StepAgreement a step is a transaction: until all members have all sums, .grad is the local gradient, and nothing that the next step
+/// reads has changed. If members are lost before that, the others pack and sum all of it again (reducer_elastic.cc). No collective of the
+/// reducer is outside of a step then.
+///
 /// Thread-safe by a PassLock, which a pass has while buckets are launched and awaited. stats(), lastStep(), exponents(), order(), residuals()
 /// and the buckets' names and sizes need no turn: during a pass they are those of its begin, or of its last launch, and residuals() are none.
 /// So any thread, signal handler or hook may ask for them.
@@ -48,12 +55,17 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
   /// `backend`: pycomm's in `group`, or null; needed if a parameter has a codec. Buckets lie in memory that its ranks share, if they can.
   /// `store`: for StateReports, or null.
+  /// `agreement`: of this group, if options.elastic; else null. All parameters are on the CPU then, and gradients are no views of buckets.
   Reducer(
       std::vector<ReducedParam> params,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       ReducerOptions options,
       const c10::intrusive_ptr<c10d::Backend>& backend = {},
-      c10::intrusive_ptr<c10d::Store> store = {});
+      c10::intrusive_ptr<c10d::Store> store = {},
+      std::shared_ptr<StepAgreement> agreement = {});
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
 
   /// Throws if the last backward pass did not complete: the error names the parameters without a gradient, or its failure.
   void prepareForForward();
@@ -101,6 +113,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size);
   /// Takes part in the others' reduction with zeros.
   void shadowBackward();
+
+  // With a StepAgreement.
+  /// After a forward pass that reduces: the module's buffers, which become rank 0's when its step is committed.
+  void setBuffers(std::vector<at::Tensor> buffers);
+  /// This rank in the present group, and StepAgreement::members().
+  [[nodiscard]] std::pair<int, std::vector<int>> members();
 
   /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
   /// failed.
@@ -164,6 +182,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void hookGradients(const std::vector<bool>& trained);
   /// If it throws, that is a failure: there are no buckets to go on with.
   void cutBuckets();
+  /// The same in the middle of a pass, whose gradients are packed anew.
   void makeBuckets();
   /// Cuts the buckets anew if parameters were frozen or unfrozen.
   void followTrained();
@@ -191,13 +210,28 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool packWeighed();
   [[nodiscard]] bool launchWeighed();
   void giveUpWeightless();
+  void pack(size_t index);
   void launchFull();
+  [[nodiscard]] bool allCame() const;
   void queueFinish();
   void finish();
+  void endStep();
   void finishBuckets();
+  void awaitFutures();
+  [[nodiscard]] bool ordersBuckets() const;
   [[nodiscard]] bool isUsed(size_t index);
   void reduceZeros();
   void commit();
+
+  // reducer_elastic.cc
+  void beginStep();
+  void launchFirst();
+  void lose(const std::exception& error);
+  void adoptMembers();
+  [[nodiscard]] bool agree();
+  [[nodiscard]] bool sumAll();
+  void redo();
+  void takeOver();
 
   void fail(const std::string& doing, const std::exception& error);
   [[nodiscard]] std::optional<std::string> difference();
@@ -211,6 +245,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     std::vector<std::vector<std::string>> bucket_names;
     std::vector<size_t> bucket_nbytes;
     SharedValues values{std::vector<bool>{}};
+    int rank = 0;
+    std::vector<int> members; ///< with a StepAgreement
     std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
     bool reduces = false; ///< a pass that reduces is under way
   };
@@ -244,6 +280,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   int64_t forwards_ = 0;
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
+
+  const std::shared_ptr<StepAgreement> agreement_; ///< null: the first failure is final
+  LeaderState leader_;
+  std::vector<int> members_;
+  std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 
   SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began
   int64_t failures_ = 0; ///< that reports_ knows

@@ -169,7 +169,7 @@ void Reducer::completeGradient(size_t index) {
   if (!pass_.completes(index)) {
     return;
   }
-  if (!used_.has_value() || used_->kept()) {
+  if (agreement_ == nullptr && (!used_.has_value() || used_->kept())) {
     pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
   if (weights_.has_value() && weights_->ended()) {
@@ -177,9 +177,14 @@ void Reducer::completeGradient(size_t index) {
   }
   markReady(index);
   launchFull();
-  if (pipeline_->allLaunched() || pipeline_->allAhead()) {
+  if (allCame()) {
     queueFinish();
   }
+}
+
+// All gradients of the pass.
+bool Reducer::allCame() const {
+  return pipeline_->allLaunched() || pipeline_->allAhead() || (lost_ != nullptr && pass_.missing(trained()).empty());
 }
 
 void Reducer::beginPass() {
@@ -196,9 +201,13 @@ void Reducer::beginPass() {
   if (!pass_.reducing()) {
     return;
   }
-  shareState();
-  if (weights_.has_value()) {
-    weights_->launch(*group_.get(), group_.device());
+  if (agreement_ != nullptr) {
+    beginStep();
+  } else {
+    shareState();
+    if (weights_.has_value()) {
+      weights_->launch(*group_.get(), group_.device());
+    }
   }
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
@@ -262,6 +271,10 @@ void Reducer::markReady(size_t index, bool came) {
   if (came && !state_.now().ordered && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
+  pack(index);
+}
+
+void Reducer::pack(size_t index) {
   const bool unused = used_.has_value() && used_->mayBeUnused(index);
   if (weights_.has_value() && weights_->awaited()) {
     pipeline_->packAhead(index, unused, weights_->counts());
@@ -302,8 +315,15 @@ void Reducer::giveUpWeightless() {
 }
 
 void Reducer::launchFull() {
-  if (pipeline_->launchFull() && used_.has_value()) {
-    used_->launch(group_);
+  if (lost_ != nullptr) {
+    return; // the other ranks would take what follows for what has failed
+  }
+  try {
+    if (pipeline_->launchFull() && used_.has_value()) {
+      used_->launch(group_);
+    }
+  } catch (const std::exception& error) {
+    lose(error);
   }
 }
 
@@ -318,19 +338,29 @@ void Reducer::queueFinish() {
 void Reducer::finish() {
   raising([&] {
     const std::lock_guard lock(mutex_);
-    if (!pass_.reducing() || (!pipeline_->allLaunched() && !pipeline_->allAhead())) {
+    if (!pass_.reducing() || !allCame()) {
       return; // of a static graph whose first pass was local
     }
-    recorder_.backwardEnded();
-    if (pipeline_->allAhead() && !launchWeighed()) {
-      giveUpWeightless();
-      return;
-    }
-    finishBuckets();
-    recorder_.end();
-    ++stats_.steps;
-    commit();
+    endStep();
   });
+}
+
+void Reducer::endStep() {
+  recorder_.backwardEnded();
+  const bool any = agreement_ != nullptr ? agree() : !pipeline_->allAhead() || launchWeighed();
+  if (!any) {
+    giveUpWeightless();
+    return;
+  }
+  agreement_ != nullptr ? takeOver() : finishBuckets();
+  recorder_.end();
+  ++stats_.steps;
+  const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
+  commit();
+  if (reordered) {
+    order_.clear();
+    cutBuckets();
+  }
 }
 
 // All gradients have come, and none is packed. False if no rank has any weight.
@@ -371,15 +401,7 @@ void Reducer::passWithoutBatch(bool reduces) {
       fail("a rank without a batch took part in a reduction", error);
       throw;
     }
-    recorder_.backwardEnded();
-    if (!launchWeighed()) {
-      giveUpWeightless();
-      return;
-    }
-    finishBuckets();
-    recorder_.end();
-    ++stats_.steps;
-    commit();
+    endStep();
   });
 }
 
@@ -390,14 +412,23 @@ void Reducer::finishBuckets() {
     if (used_.has_value()) {
       used_->await(); // every rank takes part, also if all parameters were used here
     }
-    for (const auto& future : std::exchange(post_backward_, {})) {
-      beforeWait();
-      future->waitAndThrow();
-    }
+    awaitFutures();
   } catch (const std::exception& error) {
     fail(pipeline_->awaited(), error);
     throw;
   }
+}
+
+void Reducer::awaitFutures() {
+  for (const auto& future : std::exchange(post_backward_, {})) {
+    beforeWait();
+    future->waitAndThrow();
+  }
+}
+
+// Whether rank 0's order is to be agreed on. With unused parameters it may be another one in every pass.
+bool Reducer::ordersBuckets() const {
+  return !state_.now().agreed && (!options_.find_unused_parameters || pass_.hasStaticGraph());
 }
 
 bool Reducer::isUsed(size_t index) {
@@ -405,7 +436,7 @@ bool Reducer::isUsed(size_t index) {
 }
 
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write.
+// that error feedback keeps, which all-reduces write. With an agreement both change in takeOver(), just before.
 void Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();

@@ -42,6 +42,7 @@ struct ReducerOptions {
   bool weighs = false; ///< ranks count by the weights of their passes: see PassWeights
   bool may_be_weightless =
       false; ///< a step in which no rank of the group has weight is one without averages, and no error
+  bool elastic = false; ///< a step may have to be summed again, among other members: see StepAgreement
   std::string cuda_library; ///< see makePacker()
 };
 

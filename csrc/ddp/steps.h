@@ -29,6 +29,10 @@ struct ReducerStats {
   int64_t nonfinite_buckets = 0; ///< fp16 buckets that held Inf or NaN before they were packed
   int64_t forgotten_residuals = 0; ///< steps with an average that was not finite: error feedback kept nothing
   int64_t accumulated = 0; ///< passes since the last reduction
+  // Of steps that survive deaths: see StepAgreement.
+  int64_t redone_steps = 0; ///< times that all buckets of a step were summed again
+  int64_t lost_ranks = 0;
+  int64_t epochs = 0; ///< groups so far, the present one included
   int64_t shared_nbytes = 0; ///< of the present buckets: bytes that other ranks reach in place
 };
 

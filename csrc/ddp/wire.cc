@@ -189,9 +189,9 @@ class ScaledWire final : public Wire {
 /// Sums of fp32 that are encoded inside the all-reduce.
 class EncodedWire final : public Wire {
  public:
-  /// `cast`: of gradients of another dtype. `residual`: float32.
-  EncodedWire(Codec codec, std::optional<at::ScalarType> cast, at::Tensor residual)
-      : codec_(codec), cast_(cast), residual_(std::move(residual)) {}
+  /// `cast`: of gradients of another dtype. `residual`: float32, or undefined. `next`: another one, if a step may be summed again; else the same.
+  EncodedWire(Codec codec, std::optional<at::ScalarType> cast, at::Tensor residual, at::Tensor next)
+      : codec_(codec), cast_(cast), residual_(std::move(residual)), next_residual_(std::move(next)) {}
 
   [[nodiscard]] std::optional<at::ScalarType> castTo() const override {
     return cast_;
@@ -216,7 +216,14 @@ class EncodedWire final : public Wire {
   }
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group, const at::Tensor& travelling)
       const override {
-    return group.codecBackend()->allreduceAs(codec_, {travelling}, residual_);
+    if (!next_residual_.is_same(residual_)) {
+      at::Tensor next = next_residual_;
+      next.copy_(residual_);
+    }
+    return group.codecBackend()->allreduceAs(codec_, {travelling}, next_residual_);
+  }
+  void takeResidual() noexcept override {
+    std::swap(residual_, next_residual_);
   }
   [[nodiscard]] at::Tensor residual() const override {
     return residual_;
@@ -226,6 +233,7 @@ class EncodedWire final : public Wire {
   Codec codec_;
   std::optional<at::ScalarType> cast_;
   at::Tensor residual_;
+  at::Tensor next_residual_; ///< the all-reduce reads and writes it
 };
 
 } // namespace
@@ -250,8 +258,10 @@ std::unique_ptr<Wire> makeWire(const WireContext& context, const ReducedParam& p
   }
   const bool casts = param.wire_dtype.value_or(param.tensor.scalar_type()) != param.tensor.scalar_type();
   if (param.codec != Codec::None) {
-    at::Tensor residual = context.options.error_feedback ? FlatMemory::zeros(numel, at::kFloat) : at::Tensor();
-    return std::make_unique<EncodedWire>(param.codec, casts ? param.wire_dtype : std::nullopt, std::move(residual));
+    const bool keeps = context.options.error_feedback;
+    const at::Tensor residual = keeps ? FlatMemory::zeros(numel, at::kFloat) : at::Tensor();
+    const at::Tensor next = keeps && context.options.elastic ? FlatMemory::zeros(numel, at::kFloat) : residual;
+    return std::make_unique<EncodedWire>(param.codec, casts ? param.wire_dtype : std::nullopt, residual, next);
   }
   if (casts) {
     return std::make_unique<CastWire>(*param.wire_dtype);

@@ -38,7 +38,8 @@ enum class Verdict {
 /// fp16 is scaled; bf16 and another float dtype are cast; int8 is encoded: see makeWire() and bindings/ddp.cc wireOf().
 ///
 /// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent of the next
-/// step is there after commit(). The all-reduce itself writes the loss, because it makes the sums.
+/// step is there after commit(). The all-reduce itself writes the loss, because it makes the sums; if a step may have to be summed again, into
+/// a second buffer, which takes the place of the first one in takeResidual().
 class Wire {
  public:
   Wire() = default;
@@ -82,6 +83,8 @@ class Wire {
   virtual std::optional<int> commit() noexcept {
     return std::nullopt;
   }
+  /// The sums of this step count: residual() is what the all-reduce has left.
+  virtual void takeResidual() noexcept {}
   /// The loss of this rank's codec that has not been sent yet, in the order of the bucket: undefined without error feedback.
   [[nodiscard]] virtual at::Tensor residual() const {
     return {};

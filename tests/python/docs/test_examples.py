@@ -114,6 +114,11 @@ SHORT = {
         "rank 1 holds 2405 of 4810 parameters",
         PERCENT,
     ],
+    "elastic.py": [
+        r"rank 1: 60 steps, members \(1, 2\), (\d+\.\d+)\n(.*\n)?rank 2: 60 steps, .*, \1\n"
+        r"|rank 2: 60 steps, members \(1, 2\), (\d+\.\d+)\n(.*\n)?rank 1: 60 steps, .*, \3\n",
+        f"rank 1 is the leader: {PERCENT}",
+    ],
     "failures.py": [
         r"rank 0: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",
         r"rank 2: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",
@@ -138,8 +143,8 @@ SHORT = {
     ],
 }
 
-RUN_ELSEWHERE = ("failures.py", "restart.py", "parameter_service.py")
-"""The first two below, the third by service/test_service_docs.py: it has no ranks."""
+RUN_ELSEWHERE = ("elastic.py", "failures.py", "restart.py", "parameter_service.py")
+"""The first three below, the last by service/test_service_docs.py: it has no ranks."""
 
 
 def test_each_short_example_is_run_here_and_short() -> None:
@@ -157,7 +162,7 @@ def test_their_table_says_what_they_print() -> None:
         r"^\| \[(\w+\.py)\].*\| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.M
     )
     printed = {name: line for name, line in rows if not name.startswith("with_")}
-    assert set(printed) == set(SHORT) - {"failures.py"}
+    assert set(printed) == set(SHORT) - {"elastic.py", "failures.py"}
     for name, line in printed.items():
         assert any(re.fullmatch(pattern, line) for pattern in SHORT[name]), (name, line)
 
@@ -192,10 +197,13 @@ def test_short_example(name: str) -> None:
 
 @pytest.mark.needs_native
 @pytest.mark.in_shares
-def test_the_tour_of_failures() -> None:
-    done = run_python([str(EXAMPLES / "failures.py")], timeout_s=200.0)
+@pytest.mark.parametrize("name", ["elastic.py", "failures.py"])
+def test_short_example_of_failures(name: str) -> None:
+    if name == "elastic.py" and importlib.util.find_spec("sklearn") is None:
+        pytest.skip("scikit-learn is not installed")
+    done = run_python([str(EXAMPLES / name)], timeout_s=200.0)
     assert done.returncode == 0, done.stdout + done.stderr
-    for pattern in SHORT["failures.py"]:
+    for pattern in SHORT[name]:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
 
 

@@ -1,0 +1,154 @@
+// A step that survives deaths: a transaction, which is committed by all members or summed again by those that are left.
+//
+//     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> takeOver() -> commit()
+//
+// Redo is packing again. Until takeOver() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
+// are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "c10d/python_errors.h"
+#include "ddp/reducer.h"
+
+namespace pycomm {
+
+void Reducer::setBuffers(std::vector<at::Tensor> buffers) {
+  const std::lock_guard lock(mutex_);
+  leader_.setBuffers(std::move(buffers));
+}
+
+std::pair<int, std::vector<int>> Reducer::members() {
+  const std::lock_guard lock(shown_mutex_);
+  return {shown_.rank, shown_.members};
+}
+
+// A pass that reduces begins.
+void Reducer::beginStep() {
+  lost_ = nullptr;
+  if (agreement_->begin()) {
+    adoptMembers();
+  }
+  launchFirst();
+}
+
+void Reducer::launchFirst() {
+  shareState();
+  if (!weights_.has_value()) {
+    return;
+  }
+  try {
+    weights_->launch(*group_.get(), group_.device());
+  } catch (const std::exception& error) {
+    lose(error);
+  }
+}
+
+// In a catch block: the step goes on without its sums if they failed, and the agreement says what becomes of it. All other errors are the
+// program's, as those of a signal handler, and are thrown on.
+void Reducer::lose(const std::exception& error) {
+  if (agreement_ == nullptr || !standsForSome(error)) {
+    throw;
+  }
+  lost_ = std::current_exception();
+}
+
+// The group has other members, or the same ones in a new epoch.
+void Reducer::adoptMembers() {
+  // The old one lives until nothing of it is left in the buckets.
+  const ReducerGroup old = std::exchange(group_, ReducerGroup::withItsBackend(group_.get(), params_));
+  reports_.changeRanks(group_.rank(), group_.job());
+  std::vector<int> members = agreement_->members();
+  stats_.lost_ranks += std::count_if(members_.begin(), members_.end(), [&members](int member) {
+    return std::find(members.begin(), members.end(), member) == members.end();
+  });
+  members_ = std::move(members);
+  ++stats_.epochs;
+  makeBuckets();
+  show();
+}
+
+// All gradients have come. Returns once all members have all sums of the step; false if no rank has any weight.
+bool Reducer::agree() {
+  try {
+    bool any = sumAll();
+    while (agreement_->end(lost_) == StepAgreement::Outcome::Redo) {
+      redo();
+      any = sumAll();
+    }
+    if (lost_ != nullptr) {
+      throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
+    }
+    return any;
+  } catch (const std::exception& error) {
+    fail(pipeline_->awaited(), error);
+    throw;
+  }
+}
+
+// Waits for all that the step sums in the present group; for nothing more once something has failed.
+bool Reducer::sumAll() {
+  const at::NoGradGuard no_grad;
+  try {
+    if (lost_ == nullptr && pipeline_->allAhead()) {
+      if (!packWeighed()) {
+        return false;
+      }
+      launchFull();
+    }
+    if (lost_ != nullptr) {
+      return true;
+    }
+    std::optional<std::vector<size_t>> order;
+    if (ordersBuckets()) {
+      order = order_.seen(state_.now().order);
+    }
+    leader_.launch(group_, order);
+    pipeline_->awaitAll();
+    if (used_.has_value()) {
+      used_->await();
+    }
+    leader_.await();
+    awaitFutures();
+  } catch (const std::exception& error) {
+    lose(error);
+  }
+  return true;
+}
+
+void Reducer::redo() {
+  lost_ = nullptr;
+  ++stats_.redone_steps;
+  adoptMembers();
+  launchFirst();
+  for (const Bucket& bucket : buckets_.all()) {
+    for (const Slot& slot : bucket.slots()) {
+      pack(slot.index);
+    }
+  }
+  if (!pipeline_->allAhead()) {
+    launchFull();
+  }
+}
+
+// All members have all sums, so from here on the step changes what the program and the next step see.
+void Reducer::takeOver() {
+  const at::NoGradGuard no_grad;
+  try {
+    pipeline_->writeAll([this](size_t param) { return isUsed(param); });
+    if (auto order = leader_.commit()) {
+      checkOrder(*order, params_.size());
+      state_.next().order = std::move(*order);
+      state_.next().agreed = true;
+    }
+  } catch (const std::exception& error) {
+    fail("the averages of a step that all ranks have were being written", error);
+    throw;
+  }
+}
+
+} // namespace pycomm

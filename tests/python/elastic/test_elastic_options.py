@@ -1,0 +1,105 @@
+"""What does not go with ``elastic=`` is refused by name; the rest of its interface."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ddp_rig import wrap
+from elastic_rig import Net, Scripted, agreeing
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"min_ranks": 0}, ValueError, "min_ranks=0"),
+        ({"min_ranks": 1.5}, TypeError, "min_ranks=1.5"),
+        ({"min_ranks": True}, TypeError, "min_ranks=True"),
+        ({"split_brain": "yes"}, ValueError, "split_brain='yes'"),
+        ({"split_brain": True}, ValueError, "split_brain=True"),
+        ({"quorum_wait": -1}, ValueError, "quorum_wait"),
+        ({"global_batch": 4}, TypeError, "global_batch"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    import pycomm
+
+    with pytest.raises(error, match=text):
+        pycomm.Elastic(**settings)
+
+
+def test_settings() -> None:
+    import pycomm
+
+    settings = pycomm.Elastic(min_ranks=2, split_brain="accept", quorum_wait=3)
+    assert (settings.min_ranks, settings.split_brain, settings.quorum_wait) == (2, "accept", 3.0)
+    assert settings == pycomm.Elastic(min_ranks=2, split_brain="accept", quorum_wait=3.0)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    import pycomm
+    from pycomm.errors import UnsupportedError
+
+    elastic = pycomm.Elastic()
+
+    def refused(text: str, make: Any, error: type[Exception] = UnsupportedError) -> None:
+        with pytest.raises(error, match=text):
+            make()
+
+    refused("not a pycomm.Elastic", lambda: wrap(Net(), elastic=True), TypeError)
+    refused(
+        "gradient_as_bucket_view=True",
+        lambda: wrap(Net(), elastic=elastic, gradient_as_bucket_view=True),
+    )
+    refused("sync_every=2", lambda: wrap(Net(), elastic=elastic, sync_every=2))
+    for layer in (nn.SyncBatchNorm(3), pycomm.SyncBatchNorm(3)):
+        net = nn.Sequential(nn.Linear(3, 3), layer)
+        refused(r"SyncBatchNorm \('1'\)", lambda net=net: wrap(net, elastic=elastic))
+    refused("'weight' on meta", lambda: wrap(nn.Linear(3, 3, device="meta"), elastic=elastic))
+    refused("min_ranks=3", lambda: wrap(Net(), elastic=pycomm.Elastic(min_ranks=3)), ValueError)
+    refused(
+        "option 'elastic' is Elastic",
+        lambda: wrap(Net(), elastic=pycomm.Elastic(min_ranks=1 + rank)),
+        pycomm.errors.ConfigMismatchError,
+    )
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    refused("elastic=", lambda: wrap(Net(), elastic=elastic))
+    torch._dynamo.config.optimize_ddp = True
+
+    with agreeing(lambda group: Scripted(group, lambda step: 0)):
+        model = wrap(Net(), elastic=elastic)
+        weighed = wrap(Net(), elastic=elastic, weight="samples")
+    refused("a comm hook", lambda: model.register_comm_hook(None, default_hooks.allreduce_hook))
+    builtin = torch.distributed.BuiltinCommHookType.FP16_COMPRESS
+    refused("a comm hook", lambda: model._register_builtin_comm_hook(builtin))
+    refused("buffer comm hook", lambda: model._register_buffer_comm_hook(None, print))
+    refused("join", model.join)
+    refused("copy or a pickle", lambda: copy.deepcopy(model))
+    group = torch.distributed.group.WORLD
+    refused("another process group", lambda: model._update_process_group(group))
+    refused("BalancedSampler", lambda: weighed.step_log)
+    with model.join(enable=False):
+        pass
+    assert wrap(Net()).elastic is None
+    assert (model.elastic.rank, model.elastic.size) == (rank, world_size)
+    assert model.elastic.members == tuple(range(world_size))
+    assert model.elastic.leader == (rank == 0)
+    assert model.elastic.step == 0
+    assert repr(model.elastic) == f"ElasticGroup(rank={rank}, members=(0, 1), step=0)"
+    assert not model.gradient_as_bucket_view
+    assert wrap(Net()).gradient_as_bucket_view
+
+
+def test_what_does_not_go_with_it_is_refused() -> None:
+    results = ranks.run_ranks(2, refusals, timeout_s=100, preload=ranks.TORCH_DDP)
+    warnings = [result.stderr.count("The process group does not") for result in results]
+    assert warnings == [1, 0]

@@ -1,0 +1,145 @@
+"""What a rank of the tests of killed trainings does: it trains, and notes what each step was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import os
+import time
+from typing import Any
+
+import torch
+from elastic_rig import Net, batch_of
+from rank_child import describe_exception, mark
+
+import pycomm
+
+TOLERANCES: dict[str | None, float] = {
+    None: 2e-6,
+    "fp32": 2e-6,
+    "bf16": 2.0**-7,
+    "fp16": 2.0**-9,
+    "int8": 0.05,
+}
+"""With how much an average of this wire dtype may be wrong, of the largest gradient."""
+
+MOST_STEPS = 5000
+STEPS_AFTER = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a rank trains."""
+
+    wire: str | None = None
+    left: int = 1
+    """It ends when so few members have made some steps: how fast it is does not matter."""
+    passes: int = 1
+    """``accumulate``."""
+    samples: bool = False
+    """Batches of other sizes on each rank, which count by them."""
+    evaluates: tuple[int, int, float] = (-1, -1, 0.0)
+    """A rank, the step before which it evaluates, and for how many seconds."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of ``pycomm.Elastic``."""
+    dies: tuple[tuple[int, int, str], ...] = ()
+    """Ranks that kill themselves: which, in which step, and where: "forward", "backward", "step"
+    (between the two)."""
+
+
+def samples_of(plan: Plan, member: int, step: int, number: int) -> int:
+    return 3 + (member + step + number) % 4 if plan.samples else 6
+
+
+def loss_of(model: Any, plan: Plan, member: int, step: int, number: int) -> torch.Tensor:
+    samples = samples_of(plan, member, step, number)
+    loss: torch.Tensor = model(batch_of(member, 10 * step + number, samples)).square().mean()
+    return loss
+
+
+def exact(module: Net, plan: Plan, members: tuple[int, ...], step: int) -> dict[str, torch.Tensor]:
+    """The averages over these members at the module's present parameters, added in float64."""
+    sums: dict[str, Any] = {}
+    passes = [(member, number) for member in members for number in range(plan.passes)]
+    total = sum(samples_of(plan, member, step, number) for member, number in passes)
+    for member, number in passes:
+        alone = copy.deepcopy(module)
+        alone.zero_grad()
+        loss_of(alone, plan, member, step, number).backward()
+        part = samples_of(plan, member, step, number) * plan.passes / total
+        for name, each in alone.named_parameters():
+            sums[name] = sums.get(name, 0) + each.grad.double() * part
+    return sums
+
+
+def hash_of(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
+    """Its members and bits after each step, checked against float64; and how it ended."""
+    options: dict[str, Any] = {"weight": "samples"} if plan.samples else {}
+    model = pycomm.DistributedDataParallel(
+        Net(),
+        wire_dtype=plan.wire,
+        bucket_cap_mb=0.02,
+        accumulate=plan.passes,
+        elastic=pycomm.Elastic(**dict(plan.settings)),
+        **options,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    at = [-1]
+
+    def die(where: str) -> None:
+        if (rank, at[0], where) in plan.dies:
+            os.kill(os.getpid(), 9)
+
+    model.module.first.register_forward_hook(lambda *_: die("forward"))
+    model.module.wide.weight.register_hook(lambda _: die("backward"))
+    members: list[tuple[int, ...]] = []
+    bits: list[str] = []
+    ended_s: list[float] = []
+    wrong = ""
+    error: Any = None
+    mark("trains")
+    try:
+        for step in range(MOST_STEPS):
+            if step >= STEPS_AFTER and len(members[-STEPS_AFTER]) <= plan.left:
+                break
+            at[0] = step
+            if plan.evaluates[:2] == (rank, step):
+                mark("evaluates")
+                until = time.monotonic() + plan.evaluates[2]
+                while time.monotonic() < until:
+                    with torch.no_grad():
+                        model(batch_of(rank, step))
+            optimizer.zero_grad()
+            before = copy.deepcopy(model.module)
+            for number in range(plan.passes):
+                loss_of(model, plan, rank, step, number).backward()
+            members.append(model.elastic.members)
+            ended_s.append(time.monotonic())
+            expected = exact(before, plan, members[-1], step)
+            largest = max(float(each.abs().max()) for each in expected.values())
+            for name, each in model.module.named_parameters():
+                off = float((each.grad - expected[name]).abs().max()) / largest
+                if off > TOLERANCES[plan.wire] * plan.passes:
+                    wrong = wrong or f"step {step}, {name}: {off} of the largest gradient"
+            bits.append(hash_of((*model.parameters(), *model.buffers())))
+            mark(f"step {step}")
+            die("step")
+            optimizer.step()
+    except Exception as caught:
+        error = describe_exception(caught)
+    return {
+        "members": members,
+        "bits": bits,
+        "ended_s": ended_s,
+        "wrong": wrong,
+        "error": error,
+        "stats": dataclasses.asdict(model.stats()),
+    }
