@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def _create_group(group: Any, pg_options: Any) -> Any:
-    from pycomm._backend import create_group
+    from pycomm._group.creation import create_group
 
     return create_group(group, pg_options, _preflight)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 def new_secret() -> str:
     """The text of a new secret."""
-    from pycomm import _secret
+    from pycomm._group import secrets
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "secret"
-        _secret.generate_file(str(path))
+        secrets.generate_file(str(path))
         return path.read_text(encoding="ascii").strip()
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from pycomm import _extension, codecs
+from pycomm import codecs
+from pycomm._native import loader
 
 
 def seconds(body: Callable[[], object], repeats: int) -> float:
@@ -71,7 +72,7 @@ def main() -> int:
         ratio = statistics.median(t / c for t, c in zip(times, taken["memcpy"], strict=True))
         print(f"{name:16s} {arguments.nbytes / statistics.median(times) / 1e9:16.2f} {ratio:14.2f}")
     print(f"# bytes that a rank of {arguments.ranks} sends in an all_reduce of {arguments.nbytes}")
-    extension = _extension.load()
+    extension = loader.load()
     share = 2 * (arguments.ranks - 1) / arguments.ranks
     for codec in ("fp32", *codecs.CODECS):
         numel = values.numel()

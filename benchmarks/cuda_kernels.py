@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from cuda_table import Bucket, CudaTable
 
-from pycomm import _extension
+from pycomm._native import loader
 
 Body = Callable[[], object]
 Rows = dict[str, tuple[int, Body]]
@@ -170,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
-    table = CudaTable(_extension.CUDA_LIBRARY)
+    table = CudaTable(loader.CUDA_LIBRARY)
     numel = int(arguments.mib * 2**20 / 4 / arguments.gradients)
     # Not neighbours: a gap behind each, as an allocator leaves it.
     gradients = [

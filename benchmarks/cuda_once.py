@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from cuda_table import CudaTable
 
-from pycomm import _extension
+from pycomm._native import loader
 
 PAIRS = [
     ("float32", "float32"),
@@ -111,7 +111,7 @@ def codec(on: Device, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", type=Path, default=_extension.CUDA_LIBRARY)
+    parser.add_argument("--library", type=Path, default=loader.CUDA_LIBRARY)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU")

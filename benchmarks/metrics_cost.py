@@ -32,14 +32,16 @@ TIMEOUT_S = 600.0
 def measure(groups: int, operations: int, repeats: int, folder: str) -> dict[str, float]:
     """Of rank 0."""
     import pycomm
-    from pycomm import _backend, _extension, _metrics, _metrics_file
+    from pycomm._group import creation
+    from pycomm._metrics import metrics_file, writer
+    from pycomm._native import loader
 
     rank = int(os.environ["RANK"])
     timeout = timedelta(seconds=TIMEOUT_S)
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout
     )
-    _metrics.PERIOD_S = 1e6  # but for the first one, writes are those that are measured
+    writer.PERIOD_S = 1e6  # but for the first one, writes are those that are measured
     dist.init_process_group(
         "pycomm",
         store=store,
@@ -61,14 +63,14 @@ def measure(groups: int, operations: int, repeats: int, folder: str) -> dict[str
         run(50)
         if rank == 0:
             began, began_cpu = time.perf_counter(), time.thread_time()
-            _metrics.write_now()
+            writer.write_now()
             wall.append(time.perf_counter() - began)
             cpu.append(time.thread_time() - began_cpu)
             began_cpu = time.thread_time()
-            _metrics_file.open_record(_extension.load(), folder).close()
+            metrics_file.open_record(loader.load(), folder).close()
             native.append(time.thread_time() - began_cpu)
             began_cpu = time.thread_time()
-            _backend._failed_groups()
+            creation._failed_groups()
             poll.append(time.thread_time() - began_cpu)
     dist.barrier()
     nbytes = sum(path.stat().st_size for path in Path(folder).glob("pycomm_rank_0_*.prom"))
@@ -77,14 +79,14 @@ def measure(groups: int, operations: int, repeats: int, folder: str) -> dict[str
     if rank != 0:
         return {}
     write, look = statistics.median(cpu), statistics.median(poll)
-    period = max(5.0, write / _metrics._SHARE)
+    period = max(5.0, write / writer._SHARE)
     return {
         "write": write * 1e3,
         "wall": statistics.median(wall) * 1e3,
         "native": statistics.median(native) * 1e3,
         "poll": look * 1e6,
         "period": period,
-        "share": 100 * (write / period + look / _metrics._POLL_S),
+        "share": 100 * (write / period + look / writer._POLL_S),
         "nbytes": nbytes,
     }
 

@@ -80,7 +80,7 @@ def samples_of(indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def cut(shares: Sequence[int], rank: int, begin: int = 0) -> Iterator[list[int]]:
     """Batches of these shares, in the order of the sampler's first epoch."""
-    from pycomm._deal import epoch_order, rank_part
+    from pycomm.balance.deal import epoch_order, rank_part
 
     order = epoch_order(LENGTH, seed=0, epoch=0, shuffle=True)
     for step in range(begin, LENGTH // sum(shares)):
@@ -122,7 +122,7 @@ class World:
     """The true seconds of all ranks, which change at a step of this rank's."""
 
     def __init__(self, ranks: int, slowed: int, by: int, fixed: int, change_at: int = -1) -> None:
-        from pycomm._step_times import Fit
+        from pycomm.balance.step_times import Fit
 
         each = EACH_S / EACH
         speeds = [by if rank < slowed else 1 for rank in range(ranks)]
@@ -141,7 +141,7 @@ class World:
         return burn
 
     def best(self, after: bool) -> tuple[int, ...]:
-        from pycomm._shares import Limits, best_shares
+        from pycomm.balance.whole_shares import Limits, best_shares
 
         ranks = len(self.fits)
         limits = Limits.of(EACH * ranks, unit=1, fewest=1, most=[None] * ranks)

@@ -12,35 +12,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
-from pycomm._backend import (
+from pycomm._group.creation import (
     dump_flight_record,
     flight_record,
     last_error,
     register,
 )
-from pycomm._barrier import monitored_barrier
-from pycomm._flight_record import GroupRecord, OperationRecord
-from pycomm._reconfigure import (
+from pycomm._group.monitored import monitored_barrier
+from pycomm._group.reconfiguring import (
     reconfigure,
     reconfigure_handle,
     register_abort_hook,
     supports_reconfigure,
     unregister_abort_hook,
 )
-from pycomm._shared import empty
+from pycomm._native.flight_record import GroupRecord, OperationRecord
 from pycomm._version import __version__
 from pycomm.codecs import CodecStats, codec_stats
+from pycomm.memory import empty
 from pycomm.options import Options, Reconfigurable
 
 if TYPE_CHECKING:
     from pycomm import report
-    from pycomm._elastic import Elastic
-    from pycomm.balanced_sampler import BalancedSampler
+    from pycomm.balance.balanced_sampler import BalancedSampler
     from pycomm.ddp import DistributedDataParallel
-    from pycomm.local_sgd import DiLoCo, LocalSGD
+    from pycomm.ddp.elastic import Elastic
+    from pycomm.fewer_syncs.local_sgd import DiLoCo, LocalSGD
+    from pycomm.fewer_syncs.sparse_loco import SparseLoCo
+    from pycomm.fewer_syncs.streaming_diloco import StreamingDiLoCo
     from pycomm.service import ParameterClient, ParameterServer
-    from pycomm.sparse_loco import SparseLoCo
-    from pycomm.streaming_diloco import StreamingDiLoCo
     from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -83,15 +83,15 @@ register()
 # The module of each name, imported by its first use: the wrapper needs the native part, and some
 # need torch.nn, which a program that uses only the backend should not load.
 _LATER = {
-    "BalancedSampler": "balanced_sampler",
-    "DiLoCo": "local_sgd",
+    "BalancedSampler": "balance.balanced_sampler",
+    "DiLoCo": "fewer_syncs.local_sgd",
     "DistributedDataParallel": "ddp",
-    "Elastic": "_elastic",
-    "LocalSGD": "local_sgd",
+    "Elastic": "ddp.elastic",
+    "LocalSGD": "fewer_syncs.local_sgd",
     "ParameterClient": "service",
     "ParameterServer": "service",
-    "SparseLoCo": "sparse_loco",
-    "StreamingDiLoCo": "streaming_diloco",
+    "SparseLoCo": "fewer_syncs.sparse_loco",
+    "StreamingDiLoCo": "fewer_syncs.streaming_diloco",
     "SyncBatchNorm": "sync_batch_norm",
 }
 

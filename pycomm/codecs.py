@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm import _extension
-from pycomm._backend import native_backend
+from pycomm._group.creation import native_backend
+from pycomm._native import loader
 from pycomm._settings import WIRE_DTYPES, wire_dtype_name
 
 CODECS = tuple(name for name in WIRE_DTYPES if name != "fp32")
@@ -48,7 +48,7 @@ def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
         ValueError: The group is not pycomm's, or there is no group.
     """
     backend = native_backend(group)
-    return CodecStats(**_extension.native.codec_stats(backend))
+    return CodecStats(**loader.native.codec_stats(backend))
 
 
 def all_reduce(
@@ -86,7 +86,7 @@ def all_reduce(
         InvalidArgumentError: A dtype, shape or operation does not fit, before anything is sent.
         PycommError: The operation failed; with ``async_op`` from ``wait()``.
     """
-    work = _extension.native.all_reduce_as(
+    work = loader.native.all_reduce_as(
         native_backend(group),
         tensor,
         wire_dtype_name("codecs.all_reduce: wire_dtype", wire_dtype),
@@ -119,7 +119,7 @@ def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = Non
         InvalidArgumentError: An argument does not fit.
     """
     codes: torch.Tensor
-    codes, _ = _extension.native.encode(wire_dtype_name("codec", codec), values, error)
+    codes, _ = loader.native.encode(wire_dtype_name("codec", codec), values, error)
     return codes
 
 
@@ -137,4 +137,4 @@ def decode_sum(
     Raises:
         InvalidArgumentError: An argument does not fit.
     """
-    _extension.native.sum_decoded(wire_dtype_name("codec", codec), rows, output, divisor)
+    loader.native.sum_decoded(wire_dtype_name("codec", codec), rows, output, divisor)

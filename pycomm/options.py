@@ -19,16 +19,18 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pycomm._option_names import (
+from pycomm._settings import (
     FAULT_VARIABLE,
+    OFF,
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
+    SETTINGS,
+    Setting,
     is_misspelled,
     suggestion,
     unknown_variables,
     variable_error,
 )
-from pycomm._settings import OFF, SETTINGS, Setting
 
 if TYPE_CHECKING:
     import torch

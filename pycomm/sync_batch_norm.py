@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pycomm._averaging import exact_all_reduce
+from pycomm._group.averaging import exact_all_reduce
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -33,7 +33,7 @@ namespace {
 constexpr int kHeartbeatsInTimeout = 6;
 constexpr int kRefusalMs = 2000; // to find out which of the groups of that name it is
 
-/// What pycomm._native_options.native_options makes, read while the lock is held.
+/// What pycomm._group.native_options.native_options makes, read while the lock is held.
 struct NativeOptions {
   std::string interface;
   std::string socket_family;

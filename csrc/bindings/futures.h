@@ -6,7 +6,7 @@ class module_;
 
 namespace pycomm {
 
-/// Adds IssueChain, fail_future, and what pycomm/_callback_names.py calls for torch's futures.
+/// Adds IssueChain, fail_future, and what pycomm/_native/callback_names.py calls for torch's futures.
 void bindFutures(pybind11::module_& m);
 
 } // namespace pycomm

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import errors
-from pycomm._backend import topology_text
+from pycomm._group.creation import topology_text
 from pycomm.cli.timing import COLLECTIVES, Case, Timing, measure
 from pycomm.integrations import launch
 

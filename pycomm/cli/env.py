@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 import _pycomm_autoload
-from pycomm import _extension, _secret, errors
-from pycomm._option_names import is_misspelled, unknown_variables, variable_error
-from pycomm._settings import SETTINGS
+from pycomm import errors
+from pycomm._group import secrets
+from pycomm._native import loader
+from pycomm._settings import SETTINGS, is_misspelled, unknown_variables, variable_error
 from pycomm._version import __version__
 from pycomm.options import Options, fault_points
 
@@ -55,25 +56,25 @@ def run(arguments: argparse.Namespace) -> int:
 def collect(environ: Mapping[str, str]) -> Report:
     """Gathers the report. Problems are part of the report: it never raises for them."""
     problems = [*_registration_problems(), *_name_clashes()]
-    library = _extension.CUDA_LIBRARY
+    library = loader.CUDA_LIBRARY
     versions = {
         "pycomm": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "built for torch": ", ".join(_extension.built_for()) or "not built",
+        "built for torch": ", ".join(loader.built_for()) or "not built",
         library.name: "built" if library.exists() else "not built: CPU tensors only",
         "numpy": _version_of("numpy"),
         "platform": platform.platform(),
     }
     interfaces: list[Mapping[str, Any]] = []
     try:
-        extension = _extension.native
+        extension = loader.native
         versions |= {"simd": extension.simd_level(), **extension.build_info()}
         interfaces = [dict(interface) for interface in extension.list_interfaces()]
     except errors.TorchVersionError as error:
         problems.append(str(error))
     options, wrong = _options(environ)
-    secret, unusable = _secret.state(environ)
+    secret, unusable = secrets.state(environ)
     problems += [*wrong, *unusable, *_other_problems(environ, any_wrong=bool(wrong))]
     unlike = [each for each in unknown_variables(environ) if not is_misspelled(each)]
     notes = [variable_error(each) for each in unlike]
@@ -155,7 +156,7 @@ def _other_problems(environ: Mapping[str, str], *, any_wrong: bool) -> list[str]
             problems.append(str(error))
     try:
         if spec := fault_points():
-            _extension.native.arm_fault_points(spec)
+            loader.native.arm_fault_points(spec)
     except (ValueError, errors.PycommError) as error:
         problems.append(str(error))
     return problems

@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 
-from pycomm import _secret, errors, options
-from pycomm._option_names import SECRET_FILE_VARIABLE
+from pycomm import errors, options
+from pycomm._group import secrets
+from pycomm._settings import SECRET_FILE_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             text = _generate(_path(arguments.generate) or options.secret_file())
         else:
             path = _path(arguments.id)
-            secret, origin = _secret.read_file(path) if path else _secret.read()
+            secret, origin = secrets.read_file(path) if path else secrets.read()
             text = f"{secret.key_id}  {origin}"
     except (ValueError, OSError, errors.PycommError) as error:
         print(f"pycomm secret: {error}", file=sys.stderr)
@@ -58,7 +59,7 @@ def _path(given: str) -> str:
 def _generate(path: str) -> str:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    key_id = _secret.generate_file(path).key_id
+    key_id = secrets.generate_file(path).key_id
     there, source, target, how = folder, path, path, ""
     if path == options.secret_file({}):  # another host may have another home folder
         there = ".config/pycomm"

@@ -11,10 +11,10 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from pycomm._flight_record import GroupRecord, OperationRecord, ProcessRecord, ranks_text
-from pycomm._process_reports import Report, reports
+from pycomm._native.flight_record import GroupRecord, OperationRecord, ProcessRecord, ranks_text
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned, align
 from pycomm.trace.findings import seconds_text
+from pycomm.trace.process_reports import Report, reports
 
 _WIDTH = 79
 _LONGEST_S = 1e6

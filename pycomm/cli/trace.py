@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pycomm._flight_record import BadRecordError, ranks_text
+from pycomm._native.flight_record import BadRecordError, ranks_text
 from pycomm.trace.align import Aligned, Records, dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.findings import Finding, findings_of, seconds_text

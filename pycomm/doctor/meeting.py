@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pycomm import _extension, errors
+from pycomm import errors
+from pycomm._native import loader
 from pycomm.doctor.board import Board
 from pycomm.doctor.facts import HostFacts, known
 from pycomm.doctor.system import host_identity, resolve, socket_options
@@ -137,7 +138,7 @@ def choose_address(
     if master and not resolve(master):  # the engine would wait for the resolver again
         master = ""
     try:
-        chosen = _extension.native.choose_address(
+        chosen = loader.native.choose_address(
             settings.interface, settings.socket_family, master, everyone, index
         )
     except ImportError:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.doctor import local, system
 from pycomm.doctor.facts import LEVELS, HostFacts, listed, unique_names
 from pycomm.options import ResolvedOptions
@@ -59,7 +59,7 @@ class Preflight:
             return
         try:
             exchange = _Exchange(backend, store, rank)
-            exchange.write(_for_the_store(self._facts, _extension.native.describe_backend(backend)))
+            exchange.write(_for_the_store(self._facts, loader.native.describe_backend(backend)))
             if rank == 0:
                 for level, line in as_lines(*exchange.collect(self._wait_s)):
                     logger.log(level, "preflight: %s", _printable(line))
@@ -75,7 +75,7 @@ class _Exchange:
         self._store = store
         self._rank = rank
         # A store may outlive its ranks: what ranks of another run left is not of this job.
-        self._prefix = f"pycomm/preflight/{_extension.native.group_run(backend)}"
+        self._prefix = f"pycomm/preflight/{loader.native.group_run(backend)}"
 
     def write(self, facts: HostFacts) -> None:
         """Of the ranks of a host, the first that comes writes the facts."""
@@ -89,7 +89,7 @@ class _Exchange:
 
     def collect(self, seconds: float) -> tuple[list[HostFacts], Mapping[int, str]]:
         """The hosts' facts in rank order; and by rank, the hosts of the ranks without a record."""
-        names: Sequence[str] = _extension.native.rank_hosts(self._backend)
+        names: Sequence[str] = loader.native.rank_hosts(self._backend)
         missing = self._wait(range(len(names)), seconds)
         ranks = [rank for rank in range(len(names)) if rank not in missing]
         keys = [self._key(rank) for rank in ranks]
@@ -123,13 +123,13 @@ class _Exchange:
         return f"{self._prefix}/{rank}"
 
     def _sealed(self, key: str, value: str) -> str:
-        sealed: str = _extension.native.group_seal(self._backend, key, value)
+        sealed: str = loader.native.group_seal(self._backend, key, value)
         return sealed
 
     def _opened(self, key: str, value: bytes) -> str:
         """Raises an error if the group has a secret and the writer did not know it."""
         text = bytes(value).decode(errors="replace")
-        opened: str = _extension.native.group_open(self._backend, key, text)
+        opened: str = loader.native.group_open(self._backend, key, text)
         return opened
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from pycomm import _extension, _secret
+from pycomm._group import secrets
+from pycomm._native import loader
 from pycomm._settings import SETTINGS
 from pycomm._version import __version__
 from pycomm.doctor.bounded import within
@@ -90,7 +91,7 @@ def passive_facts(options: ResolvedOptions, environ: Mapping[str, str] | None = 
         environ: Where the secret is looked for; default ``os.environ``.
     """
     own_name = socket.gethostname()
-    secret, unusable = _secret.state(environ)
+    secret, unusable = secrets.state(environ)
     return HostFacts(
         name=own_name,
         versions=_versions(),
@@ -233,7 +234,7 @@ def is_of_this_host(address: str) -> bool:
 def why_no_extension() -> str:
     """Why pycomm's extension does not load; "" if it does."""
     try:
-        _extension.load()
+        loader.load()
     except ImportError as error:
         return str(error)
     return ""
@@ -242,7 +243,7 @@ def why_no_extension() -> str:
 def host_identity() -> str:
     """Equal in two processes of one host and network namespace; also without the extension."""
     try:
-        return _extension.native.host_identity()
+        return loader.native.host_identity()
     except ImportError:
         namespace = os.readlink("/proc/self/ns/net")
         return f"{socket.gethostname()} {_read('/etc/machine-id').strip()} {namespace}"
@@ -342,7 +343,7 @@ def _versions() -> dict[str, str]:
     return {
         "pycomm": __version__,
         "torch": str(torch.__version__),
-        "built for torch": ", ".join(_extension.built_for()) or "not built",
+        "built for torch": ", ".join(loader.built_for()) or "not built",
         "python": platform.python_version(),
         "cuda": str(torch.version.cuda) if torch.cuda.is_available() else "no GPU",
         "interpreter": sys.executable,
@@ -353,7 +354,7 @@ def _interfaces() -> Iterable[Interface]:
     if why_no_extension():
         return
     networks = networks_of(_read("/proc/net/route"), _read("/proc/net/ipv6_route"))
-    for entry in _extension.native.list_interfaces():
+    for entry in loader.native.list_interfaces():
         name = str(entry["name"])
         yield Interface(
             name=name,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.integrations._torchrec_sharders import import_torchrec
 
 import_torchrec()
@@ -111,7 +111,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
             if self._map is not None:
                 self._replaced.append(self._map.take_replaced())
                 self._turned_away += self._map.turned_away
-            self._map = _extension.load().IdMap(
+            self._map = loader.load().IdMap(
                 state,
                 rows=self._rows,
                 buckets=self._rows // self._bucket_rows,
@@ -127,7 +127,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
 
     def preprocess(self, features: dict[str, Any]) -> dict[str, Any]:
         """Mixes ids, before they go to the ranks that own them."""
-        mix = _extension.load().mix_ids
+        mix = loader.load().mix_ids
         return {
             name: _with_values(each, mix(each.values().contiguous()))
             for name, each in features.items()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm import _extension
+from pycomm._native import loader
 
 ID_MAPS = "_managed_collision_collection._managed_collision_modules"
 """Where a managed-collision module has its id maps, by table."""
@@ -50,7 +50,7 @@ class Table(NamedTuple):
         found = self.rows.new_empty(*ids.shape, self.rows.shape[1])
         found[known] = self.rows[torch.searchsorted(self.ids, ids[known])]
         if self.by_bucket:
-            mixed = _extension.load().mix_ids(ids[~known])
+            mixed = loader.load().mix_ids(ids[~known])
             found[~known] = self.unseen[mixed // (2**63 // len(self.unseen))]
         elif len(self.unseen):
             found[~known] = self.unseen[_unsigned_remainder(ids[~known], len(self.unseen))]
@@ -126,7 +126,7 @@ def _read_mixed(weight: Any, mixed_ids: Any, buckets: int, dst: int) -> Table | 
     if rows is None or mixed is None:
         return None
     used = mixed >= 0
-    ids, order = torch.sort(_extension.load().unmix_ids(mixed[used]))
+    ids, order = torch.sort(loader.load().unmix_ids(mixed[used]))
     shared = rows.view(buckets, -1, rows.shape[1])[:, -1].clone()
     return Table(ids, rows[used][order], shared, by_bucket=True)
 

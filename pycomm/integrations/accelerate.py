@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm._backend import group_wire_dtype
+from pycomm._group.creation import group_wire_dtype
 from pycomm._settings import wire_dtype_name
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional, launch

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from pycomm._backend import effective_timeout_ms
+from pycomm._group.creation import effective_timeout_ms
 from pycomm.integrations import node_list
 from pycomm.options import Options
 

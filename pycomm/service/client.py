@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm._secret import opened, sealed
+from pycomm._group.secrets import opened, sealed
 from pycomm.errors import ConfigMismatchError, InvalidArgumentError
 from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, as_received, printable

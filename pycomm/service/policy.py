@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Iterable
 
 from pycomm import options
-from pycomm._secret import find
+from pycomm._group.secrets import find
 from pycomm.errors import InvalidArgumentError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm._secret import opened, sealed
+from pycomm._group.secrets import opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.core import ServerCore, ServerStats
 from pycomm.service.door import Door, value_now

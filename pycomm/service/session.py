@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from pycomm._backend import connect_pair
+from pycomm._group.creation import connect_pair
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, decode_frame
 
 PREFIX = "pycomm_service"

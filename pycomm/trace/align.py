@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pycomm._flight_record import (
+from pycomm._native.flight_record import (
     BadRecordError,
     GroupRecord,
     OperationRecord,

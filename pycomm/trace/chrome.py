@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm._flight_record import OperationRecord
+from pycomm._native.flight_record import OperationRecord
 from pycomm.trace.align import Aligned, Member
 
 

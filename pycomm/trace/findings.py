@@ -7,7 +7,7 @@ import datetime
 import statistics
 from collections.abc import Mapping, Sequence
 
-from pycomm._flight_record import OperationRecord, ranks_text
+from pycomm._native.flight_record import OperationRecord, ranks_text
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned
 
 _LATE_NS = 10_000_000

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from training import WIDTH, make_model
 from versions import require
 
-from pycomm._step_log import StepRecord
-from pycomm.balanced_sampler import BalancedSampler
+from pycomm.balance.balanced_sampler import BalancedSampler
+from pycomm.balance.step_log import StepRecord
 
 pytestmark = pytest.mark.needs_native
 

@@ -25,7 +25,7 @@ import shares
 import turns
 import zygote
 
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm._torch_range import torch_minor
 
 # How long an example takes says nothing: any process may lose its core for half a second.
@@ -108,7 +108,7 @@ def pytest_terminal_summary(
 
 def native_is_built() -> bool:
     """Whether the extension can be found, without loading it."""
-    return torch_minor(torch.__version__) in _extension.built_for()
+    return torch_minor(torch.__version__) in loader.built_for()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

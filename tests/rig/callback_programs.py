@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm import _extension
+from pycomm._native import loader
 
 RANKS = 4
 LINES = 20
@@ -250,7 +250,7 @@ class Running:
                 waited += _value(future)
                 continue
             if line.what == "chain":
-                with _extension.native.IssueChain(7, self._seed):
+                with loader.native.IssueChain(7, self._seed):
                     self._run(line.body, given)
                 continue
             made = self._make(line, given)

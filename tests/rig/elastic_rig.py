@@ -42,12 +42,13 @@ class Scripted:
 @contextlib.contextmanager
 def agreeing(make: Callable[[Any], Any]) -> Iterator[None]:
     """Wrappers that are made inside have ``make(group)`` in place of the native agreement."""
-    from pycomm import _elastic, _extension
+    from pycomm._native import loader
+    from pycomm.ddp import elastic as _elastic
 
     before = _elastic.make_agreement
 
     def replaced(group: Any, elastic: Any) -> Any:
-        return _extension.native.StepAgreement(make(group))
+        return loader.native.StepAgreement(make(group))
 
     _elastic.make_agreement = replaced
     try:

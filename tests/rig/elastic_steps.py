@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rank_child import describe_exception, mark
 
 import pycomm
-from pycomm import _extension
-from pycomm._backend import native_backend
+from pycomm._group.creation import native_backend
+from pycomm._native import loader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def open_steps(world_size: int, plan: Plan) -> tuple[dist.ProcessGroup, Any]:
     handles: list[Any] = [None] * world_size
     dist.all_gather_object(handles, pycomm.reconfigure_handle(own))
     pycomm.reconfigure(1, handles, group=own)
-    steps = _extension.native.step_agreement(
+    steps = loader.native.step_agreement(
         native_backend(own),
         own,
         plan.min_ranks,
@@ -111,7 +111,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     redone = 0
     error: BaseException | None = None
     if rank == plan.struck[0]:
-        _extension.load().arm_fault_points(plan.struck[1])
+        loader.load().arm_fault_points(plan.struck[1])
     mark("trains")
     try:
         for step in range(plan.steps):

@@ -151,7 +151,7 @@ class Device:
     _arrays: ClassVar[dict[int, tuple[np.ndarray[Any, Any], int]]] = {}
 
     def __init__(self, library: Path, nccl: bool = False) -> None:
-        from pycomm import _extension
+        from pycomm._native import loader
 
         self.library = ctypes.CDLL(str(library))
         self.library.fake_allocate.restype = ctypes.c_void_p
@@ -162,9 +162,9 @@ class Device:
                 ctypes.c_void_p,
                 ctypes.c_size_t,
             )
-        _extension.CUDA_LIBRARY = library
+        loader.CUDA_LIBRARY = library
         if nccl:
-            _extension.NCCL_LIBRARIES = [library]
+            loader.NCCL_LIBRARIES = [library]
             torch.cuda.is_available = lambda: True
         # torch's Python initialises the driver when it meets the first CUDA tensor.
         torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]

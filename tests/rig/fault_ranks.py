@@ -22,8 +22,8 @@ from fault_programs import PROGRAMS
 from rank_child import describe_exception, mark
 
 import pycomm
-from pycomm import _extension
-from pycomm._backend import native_backend
+from pycomm._group.creation import native_backend
+from pycomm._native import loader
 
 ROOT = Path(__file__).resolve().parents[2]
 # tools/seam.py runs these tests with a build of its own, which has fault points too.
@@ -95,7 +95,7 @@ FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 def use_fault_build() -> None:
     """Makes the extension the test build, in this process: wants the fixture fault_build."""
-    assert _extension.loaded() is None, "the ordinary build is loaded already"
+    assert loader.loaded() is None, "the ordinary build is loaded already"
     pycomm.__path__.insert(0, os.environ["TEST_FAULT_BUILD"])
 
 
@@ -232,7 +232,7 @@ ACTS: dict[str, Callable[[Case], None]] = {
 
 def meet(rank: int, case: Case, store: str) -> None:
     """Until all ranks are here: limits of a second or two are for joining, not for imports."""
-    _extension.load()
+    loader.load()
     folder = Path(store.removeprefix("file://")).parent
     (folder / f"here-{rank}").touch()
     while len(list(folder.glob("here-*"))) < case.world_size - (case.how == "absent"):
@@ -261,7 +261,7 @@ def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, An
         mark("in the middle")
         began_s = time.monotonic()
         if rank == case.victim and not case.at_init:
-            _extension.load().arm_fault_points(case.spec)
+            loader.load().arm_fault_points(case.spec)
             if case.act:
                 ACTS[case.act](case)
         most = MOST_STEPS if (case.codes and not case.may_end_well) else case.steps
@@ -281,7 +281,7 @@ def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, An
     if dist.is_initialized():
         dist.destroy_process_group()
     met["destroy_s"] = time.monotonic() - ending_s
-    met["fault_points"] = _extension.load().fault_points()  # a test build has it
+    met["fault_points"] = loader.load().fault_points()  # a test build has it
     fault_programs.check_what_was_given_back()
     return met
 

@@ -224,9 +224,9 @@ class _Job:
 
     def sync_every(self, step: Step, members: tuple[int, ...], group: Any) -> None:
         import pycomm
-        from pycomm import _averaging
+        from pycomm._group import averaging
 
-        _averaging.host_identity = lambda: f"host {self.rank % 2}"
+        averaging.host_identity = lambda: f"host {self.rank % 2}"
         model = pycomm.DistributedDataParallel(_Model(), process_group=group, sync_every=2)
         for turn in range(2):
             model.zero_grad()

@@ -17,18 +17,19 @@ def check_idle() -> None:
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized() or "pycomm._backend" not in sys.modules:
+    if not dist.is_initialized() or "pycomm._group.creation" not in sys.modules:
         return
-    from pycomm import _backend, _extension
+    from pycomm._group import creation
+    from pycomm._native import loader
 
     deadline = time.monotonic() + _PATIENCE_S
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
         if ":pycomm" not in world.pg_backend_config[group]:  # "cpu:gloo,cuda:nccl"
             continue
-        backend = _backend.native_backend(group)
-        while held := _extension.native.held_text(backend):
-            if _extension.native.last_error(backend) is not None:
+        backend = creation.native_backend(group)
+        while held := loader.native.held_text(backend):
+            if loader.native.last_error(backend) is not None:
                 break
             assert time.monotonic() < deadline, f"idle group {group.group_name!r} keeps {held}"
             time.sleep(0.001)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pycomm._step_log import StepRecord
+from pycomm.balance.step_log import StepRecord
 
 
 class Job:

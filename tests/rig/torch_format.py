@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm._flight_record import GroupRecord, OperationRecord, ProcessRecord
+from pycomm._native.flight_record import GroupRecord, OperationRecord, ProcessRecord
 from pycomm.trace.align import POINT_TO_POINT
 
 FORMAT_VERSION = "2.10"

@@ -109,7 +109,7 @@ class Trainer:
 
     def __init__(self, program: Program, rank: int, exchange: Exchange) -> None:
         import pycomm
-        from pycomm import _averaging
+        from pycomm._group import averaging
 
         self.program, self.rank, self.exchange = program, rank, exchange
         self.everyone = list(range(program.ranks))
@@ -122,7 +122,7 @@ class Trainer:
         self.hosts = self.wrapped and self.sync_every > 1
         self.weighed = options.get("weight") is not None
         self.mates = [each for each in self.everyone if not self.hosts or each % 2 == rank % 2]
-        _averaging.host_identity = lambda: f"host {rank % 2}"
+        averaging.host_identity = lambda: f"host {rank % 2}"
         Ignored.rank = rank
         self.plain = Sum(program.parts, program.seed)
         net = copy.deepcopy(self.plain)

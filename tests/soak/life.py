@@ -72,7 +72,7 @@ def a_little() -> None:
 def abort(rank: int) -> str:
     """One rank aborts while all reduce."""
     if rank == 0:
-        native = pycomm._backend.native_backend(dist.group.WORLD)
+        native = pycomm._group.creation.native_backend(dist.group.WORLD)
         timer = threading.Timer(random.random() * 0.01, native.abort)
         timer.start()
         code = reduce_until_it_fails()
@@ -90,7 +90,7 @@ def timeout(rank: int) -> str:
     options = dist.AllreduceOptions()
     options.timeout = timedelta(milliseconds=30)
     try:
-        native = pycomm._backend.native_backend(dist.group.WORLD)
+        native = pycomm._group.creation.native_backend(dist.group.WORLD)
         native.allreduce([torch.ones(LARGE)], options).wait()
     except pycomm.errors.PycommError as error:
         return error.code
@@ -174,7 +174,7 @@ def collect(rank: int) -> str:
     ]
     futures = [work.get_future() for work in works]
     chained = futures[-1].then(lambda future: future.value()[0] * 2)
-    native = pycomm._backend.native_backend(group)
+    native = pycomm._group.creation.native_backend(group)
     Knot(group, native, works[:2], futures[:2], chained)
     steps: list[Callable[[], object]] = [
         works.clear,

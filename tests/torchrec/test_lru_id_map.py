@@ -25,7 +25,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from training import CPU
 
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.integrations._torchrec_table import _collect
 from pycomm.integrations.torchrec import (
     LRUManagedCollisionModule,
@@ -257,7 +257,7 @@ def rows_of(id_map: LRUManagedCollisionModule, ids: list[int]) -> list[int]:
 
 
 def test_mixing_is_undone_and_is_the_references() -> None:
-    native = _extension.load()
+    native = loader.load()
     ids = torch.tensor([0, 1, 2, MASK, 123456789])
     mixed = native.mix_ids(ids)
     assert mixed.tolist() == [mix(each) for each in ids.tolist()]

@@ -65,11 +65,11 @@ def test_fp16_wire_rounds_and_trains(kind: str, world_size: int) -> None:
 
 
 def description(rank: int, world_size: int) -> str:
-    from pycomm import _extension
-    from pycomm._backend import native_backend
+    from pycomm._group.creation import native_backend
+    from pycomm._native import loader
 
     training.losses_of(rank, world_size, training.Spec(steps=1))
-    return _extension.load().describe_backend(native_backend(None))
+    return loader.load().describe_backend(native_backend(None))
 
 
 @pytest.mark.parametrize("over", ["shared memory", "tcp"])

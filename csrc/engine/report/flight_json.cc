@@ -169,7 +169,7 @@ std::string jsonOf(const FlightLog::Subject& subject, const FlightLog::Snapshot&
   if (log.failure) {
     out.raw("failure", jsonOf(*log.failure));
   }
-  // One line for each operation, and each line whole: pycomm/_flight_record.py reads it line by line.
+  // One line for each operation, and each line whole: pycomm/_native/flight_record.py reads it line by line.
   out.raw("operations", list(log.entries, "\n", [&](const FlightLog::Entry& entry) {
             return jsonOf(entry, subject.job, clock);
           }));

@@ -20,7 +20,7 @@ struct WallClock {
 /// A JSON string with its quotes. Bytes that are not UTF-8 become U+FFFD: a host may be called anything, and the file must be readable.
 [[nodiscard]] std::string jsonText(std::string_view text);
 
-/// One group of a dump as a JSON object, one operation per line. `pycomm/_flight_record.py` reads it. Numbers that mean "none" are absent.
+/// One group of a dump as a JSON object, one operation per line. `pycomm/_native/flight_record.py` reads it. Numbers that mean "none" are absent.
 [[nodiscard]] std::string jsonOf(
     const FlightLog::Subject& subject,
     const FlightLog::Snapshot& log,

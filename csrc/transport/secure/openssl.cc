@@ -28,7 +28,7 @@ void findFunction(void* library, const char* name, Function& function, std::stri
 
 void* openLibrary() {
   // Two versions of one library in a process are trouble: conda's _ssl, for one, fails if the system's libssl came first. If a
-  // libssl.so.3 is mapped from any path, this name finds that one by its SONAME. So pycomm/_secret.py imports ssl before this runs.
+  // libssl.so.3 is mapped from any path, this name finds that one by its SONAME. So pycomm/_group/secrets.py imports ssl before this runs.
   // An interpreter that has OpenSSL linked into itself may export its symbols, and without RTLD_DEEPBIND those of the library would be
   // bound to them. A sanitizer's run time ends the process if it sees that flag.
   const bool sanitized = ::dlsym(RTLD_DEFAULT, "__sanitizer_print_stack_trace") != nullptr;

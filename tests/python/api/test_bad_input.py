@@ -19,7 +19,8 @@ from time_bound import assert_within
 from torch._C._distributed_c10d import FileStore
 
 import pycomm
-from pycomm import _extension, _torch_range, errors
+from pycomm import _torch_range, errors
+from pycomm._native import loader
 
 SECONDS = 10.0  # "in seconds", from when the last rank joins
 
@@ -143,15 +144,15 @@ def test_a_build_for_another_torch_is_told_before_it_is_loaded(version: str, way
 
 
 def test_which_builds_fit() -> None:
-    _extension.check_torch(["2.13"], "2.13.0+cpu")
-    _extension.check_torch(["2.11", "2.13", "2.14"], "2.13.1")
+    loader.check_torch(["2.13"], "2.13.0+cpu")
+    loader.check_torch(["2.11", "2.13", "2.14"], "2.13.1")
     for built, installed in (("2.12", "2.13.0+cpu"), ("2.1", "2.13.0"), ("2.13", "2.1.3")):
         with pytest.raises(errors.TorchVersionError, match=f"built for torch {built},"):
-            _extension.check_torch([built], installed)
+            loader.check_torch([built], installed)
     with pytest.raises(errors.TorchVersionError, match=r"built for torch 2\.11, 2\.13, 2\.14,"):
-        _extension.check_torch(["2.11", "2.13", "2.14"], "2.12.0")
+        loader.check_torch(["2.11", "2.13", "2.14"], "2.12.0")
     with pytest.raises(errors.TorchVersionError, match="not built"):
-        _extension.check_torch([], "2.13.0")
+        loader.check_torch([], "2.13.0")
 
 
 @pytest.mark.parametrize(
@@ -170,15 +171,15 @@ def test_the_way_out_of_a_wrong_torch_is_one_that_works(
     installed: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not in a source folder.
-    monkeypatch.setattr(_extension, "__file__", str(tmp_path / "pycomm" / "_extension.py"))
+    monkeypatch.setattr(loader, "_PACKAGE", tmp_path / "pycomm")
     with pytest.raises(errors.TorchVersionError) as caught:
-        _extension.check_torch(["2.13"], installed)
+        loader.check_torch(["2.13"], installed)
     assert str(caught.value) == (
         f"the pycomm in {tmp_path / 'pycomm'}, {pycomm.__version__}, was built for torch 2.13, and "
         f"torch {installed} is installed. Try: {way}; or: pip install 'torch==2.13.*', "
         "best in an environment of its own"
     )
-    _extension.check_torch(["2.16"], "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
+    loader.check_torch(["2.16"], "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
 
 
 def test_modules_are_found_by_the_torch_that_they_are_for(
@@ -195,7 +196,7 @@ def test_modules_are_found_by_the_torch_that_they_are_for(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).touch()
     monkeypatch.setattr(pycomm, "__path__", [str(tmp_path)])
-    assert _extension.built_for() == ["2.9", "2.11"]
+    assert loader.built_for() == ["2.9", "2.11"]
     assert _torch_range.module_name("2.11.0+cpu") == "pycomm.torch_2_11._C"
 
 
@@ -350,7 +351,7 @@ def raised(call: Callable[[], Any]) -> tuple[str, tuple[str, ...], str]:
 def bad_tensors(rank: int, world_size: int) -> dict[str, tuple[str, tuple[str, ...], str]]:
     several = torch.ones(3).expand(4, 3)  # each element is written four times
     sparse = torch.eye(3).to_sparse()
-    backend = pycomm._backend.native_backend()
+    backend = pycomm._group.creation.native_backend()
     found = {
         "all_reduce, overlapping": raised(lambda: dist.all_reduce(several)),
         "broadcast, overlapping": raised(lambda: dist.broadcast(several, 0)),

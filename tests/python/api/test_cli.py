@@ -20,7 +20,7 @@ from processes import child_environment, free_port
 from ranks import run_python
 
 import pycomm
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.cli import env, main, status
 
 # What Ctrl-C does to a command that waits: the alarm comes when it has begun.
@@ -274,7 +274,7 @@ def test_env_says_whether_the_cuda_library_is_there(
     library = tmp_path / "libpycomm_cuda.so"
     if there:
         library.touch()
-    monkeypatch.setattr(_extension, "CUDA_LIBRARY", library)
+    monkeypatch.setattr(loader, "CUDA_LIBRARY", library)
     report = env.collect({})
     assert dataclasses.asdict(report)["versions"][library.name] == shown  # what --json prints
     assert re.search(rf"^libpycomm_cuda\.so +{shown}$", env.as_text(report), re.M)

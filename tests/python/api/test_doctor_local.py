@@ -8,7 +8,8 @@ import json
 import pytest
 from doctor_facts import cluster_of, healthy, interface, only
 
-from pycomm import _extension, errors
+from pycomm import errors
+from pycomm._native import loader
 from pycomm.doctor import local, system
 from pycomm.doctor.facts import (
     NOTE,
@@ -373,7 +374,7 @@ def test_the_facts_of_this_host() -> None:
 
 @pytest.mark.needs_native
 def test_the_engine_tells_which_address_it_would_choose() -> None:
-    native = _extension.load()
+    native = loader.load()
     chosen = native.choose_address("=lo", "ipv4", "", [], 0)
     assert (chosen["address"], chosen["interface"]) == ("127.0.0.1", "lo")
     assert chosen["why"] == 'chosen by "=lo"'

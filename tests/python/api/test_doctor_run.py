@@ -22,7 +22,8 @@ import torch.distributed as dist
 from processes import LOOPBACK, free_port, free_port_range
 from time_bound import assert_within
 
-from pycomm import _extension, errors
+from pycomm import errors
+from pycomm._native import loader
 from pycomm.cli import doctor, main
 from pycomm.doctor import join, local, meeting, probe, run, sync, system
 from pycomm.doctor.board import Board
@@ -386,14 +387,14 @@ def has_line(shown: str, pattern: str) -> bool:
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> str:
     """In threads named host1, and in the main thread."""
     text = "pycomm was built for torch 2.12, and torch 2.13.0 is installed"
-    usual = _extension.load
+    usual = loader.load
 
     def load() -> Any:
         if threading.current_thread().name == "host0":
             return usual()
         raise errors.TorchVersionError(text)
 
-    monkeypatch.setattr(_extension, "load", load)
+    monkeypatch.setattr(loader, "load", load)
     return text
 
 

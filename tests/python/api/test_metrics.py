@@ -20,9 +20,9 @@ from ranks import mark, run_ranks, start_ranks
 from time_bound import assert_within
 
 import pycomm
-from pycomm import _metrics
-from pycomm._flight_record import BadRecordError, load_record, read_some
-from pycomm._metrics_text import METRICS
+from pycomm._metrics import writer as _metrics
+from pycomm._metrics.metrics_text import METRICS
+from pycomm._native.flight_record import BadRecordError, load_record, read_some
 
 pytestmark = pytest.mark.needs_native
 

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from pycomm import _metrics
-from pycomm._metrics_content import MetricsContent
-from pycomm._metrics_file import Identity, check_folder, remove_old, replace
-from pycomm._metrics_text import METRICS, MetricsText
-from pycomm._operation_counts import UNKNOWN, OperationCounts
+from pycomm._metrics import writer as _metrics
+from pycomm._metrics.metrics_content import MetricsContent
+from pycomm._metrics.metrics_file import Identity, check_folder, remove_old, replace
+from pycomm._metrics.metrics_text import METRICS, MetricsText
+from pycomm._native.operation_counts import UNKNOWN, OperationCounts
 
 
 def op(ticket: int, kind: str = "all_reduce", state: str = "done", **more: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ EDITS = [
 SCRIPT = """
 import dataclasses, json, sys
 import pycomm
-from pycomm._native_options import native_options
+from pycomm._group.native_options import native_options
 from pycomm.options import ResolvedOptions
 
 def refused(call):

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm import Options, codecs, options
-from pycomm._option_names import unknown_variables, variables
-from pycomm._settings import SETTINGS
+from pycomm._settings import SETTINGS, unknown_variables, variables
 from pycomm._wire_patterns import named_wire_dtype
 from pycomm.options import ResolvedOptions
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from doctor_facts import healthy, interface, only
 from ranks import run_ranks
 
-from pycomm import _extension, _secret
-from pycomm._backend import native_backend
+from pycomm._group import secrets
+from pycomm._group.creation import native_backend
+from pycomm._native import loader
 from pycomm.doctor import local, preflight, system
 from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts
 
@@ -208,9 +209,9 @@ def make_another_group(rank: int, world_size: int) -> None:
 def facts_in_the_store(rank: int, world_size: int) -> tuple[str, str]:
     """What this rank wrote, and the secret's key id."""
     backend = native_backend()
-    prefix = f"pycomm/preflight/{_extension.native.group_run(backend)}"
+    prefix = f"pycomm/preflight/{loader.native.group_run(backend)}"
     text = store_of_the_backend().get(f"{prefix}/{rank}").decode()
-    secret, _ = _secret.find()
+    secret, _ = secrets.find()
     dist.barrier()
     return text, "" if secret is None else secret.key_id
 
@@ -224,7 +225,7 @@ def store_of_the_backend() -> Any:
 
 @needs_native
 def test_records_are_sealed_and_have_what_env_prints(tmp_path: Path) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET_FILE": str(tmp_path / "secret"), "PYCOMM_SECRET": None}
     env |= {"PYCOMM_PREFLIGHT": "1", "PYCOMM_TRANSPORT": "tcp"}
     results = run_ranks(2, facts_in_the_store, env=env)
@@ -246,7 +247,7 @@ def test_records_are_sealed_and_have_what_env_prints(tmp_path: Path) -> None:
 def forge(rank: int, world_size: int) -> None:
     """Rank 1 is a stranger that writes a record without the secret."""
     if rank == 1:
-        run = _extension.native.group_run(native_backend())
+        run = loader.native.group_run(native_backend())
         facts = dataclasses.replace(healthy(2), name="evil").to_json()
         store_of_the_backend().set(f"pycomm/preflight/{run}/1", facts)
     dist.barrier()
@@ -254,7 +255,7 @@ def forge(rank: int, world_size: int) -> None:
 
 @needs_native
 def test_a_record_without_the_secret_is_not_believed_and_the_job_goes_on(tmp_path: Path) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET_FILE": str(tmp_path / "secret"), "PYCOMM_SECRET": None}
     first, _ = run_ranks(
         2, forge, env=lambda rank: env | {"PYCOMM_PREFLIGHT": "1" if rank == 0 else None}

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 import _pycomm_autoload
 import pycomm
-from pycomm._backend import store_host
+from pycomm._group.creation import store_host
 
 ROOT = Path(_pycomm_autoload.__file__).resolve().parent
 

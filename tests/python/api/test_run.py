@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from processes import run_python
 
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.cli import doctor, main, remote_end, run
 from pycomm.doctor.facts import HostFacts
 from pycomm.doctor.report import Report
@@ -380,8 +380,8 @@ def test_a_host_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.needs_native
 def test_a_secret_is_one_to_the_native_part() -> None:
-    _extension.load()
-    made = [_extension.native.Secret.parse(run.make_secret(), "a test").key_id for _ in range(2)]
+    loader.load()
+    made = [loader.native.Secret.parse(run.make_secret(), "a test").key_id for _ in range(2)]
     assert made[0] != made[1]
 
 

@@ -17,7 +17,9 @@ import pytest
 from ranks import run_python
 from torch._C._distributed_c10d import HashStore
 
-from pycomm import _backend, _extension, _secret, errors, options
+from pycomm import errors, options
+from pycomm._group import creation, secrets
+from pycomm._native import loader
 
 pytestmark = pytest.mark.needs_native
 
@@ -127,7 +129,7 @@ def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
 
 
 def test_python_cannot_show_it(tmp_path: Path) -> None:
-    secret, origin = _secret.read_file(str(_file(tmp_path)))
+    secret, origin = secrets.read_file(str(_file(tmp_path)))
     assert origin == str(tmp_path / "secret")
     shown = f"{secret!r} {secret} {dir(secret)} {vars(type(secret))}"
     for form in (_CHARS.decode(), _BYTES.hex(), str(_BYTES)):
@@ -144,8 +146,8 @@ def test_the_interpreters_own_openssl_is_used() -> None:
         "maps = lambda: [line.split()[-1] for line in open('/proc/self/maps')]\n"
         "mapped = lambda: {path for path in maps() if 'libssl' in path}\n"
         "before = mapped()\n"
-        "from pycomm import _secret\n"
-        f"assert _secret._native().parse({_TEXT!r}, 'it').key_id == {_key_id(_BYTES)!r}\n"
+        "from pycomm._group import secrets\n"
+        f"assert secrets._native().parse({_TEXT!r}, 'it').key_id == {_key_id(_BYTES)!r}\n"
         "after = mapped()\n"
         "assert len(after) == 1, after\n"
         "assert not before or after == before, (before, after)\n"
@@ -170,7 +172,7 @@ def test_a_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["PYCOMM_SECRET", "PYCOMM_SECRET_FILE"])
 def test_a_variable_that_is_set_and_empty_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is set and empty"):
-        _secret.find({name: " "})
+        secrets.find({name: " "})
 
 
 @pytest.mark.parametrize(
@@ -190,10 +192,10 @@ def test_a_file_that_cannot_be_looked_at_is_not_taken_for_none(
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _secret.find({}) == (None, "")
+    assert secrets.find({}) == (None, "")
     monkeypatch.setattr(os, "lstat", refuse)
     with pytest.raises(ValueError, match=str(tmp_path)):
-        _secret.find({})
+        secrets.find({})
 
 
 NFS_EVERYWHERE = """
@@ -219,7 +221,7 @@ def test_a_file_on_nfs_is_used_with_one_warning(tmp_path: Path) -> None:
 import torch.distributed as dist, pycomm
 for _ in range(3):
     dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
-    print(pycomm._secret.find()[0].key_id)
+    print(pycomm._group.secrets.find()[0].key_id)
     dist.destroy_process_group()
 """
     preload = f"{os.environ.get('LD_PRELOAD', '')}:{library}".lstrip(":")
@@ -232,16 +234,16 @@ for _ in range(3):
 def test_a_file_that_goes_away_does_not_make_the_next_group_plain(tmp_path: Path) -> None:
     program = """
 import os, sys
-from pycomm import _secret
+from pycomm._group import secrets
 path = os.path.expanduser("~/.config/pycomm/secret")
-assert _secret.find() == (None, "")
+assert secrets.find() == (None, "")
 os.makedirs(os.path.dirname(path), mode=0o700)
-made = _secret.generate_file(path)
-assert _secret.find()[0].key_id == made.key_id
+made = secrets.generate_file(path)
+assert secrets.find()[0].key_id == made.key_id
 os.rename(path, path + ".old")
-assert _secret.find()[0].key_id == made.key_id
+assert secrets.find()[0].key_id == made.key_id
 os.environ["PYCOMM_SECRET_FILE"] = "none"
-assert _secret.find() == (None, "")
+assert secrets.find() == (None, "")
 """
     done = run_python(["-c", program], env={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
@@ -271,7 +273,7 @@ class Notices:
 
 
 def _join_as_rank_one(monkeypatch: pytest.MonkeyPatch, notices: Notices) -> None:
-    native = _extension.load()
+    native = loader.load()
     monkeypatch.setattr(native, "post_notice", notices.post_notice)
     group = SimpleNamespace(
         store=HashStore(),
@@ -281,7 +283,7 @@ def _join_as_rank_one(monkeypatch: pytest.MonkeyPatch, notices: Notices) -> None
         timeout=timedelta(seconds=2),
         global_ranks_in_group=[0, 1],
     )
-    _backend.create_group(group, None)
+    creation.create_group(group, None)
 
 
 def test_a_path_that_is_not_utf8_is_told_to_the_ranks_that_wait(
@@ -317,7 +319,7 @@ def test_whatever_keeps_a_rank_from_joining_is_told_and_raised(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(_backend, "native_options", fails)
+    monkeypatch.setattr(creation, "native_options", fails)
     notices = Notices()
     with pytest.raises(type(error)) as raised:
         _join_as_rank_one(monkeypatch, notices)

@@ -21,13 +21,13 @@ from processes import child_environment
 from ranks import mark, start_ranks
 from time_bound import assert_within
 
-from pycomm import _process_reports
-from pycomm._flight_record import ProcessRecord, parse_record
+from pycomm._native.flight_record import ProcessRecord, parse_record
 from pycomm.cli import main, status
+from pycomm.trace import process_reports
 
 pytestmark = pytest.mark.needs_native
 
-GREETING = _process_reports._GREETING.pack(_process_reports._GREETING_MAGIC, 3)
+GREETING = process_reports._GREETING.pack(process_reports._GREETING_MAGIC, 3)
 
 
 def _status(*arguments: str) -> tuple[int, str]:
@@ -239,14 +239,14 @@ def test_a_process_whose_queue_is_full_is_told(
         waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         waiting.connect("\0" + name)
         _listing(name, monkeypatch, tmp_path)
-        (one,) = _process_reports.reports(0.2)
+        (one,) = process_reports.reports(0.2)
     assert one.record is None and "takes no connection" in one.why
 
 
 def test_nobody_is_no_problem(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     table = tmp_path / "unix"
     table.write_text("Num RefCount Protocol Flags Type St Inode Path\n")
-    monkeypatch.setattr(_process_reports, "_UNIX_SOCKETS", table)
+    monkeypatch.setattr(process_reports, "_UNIX_SOCKETS", table)
     assert main(["status"]) == 0
     assert "No process of this user" in capsys.readouterr().out
 
@@ -254,7 +254,7 @@ def test_nobody_is_no_problem(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
 def test_a_table_that_cannot_be_read_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_process_reports, "_UNIX_SOCKETS", tmp_path / "none")
+    monkeypatch.setattr(process_reports, "_UNIX_SOCKETS", tmp_path / "none")
     assert main(["status"]) == 2
     assert "/proc/net/unix cannot be read" in capsys.readouterr().err
 
@@ -263,7 +263,7 @@ def _listing(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     table = tmp_path / "unix"
     row = f"0000000000000000: 00000002 00000000 00010000 0005 01 12345 @{name}\n"
     table.write_text("Num RefCount Protocol Flags Type St Inode Path\n" + row)
-    monkeypatch.setattr(_process_reports, "_UNIX_SOCKETS", table)
+    monkeypatch.setattr(process_reports, "_UNIX_SOCKETS", table)
 
 
 @pytest.mark.parametrize(
@@ -283,12 +283,12 @@ def _listing(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ),
         (
             GREETING,
-            _process_reports._ASK.pack(_process_reports._REPORT_MAGIC, 0, 0),
+            process_reports._ASK.pack(process_reports._REPORT_MAGIC, 0, 0),
             "could not make the memory",
         ),
         (
             GREETING,
-            _process_reports._ASK.pack(_process_reports._REPORT_MAGIC, 1, 5),
+            process_reports._ASK.pack(process_reports._REPORT_MAGIC, 1, 5),
             "not a flight record",
         ),
     ],
@@ -319,7 +319,7 @@ def test_what_other_programs_say_is_survived(
             finally:
                 os._exit(0)
         try:
-            found = _process_reports.reports(5.0)
+            found = process_reports.reports(5.0)
         finally:
             os.waitpid(child, 0)
             os.close(memory)

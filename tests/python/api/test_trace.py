@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_format import torch_record
 
-from pycomm._flight_record import BadRecordError, parse_record
+from pycomm._native.flight_record import BadRecordError, parse_record
 from pycomm._settings import SETTINGS
 from pycomm.cli import main
 from pycomm.trace.align import dump_files, read_records

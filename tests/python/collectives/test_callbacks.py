@@ -248,7 +248,7 @@ def test_a_callback_that_blocks_does_not_hold_the_thread_that_adds_it() -> None:
 
 
 def sparse_sums_in_a_chain(rank: int, world_size: int) -> None:
-    from pycomm import _extension
+    from pycomm._native import loader
 
     def sparse(value: float) -> torch.Tensor:
         return torch.sparse_coo_tensor([[rank, 2]], [value, 10 * value], (4,))
@@ -260,7 +260,7 @@ def sparse_sums_in_a_chain(rank: int, world_size: int) -> None:
         return total
 
     for step in range(TIMES):
-        with _extension.native.IssueChain(7, step):
+        with loader.native.IssueChain(7, step):
             results = [
                 dist.all_reduce(sparse(value), async_op=True).get_future().then(again)
                 for value in (1.0, 100.0)
@@ -661,7 +661,7 @@ def test_futures_of_gloo_and_of_the_program_behave_as_before() -> None:
 
 
 def private_parts_of_torch(rank: int, world_size: int) -> None:
-    """What pycomm/_callback_names.py and csrc/c10d/named_future.h rely on, by name."""
+    """What pycomm/_native/callback_names.py and csrc/c10d/named_future.h rely on, by name."""
     from torch._C import Future as Base
 
     def in_pycomm(function: Any) -> bool:

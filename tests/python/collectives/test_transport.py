@@ -15,7 +15,7 @@ from log_lines import LogLines
 from ranks import LOOPBACK, describe_exception, free_port, run_ranks
 
 import pycomm
-from pycomm._backend import flight_record
+from pycomm._group.creation import flight_record
 
 pytestmark = pytest.mark.needs_native
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import pycomm
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.errors import PycommError, UnsupportedError
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -24,9 +24,7 @@ from cuda_table import CudaTable
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        not _extension.CUDA_LIBRARY.exists(), reason="libpycomm_cuda.so was not built"
-    ),
+    pytest.mark.skipif(not loader.CUDA_LIBRARY.exists(), reason="libpycomm_cuda.so was not built"),
 ]
 
 PAIRS = [
@@ -65,7 +63,7 @@ def _where(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize(("grad", "wire"), PAIRS)
 def test_pack_and_unpack_have_torchs_bits(grad: str, wire: str, offset: int) -> None:
-    table = CudaTable(_extension.CUDA_LIBRARY)
+    table = CudaTable(loader.CUDA_LIBRARY)
     gradients = _gradients(getattr(torch, grad), offset)
     flat = torch.cat([each.reshape(-1) for each in gradients])
     bucket = torch.empty(flat.numel(), device="cuda", dtype=getattr(torch, wire))
@@ -95,7 +93,7 @@ def test_pack_and_unpack_have_torchs_bits(grad: str, wire: str, offset: int) -> 
 
 
 def test_overflow_is_counted() -> None:
-    table = CudaTable(_extension.CUDA_LIBRARY)
+    table = CudaTable(loader.CUDA_LIBRARY)
     values = torch.tensor([1.0, 65519, 65520, -1e30, float("inf"), float("nan")], device="cuda")
     bucket = torch.empty(6, device="cuda", dtype=torch.float16)
     stats = torch.zeros(2, dtype=torch.int64, device="cuda")
@@ -114,7 +112,7 @@ def test_overflow_is_counted() -> None:
     "largest", [0.0, 1e-45, 1.1e-38, 1.1754944e-38, 0.5, 1.0, 65520.0, 3.4e38, float("inf")]
 )
 def test_the_exponent_of_the_largest_is_written(largest: float) -> None:
-    table = CudaTable(_extension.CUDA_LIBRARY)
+    table = CudaTable(loader.CUDA_LIBRARY)
     stats = torch.zeros(4, dtype=torch.int32)
     stats[2] = torch.tensor(largest).view(torch.int32)
     on_device = stats.cuda()
@@ -131,7 +129,7 @@ def test_the_exponent_of_the_largest_is_written(largest: float) -> None:
 def test_reduce_follows_float64(dtype: str, op: str, offset: int) -> None:
     if op == "avg" and dtype.startswith("int"):
         pytest.skip("undefined")
-    table = CudaTable(_extension.CUDA_LIBRARY)
+    table = CudaTable(loader.CUDA_LIBRARY)
     torch.manual_seed(2)
     kind = getattr(torch, dtype)
     numel = 100_003
@@ -165,7 +163,7 @@ def test_reduce_follows_float64(dtype: str, op: str, offset: int) -> None:
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_codec_kernels_are_within_their_bounds(codec: str) -> None:
-    table = CudaTable(_extension.CUDA_LIBRARY)
+    table = CudaTable(loader.CUDA_LIBRARY)
     torch.manual_seed(4)
     numel = 100_003
     values = torch.randn(numel, device="cuda") * torch.exp(torch.randn(numel, device="cuda") * 3)

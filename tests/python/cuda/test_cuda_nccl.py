@@ -27,7 +27,8 @@ from ranks import mark, run_ranks, start_ranks
 from time_bound import assert_within
 
 import pycomm
-from pycomm import _extension, errors
+from pycomm import errors
+from pycomm._native import loader
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -748,7 +749,7 @@ def _exits(
         time.sleep(0.01)
     running = _threads()
     began = time.monotonic()
-    _extension.load().shutdown_all(2000)  # what atexit calls
+    loader.load().shutdown_all(2000)  # what atexit calls
     took = time.monotonic() - began
     del work
     return running, _threads_left(name), took

@@ -194,9 +194,9 @@ def test_what_cannot_be_done_is_said_before_anything_moves(fake_cuda: Path) -> N
 
 def _without_library(rank: int, size: int, library: str, missing: str) -> str:
     device = Device(Path(library))
-    from pycomm import _extension
+    from pycomm._native import loader
 
-    _extension.CUDA_LIBRARY = Path(missing)
+    loader.CUDA_LIBRARY = Path(missing)
     group = dist.new_group(list(range(size)))
     with pytest.raises(errors.UnsupportedError) as error:
         dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)

@@ -13,7 +13,7 @@ from step_logs import StoreLog
 from torch.distributed import FileStore
 from torch.utils.data import DataLoader, Dataset
 
-from pycomm.balanced_sampler import BalancedSampler
+from pycomm.balance.balanced_sampler import BalancedSampler
 
 WORKERS = (0, 2, 4)
 PREFETCH = 2

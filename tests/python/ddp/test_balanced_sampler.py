@@ -16,7 +16,7 @@ import torch
 from step_logs import Job
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pycomm.balanced_sampler import BalancedSampler
+from pycomm.balance.balanced_sampler import BalancedSampler
 from pycomm.errors import ConfigMismatchError
 
 SPEEDS = (1.0, 2.0, 4.0)

@@ -73,7 +73,7 @@ def trained(rank: int, world_size: int, workers: int) -> dict[str, Any]:
 
 def alone(steps: int = 40) -> torch.Tensor:
     """One process with the whole batches, in the sampler's order of indices."""
-    from pycomm._deal import epoch_order
+    from pycomm.balance.deal import epoch_order
 
     net, data = Slowed(0), Numbers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -114,7 +114,7 @@ class VirtualTimes:
         return getattr(self._log, name)
 
     def records(self, since: int) -> list[Any]:
-        from pycomm._step_log import StepRecord
+        from pycomm.balance.step_log import StepRecord
 
         found = self._log.records(0)
         told = []
@@ -200,7 +200,7 @@ def hundred_steps(rank: int, world_size: int) -> torch.Tensor:
 
 
 def test_a_hundred_steps_are_those_of_one_process() -> None:
-    from pycomm._deal import epoch_order
+    from pycomm.balance.deal import epoch_order
 
     found = ranks.run_ranks(3, hundred_steps, timeout_s=120, preload=ranks.TORCH_DDP)
     net, data = Deep(), Numbers()

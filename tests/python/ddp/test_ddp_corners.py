@@ -404,7 +404,7 @@ def test_an_error_behind_the_last_gradient_is_named() -> None:
 
 
 def over_gloo(rank: int, world_size: int) -> None:
-    from pycomm._ddp_group import wrapper_store
+    from pycomm._group.queries import wrapper_store
 
     group = dist.group.WORLD
     first, second = wrapper_store(group), wrapper_store(group)

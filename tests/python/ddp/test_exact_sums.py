@@ -146,9 +146,9 @@ def averages(rank: int, world_size: int) -> None:
 
 def between_hosts(rank: int, world_size: int) -> None:
     """``sync_every``, each rank on a host of its own."""
-    from pycomm import _averaging
+    from pycomm._group import averaging
 
-    _averaging.host_identity = lambda: f"host {rank}"
+    averaging.host_identity = lambda: f"host {rank}"
     plain = plain_group()
     found = []
     with encoded(0):

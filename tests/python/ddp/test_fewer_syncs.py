@@ -136,7 +136,7 @@ def failed_pass(rank: int, world_size: int) -> None:
 def two_hosts(rank: int, world_size: int) -> None:
     """Ranks 0, 1 and 2, 3 as two hosts: gradients are shared in each, parameters every 3 steps."""
     import pycomm
-    from pycomm import _averaging
+    from pycomm._group import averaging as _averaging
 
     _averaging.host_identity = lambda: f"host {rank // 2}"
     ours = pycomm.DistributedDataParallel(ddp_models.make("mlp"), sync_every=EVERY)

@@ -104,7 +104,7 @@ def test_every_feature_in_a_group_of_one_rank() -> None:
 
 def hosts_group(rank: int, world_size: int) -> None:
     import pycomm
-    from pycomm._backend import group_options, group_timeout
+    from pycomm._group.creation import group_options, group_timeout
 
     options = pycomm.Options(segment_nbytes=65536)
     group = dist.new_group([0, 1], timeout=timedelta(seconds=37), pg_options=options)
@@ -150,7 +150,7 @@ def test_a_sync_sends_rank_0s_buffers() -> None:
 
 
 def test_chunks_have_one_device() -> None:
-    from pycomm._averaging import chunks
+    from pycomm._group.averaging import chunks
 
     tensors = [torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)]
     assert [len(chunk) for chunk in chunks(tensors)] == [2, 1]

@@ -189,10 +189,10 @@ class Run:
 
 
 def resumed(rank: int, world_size: int, seeds: list[int]) -> list[str]:
-    from pycomm import _averaging
+    from pycomm._group import averaging
 
     torch.set_num_threads(1)
-    _averaging.host_identity = lambda: f"host {rank % 2}"
+    averaging.host_identity = lambda: f"host {rank % 2}"
     wrong = []
     for seed in seeds:
         plan = Plan(seed)

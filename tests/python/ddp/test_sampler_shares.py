@@ -8,8 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from pycomm._shares import Limits, best_shares, even_shares, step_seconds, why_leave_out
-from pycomm._step_times import Fit
+from pycomm.balance.step_times import Fit
+from pycomm.balance.whole_shares import (
+    Limits,
+    best_shares,
+    even_shares,
+    step_seconds,
+    why_leave_out,
+)
 
 
 def allowed(limits: Limits) -> Iterator[tuple[int, ...]]:

@@ -8,7 +8,7 @@ import random
 import numpy
 import pytest
 
-from pycomm._step_times import StepTimes
+from pycomm.balance.step_times import StepTimes
 
 
 def fitted(steps: list[tuple[float, float]]) -> StepTimes:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from step_logs import Job
 
-from pycomm import _share_plan, _shares, _step_times
-from pycomm._share_plan import SharePlan
-from pycomm._shares import Limits, best_shares, step_seconds
-from pycomm._step_log import StepRecord
-from pycomm._step_times import Fit
+from pycomm.balance import share_plan, step_times, whole_shares
+from pycomm.balance.share_plan import SharePlan
+from pycomm.balance.step_log import StepRecord
+from pycomm.balance.step_times import Fit
+from pycomm.balance.whole_shares import Limits, best_shares, step_seconds
 
 LOOKAHEAD = 12
 EACH = 32  # samples of an equal share
@@ -184,7 +184,7 @@ def no_float(numbers: Iterable[Any]) -> int:
 
 def test_every_python_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may have different ones; sum() of floats is another one since 3.12."""
-    for module in (_share_plan, _shares, _step_times):
+    for module in (share_plan, whole_shares, step_times):
         monkeypatch.setattr(module, "sum", no_float, raising=False)
     plan = plan_of()
     for record in steps_of(plan, 200):

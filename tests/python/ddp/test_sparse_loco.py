@@ -23,7 +23,7 @@ from ranks import describe_exception, mark, run_ranks, start_ranks
 from time_bound import assert_within
 from torch import nn
 
-from pycomm import _sparse_rows as sparse_rows
+from pycomm.fewer_syncs import sparse_rows as sparse_rows
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 

@@ -915,7 +915,7 @@ def test_ranks_that_began_with_other_parameters_are_told() -> None:
 def only_orders(rank: int, world_size: int) -> list[int]:
     """A sum as NCCL has them: wait() returns at once, and the device finds the group failed."""
     import pycomm
-    from pycomm import _averaging
+    from pycomm._group import averaging
 
     class Sum:
         waits = 0
@@ -938,7 +938,7 @@ def only_orders(rank: int, world_size: int) -> list[int]:
     model = ddp_models.make("mlp")
     local = pycomm.StreamingDiLoCo(model, sync_every=1)
     before = local.state_dict()["anchor"]
-    _averaging.dist = Half()  # type: ignore[assignment]
+    averaging.dist = Half()  # type: ignore[assignment]
     with pytest.raises(pycomm.errors.PeerDeadError):
         local.step()
     assert_equal(local.state_dict()["anchor"].values(), before.values())
@@ -1128,7 +1128,7 @@ def test_the_programs_of_the_page_run() -> None:
 
 
 def test_memory_is_of_the_device_that_it_is_taken_for() -> None:
-    from pycomm._outer_step import Scratch
+    from pycomm.fewer_syncs.outer_step import Scratch
 
     scratch = Scratch()
     for name in ("cpu", "meta", "cpu"):
@@ -1153,7 +1153,7 @@ class Decoder(nn.Module):
 
 
 def cut(model: nn.Module, fragments: Any) -> list[list[str]]:
-    from pycomm._fragments import cut as cut_fragments
+    from pycomm.fewer_syncs.fragments import cut as cut_fragments
 
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = cut_fragments(model, trained, fragments)

@@ -29,9 +29,9 @@ class Tower(nn.Module):
 
 
 def on_two_hosts(rank: int, mode: bool = True) -> Any:
-    from pycomm import _averaging
+    from pycomm._group import averaging
 
-    _averaging.host_identity = lambda: f"host {rank}"
+    averaging.host_identity = lambda: f"host {rank}"
     net = Tower(rank)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["table.shard", "table.own"])
     return wrap(net, sync_every=4).train(mode)
@@ -145,9 +145,9 @@ class Names(nn.Module):
 def names_of_ignored(rank: int, world_size: int) -> dict[str, bool]:
     """By each kind of name, with each way of averaging."""
     import pycomm
-    from pycomm import _averaging
+    from pycomm._group import averaging
 
-    _averaging.host_identity = lambda: f"host {rank}"
+    averaging.host_identity = lambda: f"host {rank}"
     found = {}
     for name in ("LocalSGD", "DiLoCo", "StreamingDiLoCo", "SparseLoCo", "every step", "hosts"):
         net = Names(rank)

@@ -154,7 +154,7 @@ def sparse_rounds(rank: int, world_size: int) -> float:
     import torch.distributed as dist
 
     import pycomm
-    from pycomm._sparse_rows import ROW, pack, select, unpack
+    from pycomm.fewer_syncs.sparse_rows import ROW, pack, select, unpack
 
     net = make_net().float()
     local = pycomm.SparseLoCo(net, sync_every=EVERY, top_k=32, error_decay=0.9, weight="samples")
@@ -279,7 +279,7 @@ def after_an_error(rank: int, world_size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     import pycomm
-    from pycomm import local_sgd, streaming_diloco
+    from pycomm.fewer_syncs import local_sgd, streaming_diloco
 
     found = {}
     for method, where in (
@@ -340,7 +340,7 @@ def wrapper_after_an_error(rank: int, world_size: int) -> float:
     import torch.distributed as dist
 
     import pycomm.ddp
-    from pycomm import _ddp_between_steps
+    from pycomm.ddp import between_steps
 
     pycomm.ddp.host_group = lambda group: dist.new_group(
         [dist.get_rank()], use_local_synchronization=True
@@ -354,7 +354,7 @@ def wrapper_after_an_error(rank: int, world_size: int) -> float:
         for each in net.parameters():
             each += rank
     right = mean_of(all_ranks(flat(net)), [1.0, 2.0, 3.0])
-    failing_once(_ddp_between_steps, "average_")
+    failing_once(between_steps, "average_")
     with pytest.raises(ArithmeticError):
         model.sync()
     model.sync()
@@ -476,7 +476,7 @@ def landing(rank: int, world_size: int) -> dict[int, list[float]]:
     import sys
 
     import pycomm
-    from pycomm.streaming_diloco import Flight
+    from pycomm.fewer_syncs.streaming_diloco import Flight
 
     launch, code = Flight.launch, pycomm.StreamingDiLoCo._wait.__code__
     found: dict[int, list[float]] = {}

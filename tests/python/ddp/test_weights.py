@@ -492,7 +492,7 @@ def test_sparse_gradients() -> None:
 
 
 def test_samples_are_counted_by_the_first_dimension() -> None:
-    from pycomm._ddp_weights import add_first_dimensions, count_samples
+    from pycomm.ddp.weights import add_first_dimensions, count_samples
 
     batch, labels = torch.zeros(5, 9), torch.zeros(5, dtype=torch.long)
     scalar = torch.tensor(3.0)

@@ -20,8 +20,8 @@ from documents import ROOT, blocks, code, installed_environment, read, table
 
 import pycomm
 from pycomm import _torch_range, errors, service
-from pycomm._ddp_options import ONLY
 from pycomm._settings import SETTINGS, WIRE_DTYPES
+from pycomm.ddp.ddp_options import ONLY
 from pycomm.doctor.splits import FP16_NBYTES, FP32_NBYTES, INT8_NBYTES, ddp_nbytes, wire_seconds
 from pycomm.integrations import torchrec
 
@@ -326,7 +326,7 @@ def test_the_phases_of_an_error_are_those_of_the_native_part() -> None:
     (documented,) = (code(row[2]) for row in rows if row[0] == "`phase`")
     (texts,) = re.findall(r"kTexts = \{(.*?)\}", read("csrc/base/error.h"), re.S)
     assert {*documented, "", "reset"} == set(re.findall(r'"(.*?)"', texts)), "reset: in no error"
-    (here,) = re.findall(r'phase: str.*?\n    """(.*?)\."""', read("pycomm/_error_record.py"), re.S)
+    (here,) = re.findall(r'phase: str.*?\n    """(.*?)\."""', read("pycomm/errors.py"), re.S)
     assert set(re.findall(r'"(.*?)"', here)) == set(documented)
 
 

@@ -111,8 +111,8 @@ def sockets():
             if f"socket:[{fields[9]}]" in mine:
                 yield fields[1], fields[2], fields[3]
 
-from pycomm import _extension
-from pycomm._backend import native_backend
+from pycomm._native import loader as _extension
+from pycomm._group.creation import native_backend
 report = {
     "sums": [float(large[0]), float(large[-1]), float(small[0])],
     "says": _extension.load().describe_backend(native_backend()),

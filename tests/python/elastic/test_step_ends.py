@@ -28,7 +28,7 @@ from test_step_agreement import SHARED, TCP, kill_after, survivors
 from time_bound import assert_within
 
 import pycomm
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.time_bound]
 
@@ -201,7 +201,7 @@ def test_a_rank_has_ended_although_its_child_lives(target: Any) -> None:
 
 @pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
 def test_with_a_secret(tmp_path: Path, options: dict[str, Any]) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET_FILE": str(tmp_path / "secret"), "PYCOMM_SECURITY": "require"}
     plan = Plan(steps=40, options=options)
     with start_ranks(3, trains, args=(plan,), destroy=False, env=env) as running:
@@ -327,7 +327,7 @@ def dies_early(rank: int, world_size: int, when: str) -> str:
 
         dist.all_gather_object = gather
     elif rank == 1:
-        pycomm._extension.native.step_agreement = lambda *args, **kwargs: os.kill(  # type: ignore[attr-defined]
+        pycomm._native.loader.native.step_agreement = lambda *args, **kwargs: os.kill(  # type: ignore[attr-defined]
             os.getpid(), signal.SIGKILL
         )
     try:

@@ -24,7 +24,8 @@ from ranks import RankError, describe_exception, mark, run_ranks, start_ranks
 from signals import CaughtSignal
 
 import pycomm
-from pycomm import _backend, _extension
+from pycomm._group import creation
+from pycomm._native import loader
 from pycomm.errors import ErrorRecord
 from pycomm.options import Options
 
@@ -47,7 +48,7 @@ def refused(call: Any) -> RankError:
 
 def torchs_kind() -> str:
     """getError() of torch's interface to backends, which this torch does not offer in Python."""
-    return str(_extension.native.backend_error(_backend.native_backend(None)))
+    return str(loader.native.backend_error(creation.native_backend(None)))
 
 
 def fails(rank: int, world_size: int, how: str) -> dict[str, Any]:
@@ -239,28 +240,28 @@ class SilentExtension:
 
 @pytest.mark.parametrize("own", [logging.ERROR, logging.DEBUG])
 def test_the_programs_own_log_level_stays(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backend, "_level_set_here", None)
+    monkeypatch.setattr(creation, "_level_set_here", None)
     extension: Any = SilentExtension()
-    before = _backend.logger.level
+    before = creation.logger.level
     try:
-        _backend.logger.setLevel(own)
+        creation.logger.setLevel(own)
         for environ in ({}, {"PYCOMM_DEBUG": "INFO"}):
-            _backend._set_up_logging(extension, Options().resolve(environ), 0)
-            assert _backend.logger.level == own
-        _backend.logger.setLevel(logging.NOTSET)  # nobody's: then PYCOMM_DEBUG decides, each time
+            creation._set_up_logging(extension, Options().resolve(environ), 0)
+            assert creation.logger.level == own
+        creation.logger.setLevel(logging.NOTSET)  # nobody's: then PYCOMM_DEBUG decides, each time
         for level in ("INFO", "TRACE"):
-            _backend._set_up_logging(extension, Options(debug=level).resolve({}), 0)
-            assert _backend.logger.level == {"INFO": logging.INFO, "TRACE": logging.DEBUG}[level]
+            creation._set_up_logging(extension, Options(debug=level).resolve({}), 0)
+            assert creation.logger.level == {"INFO": logging.INFO, "TRACE": logging.DEBUG}[level]
             assert extension.level == level
     finally:
-        _backend.logger.setLevel(before)
+        creation.logger.setLevel(before)
 
 
 LOGS_BEFORE_AND_AFTER = """
 import logging
 from typing import Any
 
-from pycomm import _backend
+from pycomm._group import creation
 from pycomm.options import Options
 
 class Extension:
@@ -268,12 +269,12 @@ class Extension:
         pass
 
 extension: Any = Extension()
-_backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
-_backend.logger.info("first")
+creation._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
+creation.logger.info("first")
 logging.basicConfig(format="the program's: %(message)s")
-_backend.logger.info("second")
-_backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
-_backend.logger.info("third")
+creation.logger.info("second")
+creation._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
+creation.logger.info("third")
 """
 
 

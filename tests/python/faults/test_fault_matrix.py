@@ -26,7 +26,7 @@ from shares import CASE, part_of
 from time_bound import assert_within
 
 import pycomm
-from pycomm import _extension
+from pycomm._native import loader
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -231,8 +231,8 @@ def test_an_ordinary_build_has_no_fault_points(fault_build: Path) -> None:
     assert b"frame.written" in test_build[0].read_bytes()
     assert found and all(b"frame.written" not in path.read_bytes() for path in found)
     with pytest.raises(pycomm.errors.UnsupportedError, match="not a test build"):
-        _extension.load().arm_fault_points("frame.written:1:kill")
-    assert not hasattr(_extension.load(), "fault_points")
+        loader.load().arm_fault_points("frame.written:1:kill")
+    assert not hasattr(loader.load(), "fault_points")
 
 
 def test_the_variable_is_an_error_in_an_ordinary_build() -> None:
@@ -245,7 +245,7 @@ def test_the_variable_is_an_error_in_an_ordinary_build() -> None:
 
 def bad_specs(rank: int, world_size: int) -> None:
     fault_ranks.use_fault_build()
-    extension = _extension.load()
+    extension = loader.load()
     for spec in ("x", "x:1", ":1:kill", "x:0:kill", "x:z:kill", "x:1:die", "x:1:errno=EWHAT"):
         with pytest.raises(pycomm.errors.InvalidArgumentError, match="site:nth:action"):
             extension.arm_fault_points(spec)
@@ -264,18 +264,18 @@ def window_that_ends_in_a_call(rank: int, world_size: int, store: str) -> list[A
     dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
     dist.barrier()  # the limit is also that of making the group: here both begin together
     group = dist.new_group(timeout=timedelta(seconds=4))
-    backend = pycomm._backend.native_backend(group)
+    backend = pycomm._group.creation.native_backend(group)
     dist.barrier(group=group)
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=60)
     options.asyncOp = True
     tensor = torch.ones(4)
     # Nobody waits for the operation, so a thread is started for it, which takes its time.
-    _extension.load().arm_fault_points("thread.start:1:delay=4500")
+    loader.load().arm_fault_points("thread.start:1:delay=4500")
     backend._start_coalescing()
     backend.allreduce([tensor], options)
     backend._end_coalescing().wait()
-    struck = _extension.load().fault_points()[0][2]
+    struck = loader.load().fault_points()[0][2]
     dist.destroy_process_group()
     return [tensor.tolist(), struck]
 

@@ -241,7 +241,7 @@ def test_exits_with_work_outstanding(how: str, repeats: int) -> None:
 def use_after_destroy(rank: int, world_size: int) -> tuple[str | None, str | None]:
     group = dist.group.WORLD
     assert group is not None
-    backend = pycomm._backend.native_backend(group)
+    backend = pycomm._group.creation.native_backend(group)
     dist.all_reduce(torch.ones(3))
     before = pycomm.last_error()
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pycomm import _process_end
+from pycomm._native import process_end
 
 COMMON = r"""
 import atexit, os, sys, threading, time
@@ -123,7 +123,7 @@ def test_the_end_waits_for_threads_that_want_the_lock() -> None:
 
     thread = threading.Thread(target=nap)
     thread.start()
-    _process_end._let_threads_return()
+    process_end._let_threads_return()
     seen = naps[0]
     enough.set()
     thread.join()

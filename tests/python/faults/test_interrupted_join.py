@@ -19,7 +19,8 @@ from ranks import Ranks, start_ranks
 from time_bound import assert_within
 
 import pycomm
-from pycomm import _extension, _secret
+from pycomm._group import secrets
+from pycomm._native import loader
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -84,7 +85,7 @@ def test_ctrl_c_while_ranks_are_missing(victim: int, sealed: bool, tmp_path: Pat
     """Of three ranks the last never comes."""
     secret = tmp_path / "secret"
     if sealed:
-        _secret.generate_file(str(secret))
+        secrets.generate_file(str(secret))
     args = (f"file://{tmp_path}/store",)
     env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(secret) if sealed else "none"}
     with start_ranks(2, meet, args=args, init="none", backend=None, env=env) as running:
@@ -104,7 +105,7 @@ def test_ctrl_c_while_ranks_are_missing(victim: int, sealed: bool, tmp_path: Pat
 def connect(rank: int, world_size: int, store: str) -> list[Any]:
     fault_ranks.use_fault_build()
     if rank == 1:
-        _extension.load().arm_fault_points("hello.received:1:stop")
+        loader.load().arm_fault_points("hello.received:1:stop")
     return _join(rank, world_size, store)
 
 

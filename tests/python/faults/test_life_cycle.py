@@ -184,7 +184,7 @@ def end_with_work(rank: int, world_size: int, how: str) -> tuple[str, float]:
     dist.barrier()
     began_s = time.monotonic()
     if rank == 0 and how == "abort":
-        pycomm._backend.native_backend(group).abort()
+        pycomm._group.creation.native_backend(group).abort()
     if rank == 0 and how == "destroy":
         dist.destroy_process_group(group)
     if work is None:
@@ -216,7 +216,7 @@ def test_ending_releases_everybody(how: str, codes: set[str], limit_s: float) ->
 
 def destroy_again(rank: int, world_size: int) -> list[str]:
     group = dist.new_group()
-    backend = pycomm._backend.native_backend(group)
+    backend = pycomm._group.creation.native_backend(group)
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     seen = []
@@ -260,7 +260,7 @@ def drop_in_any_order(rank: int, world_size: int, rounds: int) -> dict[str, int]
     def one_round(order: int) -> None:
         group = dist.new_group()
         dist.barrier()  # a rank that still joins when another one leaves gets that as its error
-        backend = pycomm._backend.native_backend(group)
+        backend = pycomm._group.creation.native_backend(group)
         works = [
             dist.all_reduce(torch.ones(1 + 5000 * k), group=group, async_op=True) for k in range(4)
         ]

@@ -18,7 +18,8 @@ from fault_ranks import use_fault_build
 from ranks import RankError, describe_exception, mark, run_ranks, start_ranks
 
 import pycomm
-from pycomm import _backend, _extension
+from pycomm._group import creation
+from pycomm._native import loader
 
 PAIR = [1, 3]
 _BOUND_S = 30.0
@@ -113,7 +114,7 @@ def aborted(own: int) -> Any:
     group = pair()
     if own == 1:
         return caught(lambda: dist.all_reduce(torch.ones(4), group=group))
-    _backend.native_backend(group).abort()
+    creation.native_backend(group).abort()
     return until_failed(group)
 
 
@@ -238,7 +239,7 @@ def leaves_after_another_failure(rank: int, world_size: int, store: str, late: s
     first = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     second = dist.new_group([1, 2], timeout=timedelta(seconds=1))
     if late and rank == 1:
-        _extension.load().arm_fault_points(late)
+        loader.load().arm_fault_points(late)
     if rank == 0:
         return caught(lambda: dist.all_reduce(torch.ones(4), group=first))
     if rank == 1:

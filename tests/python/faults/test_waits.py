@@ -72,9 +72,9 @@ def a_handler_at_every_wait(
     fault_ranks.use_fault_build()
     dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
     import pycomm
-    from pycomm import _extension
+    from pycomm._native import loader
 
-    native: Any = _extension.load()
+    native: Any = loader.load()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     plain, model = (
         pycomm.DistributedDataParallel(layers(), bucket_cap_mb=0.001, find_unused_parameters=True)

@@ -23,7 +23,7 @@ from ranks import RankResults, describe_exception, mark, run_ranks, start_ranks
 from time_bound import assert_within
 
 import pycomm
-from pycomm._backend import native_backend
+from pycomm._group.creation import native_backend
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
 

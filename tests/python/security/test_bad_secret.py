@@ -15,7 +15,7 @@ from ranks import run_ranks
 from refused_joins import join
 from time_bound import assert_within
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 
@@ -56,7 +56,7 @@ def _met(
 ) -> tuple[list[dict[str, Any]], list[str], str, str]:
     """What each rank raised and printed, the reason, and the bad file's text."""
     good, bad = tmp_path / "good", tmp_path / "bad"
-    _secret.generate_file(str(good))
+    secrets.generate_file(str(good))
     bad.write_text(good.read_text())
     bad.chmod(0o600)
     text = bad.read_text().strip()
@@ -124,7 +124,7 @@ def off(path: Path) -> str:
 @pytest.mark.time_bound
 def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    _secret.generate_file(str(path))
+    secrets.generate_file(str(path))
     waited, refused = run_ranks(
         2,
         join_together,
@@ -151,7 +151,7 @@ def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
 
 def two_groups(rank: int, world_size: int) -> str:
     dist.new_group(list(range(world_size)))
-    return str(_secret.state())
+    return str(secrets.state())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a file of root")
@@ -159,7 +159,7 @@ def two_groups(rank: int, world_size: int) -> str:
 def test_roots_file_on_tmpfs_that_all_may_read_is_one_warning(mode: int, lines: int) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "secret"
-        key_id = _secret.generate_file(str(path)).key_id
+        key_id = secrets.generate_file(str(path)).key_id
         path.chmod(mode)
         env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(path), "PYCOMM_SECURITY": "require"}
         results = run_ranks(2, two_groups, env=env)

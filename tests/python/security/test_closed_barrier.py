@@ -11,8 +11,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import pycomm
-from pycomm import _extension, _secret
-from pycomm._backend import native_backend
+from pycomm._group import secrets
+from pycomm._group.creation import native_backend
+from pycomm._native import loader
 
 pytestmark = pytest.mark.needs_native
 
@@ -23,7 +24,7 @@ def meet_a_forger(rank: int, world_size: int, what: str, forged: str) -> str:
     """Rank 1 - rank comes; the other one writes what somebody without the secret could."""
     pycomm.monitored_barrier(timeout=LONG)
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-    run = _extension.native.group_run(native_backend())
+    run = loader.native.group_run(native_backend())
     forger = 0 if what == "verdict" else 1
     text = ""
     if rank == forger:
@@ -55,7 +56,7 @@ def meet_a_forger(rank: int, world_size: int, what: str, forged: str) -> str:
 def test_what_has_no_seal_of_the_job_is_an_error(
     tmp_path: Path, what: str, forged: str, code: str
 ) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
     texts = run_ranks(2, meet_a_forger, args=(what, forged), env=env).values()
     caught = texts[1] if what == "verdict" else texts[0]
@@ -67,7 +68,7 @@ def meet_a_forger_of_three(rank: int, world_size: int) -> tuple[float, str]:
     """Rank 2 comes; what rank 1 writes has no seal."""
     pycomm.monitored_barrier(timeout=LONG)
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-    run = _extension.native.group_run(native_backend())
+    run = loader.native.group_run(native_backend())
     begin, text = time.monotonic(), ""
     if rank == 1:
         store.set(f"pycomm/monitored_barrier/{run}/2/came/1", "came")
@@ -81,7 +82,7 @@ def meet_a_forger_of_three(rank: int, world_size: int) -> tuple[float, str]:
 
 
 def test_the_other_ranks_hear_of_it_at_once(tmp_path: Path) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
     took, text = run_ranks(3, meet_a_forger_of_three, env=env).values()[2]
     assert text.startswith("PROTOCOL_VIOLATION") and "from rank 1" in text
@@ -93,7 +94,7 @@ def replay_between_groups(rank: int, world_size: int) -> str:
     world = dist.group.WORLD
     other = dist.new_group([0, 1])
     pycomm.monitored_barrier(world, timeout=LONG)
-    native = _extension.native
+    native = loader.native
     texts = []
     for group, number in ((world, 1), (other, 1)):
         run = native.group_run(native_backend(group))
@@ -111,7 +112,7 @@ def replay_between_groups(rank: int, world_size: int) -> str:
 
 
 def test_a_seal_of_another_group_does_not_fit(tmp_path: Path) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
     assert run_ranks(2, replay_between_groups, env=env).values()[0] == "PROTOCOL_VIOLATION"
 
@@ -121,12 +122,12 @@ def change_the_secret(rank: int, world_size: int, path: str) -> None:
     dist.barrier()
     if rank == 1:
         Path(path).unlink()
-        _secret.generate_file(path)
+        secrets.generate_file(path)
     dist.barrier()
     pycomm.monitored_barrier(timeout=LONG)
 
 
 def test_a_group_keeps_the_secret_that_it_was_made_with(tmp_path: Path) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
     run_ranks(2, change_the_secret, args=(str(tmp_path / "secret"),), env=env)

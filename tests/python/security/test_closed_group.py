@@ -17,8 +17,10 @@ import torch.distributed as dist
 from ranks import run_python, run_ranks
 
 import pycomm
-from pycomm import _extension, _metrics, _secret
-from pycomm._backend import flight_record, native_backend
+from pycomm._group import secrets
+from pycomm._group.creation import flight_record, native_backend
+from pycomm._metrics import writer
+from pycomm._native import loader
 
 pytestmark = pytest.mark.needs_native
 
@@ -30,19 +32,19 @@ def files(tmp_path: Path) -> list[Path]:
     """Three secrets."""
     paths = [tmp_path / f"secret{i}" for i in range(3)]
     for path in paths:
-        _secret.generate_file(str(path))
+        secrets.generate_file(str(path))
     return paths
 
 
 def _key_id(path: Path) -> str:
-    return _secret.read_file(str(path))[0].key_id
+    return secrets.read_file(str(path))[0].key_id
 
 
 def sum_and_say(rank: int, world_size: int) -> str:
     tensor = torch.full((300_000,), float(rank))
     dist.all_reduce(tensor)
     assert float(tensor[-1]) == world_size * (world_size - 1) / 2
-    return str(_extension.native.describe_backend(native_backend()))
+    return str(loader.native.describe_backend(native_backend()))
 
 
 def train(rank: int, world_size: int) -> list[float]:
@@ -71,7 +73,7 @@ def test_ranks_train_as_without_a_secret(files: list[Path], transport: str) -> N
 def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
     path = tmp_path / ".config" / "pycomm" / "secret"
     path.parent.mkdir(parents=True)
-    _secret.generate_file(str(path))
+    secrets.generate_file(str(path))
     env = {"HOME": str(tmp_path), "PYCOMM_SECRET": None}
     for transport, ending in (("auto", "Unix sockets, with"), ("tcp", "TLS with")):
         env["PYCOMM_TRANSPORT"] = transport
@@ -83,14 +85,14 @@ def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
 def test_a_job_can_be_without_the_secret_in_the_home_folder(tmp_path: Path) -> None:
     path = tmp_path / ".config" / "pycomm" / "secret"
     path.parent.mkdir(parents=True)
-    _secret.generate_file(str(path))
+    secrets.generate_file(str(path))
     env = {"HOME": str(tmp_path), "PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": "none"}
     for transport in ("auto", "tcp"):
         env["PYCOMM_TRANSPORT"] = transport
         for said in run_ranks(2, sum_and_say, env=env).values():
             assert "secret" not in said and "TLS" not in said
     with pytest.raises(ValueError, match="PYCOMM_SECRET_FILE=none: this job has no secret"):
-        _secret.read({"PYCOMM_SECRET_FILE": "none"})
+        secrets.read({"PYCOMM_SECRET_FILE": "none"})
 
 
 def join(rank: int, world_size: int) -> dict[str, Any]:
@@ -285,7 +287,7 @@ def show_all(rank: int, world_size: int, folder: str) -> bytes:
     shown = [repr(pycomm.Options()), said, repr(os.environ.get("PYCOMM_SECURITY"))]
     shown.append(repr(flight_record()))
     shown.append(pycomm.dump_flight_record(folder).read_text())
-    _metrics.write_now()
+    writer.write_now()
     (metrics,) = Path(folder).glob(f"pycomm_rank_{rank}_*.prom")
     shown.append(metrics.read_text())
     if rank == 0:

@@ -14,7 +14,9 @@ import torch
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm import ParameterClient, ParameterServer, _extension, _secret
+from pycomm import ParameterClient, ParameterServer
+from pycomm._group import secrets
+from pycomm._native import loader
 from pycomm.errors import InvalidArgumentError
 from pycomm.service import RefusedError
 from pycomm.service.endpoint import parse_endpoint
@@ -29,7 +31,7 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delenv("PYCOMM_SECRET", raising=False)
     monkeypatch.setenv("PYCOMM_SECRET_FILE", str(tmp_path / "secret"))
-    return _secret.generate_file(str(tmp_path / "secret"))
+    return secrets.generate_file(str(tmp_path / "secret"))
 
 
 def one_weight_server(listen: str) -> ParameterServer:
@@ -76,7 +78,7 @@ def test_a_session_is_in_tls_or_within_the_host(
         step(client, model)
         session = client._servers[0].session
         assert session is not None
-        said = _extension.native.describe_backend(session._backend)
+        said = loader.native.describe_backend(session._backend)
         assert said.endswith(f"{ending} the secret of key id {secret.key_id}")
 
 
@@ -84,7 +86,7 @@ def test_a_session_is_in_tls_or_within_the_host(
 def test_a_worker_with_another_secret_or_none_is_refused_by_name(
     secret: Any, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = _secret.generate_file(str(tmp_path / "other"))
+    other = secrets.generate_file(str(tmp_path / "other"))
     own = None if worker == "none" else other
     workers_thread = threading.current_thread()
 
@@ -93,7 +95,7 @@ def test_a_worker_with_another_secret_or_none_is_refused_by_name(
         return mine, "" if mine is None else "here"
 
     with Serving() as serving:
-        monkeypatch.setattr(_secret, "find", find)
+        monkeypatch.setattr(secrets, "find", find)
         with pytest.raises(RefusedError) as caught:
             ParameterClient(
                 nn.Linear(1, 1, bias=False),
@@ -106,7 +108,7 @@ def test_a_worker_with_another_secret_or_none_is_refused_by_name(
         assert "and this process has none" in text if own is None else other.key_id in text
         assert "secret file" in text
         monkeypatch.undo()
-        monkeypatch.setattr(_secret, "find", lambda _=None: (secret, "here"))
+        monkeypatch.setattr(secrets, "find", lambda _=None: (secret, "here"))
         model = nn.Linear(1, 1, bias=False)
         with ParameterClient(model, servers=serving.server.address, worker=0) as client:
             step(client, model)
@@ -167,7 +169,7 @@ def replay(address: str, hello: str) -> None:
     assert stranger.add(SESSIONS, 1) == 1
     stranger.set(f"{PREFIX}/1/hello", hello)
     key = f"{PREFIX}/1/answer"
-    assert json.loads(_secret.opened(key, stranger.get(key).decode()))["refused"] is None
+    assert json.loads(secrets.opened(key, stranger.get(key).decode()))["refused"] is None
 
 
 def values_set(patched: pytest.MonkeyPatch, then: Callable[[str, str], None]) -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_closed_group import forms_of, sum_and_say
 
-from pycomm import _extension, _secret
+from pycomm._group import secrets
+from pycomm._native import loader
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(180)]
 
@@ -38,11 +39,11 @@ def crash(rank: int, world_size: int, folder: str, keeps: bool) -> None:
     kept = Path(os.environ["PYCOMM_SECRET_FILE"]).read_text() if keeps else ""
     mark = bytearray(MARK.encode() + str(rank).encode())  # nowhere else in this form
     assert sum_and_say(rank, world_size)
-    record = _secret.sealed("a key", "a value")
+    record = secrets.sealed("a key", "a value")
     dist.barrier()
     os.chdir(Path(folder) / str(rank))
     resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert record and mark and bool(kept) == keeps and _extension.native
+    assert record and mark and bool(kept) == keeps and loader.native
     signal.signal(signal.SIGABRT, signal.SIG_DFL)  # no stacks of faulthandler
     os.kill(os.getpid(), signal.SIGABRT)
 
@@ -65,7 +66,7 @@ def test_the_search_finds_a_secret_that_a_program_keeps(tmp_path: Path) -> None:
 def _forms_found(tmp_path: Path, transport: str, keeps: bool) -> list[list[int]]:
     """By rank: which forms of the secret its core file has."""
     path = tmp_path / "secret"
-    key_id = _secret.generate_file(str(path)).key_id
+    key_id = secrets.generate_file(str(path)).key_id
     env = {
         "PYCOMM_SECRET": None,
         "PYCOMM_SECRET_FILE": str(path),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ranks import free_port_range, run_ranks
 from time_bound import assert_within
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 
@@ -106,7 +106,7 @@ def many_files() -> Iterator[None]:
 @pytest.mark.time_bound
 @pytest.mark.usefixtures("many_files")
 def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_path: Path) -> None:
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
 
     def seconds(name: str, first: int, last: int) -> float:
         (tmp_path / name).mkdir()

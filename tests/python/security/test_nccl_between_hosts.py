@@ -14,7 +14,7 @@ from hosts import Host, Outcome, alpha_and_beta, run_on_both, wire
 from processes import child_environment
 from sniffer import not_tls, recorded
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -56,7 +56,7 @@ def both() -> Iterator[tuple[Host, Host]]:
 def _run(
     both: tuple[Host, Host], library: Path, folder: Path, cuda_mode: str, policy: str
 ) -> list[Outcome]:
-    _secret.generate_file(str(folder / "secret"))
+    secrets.generate_file(str(folder / "secret"))
     env = child_environment(
         {
             "PYCOMM_SECRET": None,

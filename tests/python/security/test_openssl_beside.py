@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import child_environment, run_python
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = pytest.mark.needs_native
 
@@ -47,7 +47,7 @@ class Hidden:
 sys.meta_path.insert(0, Hidden())
 import torch, torch.distributed as dist
 import pycomm
-from pycomm import _secret
+from pycomm._group import secrets
 
 def mapped():
     with open("/proc/self/maps") as maps:
@@ -55,7 +55,7 @@ def mapped():
 
 assert not mapped() and "_ssl" not in sys.modules, mapped()
 Hidden.names = {{"_hashlib"}}
-_secret._native()
+secrets._native()
 assert "_ssl" in sys.modules, "pycomm would map libssl before the interpreter does"
 store = dist.FileStore({store!r}, 2)
 dist.init_process_group("pycomm", store=store, rank=rank, world_size=2)
@@ -89,7 +89,7 @@ def _system() -> list[Path]:
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
-    _secret.generate_file(str(path))
+    secrets.generate_file(str(path))
     return path
 
 

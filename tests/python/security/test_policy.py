@@ -23,7 +23,7 @@ from hosts import Host, Outcome, alpha_and_beta, run_on_both, wire
 from processes import child_environment
 from sniffer import Stream, not_tls, recorded
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -182,7 +182,7 @@ def test_policy_table(
     policy, secret, hosts, expected = case
     file = tmp_path / ".config" / "pycomm" / "secret"
     file.parent.mkdir(parents=True)
-    key_id = _secret.generate_file(str(file)).key_id if secret == "with" else None
+    key_id = secrets.generate_file(str(file)).key_id if secret == "with" else None
     env = child_environment(
         {
             "HOME": str(tmp_path),

@@ -10,7 +10,7 @@ import pytest
 from ranks import free_port, run_ranks
 from refused_joins import join
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 
@@ -35,7 +35,7 @@ def option(rank: int, _: Path) -> Environment:
 def _secret_file(folder: Path, name: str) -> str:
     path = folder / name
     if not path.exists():
-        _secret.generate_file(str(path))
+        secrets.generate_file(str(path))
     return str(path)
 
 

@@ -21,7 +21,7 @@ from ranks import run_ranks
 from test_closed_group import Listening, sum_and_say
 
 import pycomm
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = pytest.mark.needs_native
 
@@ -130,7 +130,7 @@ def knock(rank: int, world_size: int, folder: str, tool: str) -> str:
     text, _ = _join(rank, world_size, folder)
     sum_and_say(rank, world_size)
     secret = Path(folder) / "secret"
-    identity = f"pc1.{_secret.read_file(str(secret))[0].key_id}.l.{'ab' * 16}.{_process_id(text)}"
+    identity = f"pc1.{secrets.read_file(str(secret))[0].key_id}.l.{'ab' * 16}.{_process_id(text)}"
     key = {"good": _key_of(secret, identity), "other": OTHER_KEY, "none": ""}[KEYS[rank]]
     said = _talk(CLIENTS[tool]("127.0.0.1", _port(text, rank), identity, key))
     dist.barrier()
@@ -155,7 +155,7 @@ def test_another_program_with_the_key_gets_a_handshake_and_no_more(
 ) -> None:
     if shutil.which(tool) is None:
         pytest.skip(f"{tool} is not installed")
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = _environment(tmp_path)
     results = run_ranks(3, knock, args=(str(tmp_path), tool), init="none", backend=None, env=env)
     for key, result in zip(KEYS, results, strict=True):
@@ -191,7 +191,7 @@ class Replaced(Reading):
 
     def _serve(self, key: str, value: str | bytes) -> None:
         written, got = (b"\n".join(each).decode() for each in (self.written, self.got))
-        key_id = _secret.read_file(str(self._secret))[0].key_id
+        key_id = secrets.read_file(str(self._secret))[0].key_id
         identity = f"pc1.{key_id}.l.{_process_id(got)}.{_process_id(written)}"
         psk = _key_of(self._secret, identity) if self._right else OTHER_KEY
         text = value if isinstance(value, str) else value.decode()
@@ -237,7 +237,7 @@ def stand_in(rank: int, world_size: int, folder: str, right: bool) -> str:
 def test_a_server_in_the_place_of_a_rank_needs_the_key(tmp_path: Path, right: bool) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
-    _secret.generate_file(str(tmp_path / "secret"))
+    secrets.generate_file(str(tmp_path / "secret"))
     env = _environment(tmp_path)
     error, served = run_ranks(
         2, stand_in, args=(str(tmp_path), right), init="none", backend=None, env=env

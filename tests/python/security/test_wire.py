@@ -19,7 +19,7 @@ from documents import installed_environment
 from hosts import Host, alpha_and_beta, run_on_both, wire
 from sniffer import LONGEST_HELLO, Stream, not_tls, recorded, streams_of
 
-from pycomm import _secret
+from pycomm._group import secrets
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -110,7 +110,7 @@ def test_every_byte_is_tls(
     both: tuple[Host, Host], tmp_path: Path, transport: str, v6: bool
 ) -> None:
     path = tmp_path / "secret"
-    key_id = _secret.generate_file(str(path)).key_id
+    key_id = secrets.generate_file(str(path)).key_id
     ran = _run(
         both,
         tmp_path,

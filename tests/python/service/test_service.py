@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm import _extension
+from pycomm._native import loader
 from pycomm.service import ParameterClient, ParameterServer, RefusedError, ServerStats
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
@@ -202,7 +202,7 @@ def test_a_session_uses_the_transport_of_the_run() -> None:
     ):
         session = client._servers[0].session
         assert session is not None
-        said = _extension.native.describe_backend(session._backend)
+        said = loader.native.describe_backend(session._backend)
         assert ("TCP on lo" if over_tcp else "Unix sockets") in said, said
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from pycomm import _extension
+from pycomm._native import loader
 
 
 def commit_use_after_free(rank: int, world_size: int) -> None:
-    _extension.load().arm_fault_points("work.use_after_free:1:flip")
+    loader.load().arm_fault_points("work.use_after_free:1:flip")
     dist.all_reduce(torch.ones(3))
 
 

@@ -104,7 +104,7 @@ def test_a_command_that_fails_is_kept_and_the_next_one_runs(tmp_path: Path) -> N
 def test_a_tree_with_changes_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(published, "git", lambda *_: " M pycomm/ddp.py")
+    monkeypatch.setattr(published, "git", lambda *_: " M pycomm/ddp/wrapper.py")
     monkeypatch.setattr(published, "measure", lambda *_: pytest.fail("it measured"))
     monkeypatch.setattr(sys, "argv", ["published.py", "soak"])
     with pytest.raises(SystemExit):

@@ -64,12 +64,12 @@ GOOD_TREE = {
     "_pycomm_autoload.py": (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import torch\n"
-        "def autoload():\n    from torch.distributed import Backend\n    import pycomm._backend\n"
+        "def autoload():\n    from torch.distributed import Backend\n    import pycomm.report\n"
     ),
     "pycomm/__init__.py": "from pycomm import errors\nfrom pycomm.options import Options\n",
     "pycomm/errors.py": "import os\na = os.environ.get('LOCAL_RANK')\nb = os.environ['PORT']\n",
     "pycomm/options.py": "import os\nfrom .errors import Error\nx = os.environ['PYCOMM_TIMEOUT']\n",
-    "pycomm/_backend.py": "import os\nfrom pycomm import errors, options\nx = os.getenv('HOME')\n",
+    "pycomm/report.py": "import os\nfrom pycomm import errors, options\nx = os.getenv('HOME')\n",
     "pycomm/cli/__init__.py": "import pycomm\nfrom pycomm.cli import env\n",
     "pycomm/cli/env.py": "import os\nfrom pycomm.options import read\nread(os.environ)\n",
 }
@@ -184,20 +184,20 @@ BAD_FILES = {
         "must not import",
     ),
     "Python up, relative": ("pycomm/options.py", "from . import _backend\n", "must not import"),
-    "Python top": ("pycomm/_backend.py", "import pycomm\n", "backend must not import pycomm"),
+    "Python top": ("pycomm/report.py", "import pycomm\n", "backend must not import pycomm"),
     "new module": ("pycomm/magic.py", "\n", "does not say where magic stands"),
-    "variable": ("pycomm/_backend.py", "import os\nos.environ['PYCOMM_X']\n", "reads PYCOMM_X"),
-    "variable, get": ("pycomm/_backend.py", "import os\nos.environ.get('PYCOMM_X')\n", "PYCOMM_X"),
-    "variable, getenv": ("pycomm/_backend.py", "import os\nos.getenv('PYCOMM_X')\n", "PYCOMM_X"),
-    "variable, in": ("pycomm/_backend.py", "import os\n'PYCOMM_X' in os.environ\n", "PYCOMM_X"),
+    "variable": ("pycomm/report.py", "import os\nos.environ['PYCOMM_X']\n", "reads PYCOMM_X"),
+    "variable, get": ("pycomm/report.py", "import os\nos.environ.get('PYCOMM_X')\n", "PYCOMM_X"),
+    "variable, getenv": ("pycomm/report.py", "import os\nos.getenv('PYCOMM_X')\n", "PYCOMM_X"),
+    "variable, in": ("pycomm/report.py", "import os\n'PYCOMM_X' in os.environ\n", "PYCOMM_X"),
     "variable, computed": (
         "pycomm/cli/env.py",
         "import os\nos.environ['PYCOMM' + x]\n",
         "no literal",
     ),
-    "all variables": ("pycomm/_backend.py", "import os\nd = dict(os.environ)\n", "no literal name"),
+    "all variables": ("pycomm/report.py", "import os\nd = dict(os.environ)\n", "no literal name"),
     "environ by name": (
-        "pycomm/_backend.py",
+        "pycomm/report.py",
         "from os import environ\n",
         "environ by name",
     ),

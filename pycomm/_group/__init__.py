@@ -1,0 +1,1 @@
+"""How torch makes and asks a group of pycomm's."""

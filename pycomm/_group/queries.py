@@ -1,0 +1,192 @@
+"""A wrapper's access to the process group that it reduces over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from pycomm._group import averaging
+from pycomm._group.creation import (
+    group_options,
+    group_timeout,
+    group_wire_dtype,
+    native_backend,
+    next_number,
+)
+from pycomm._native import loader
+from pycomm._settings import OFF
+from pycomm._wire_patterns import ENCODED, Named
+from pycomm.errors import UnsupportedError
+from pycomm.options import Options, Reconfigurable
+
+logger = logging.getLogger("pycomm")
+_codecs_reported: set[str] = set()
+
+
+def pycomm_backend(group: Any) -> Any:
+    """The backend object of pycomm in a group, or None."""
+    try:
+        return native_backend(group)
+    except ValueError:
+        return None
+
+
+def need_pycomm(group: Any, what: str) -> Any:
+    """The same; raises if there is none.
+
+    Raises:
+        UnsupportedError: The group has none.
+    """
+    backend = pycomm_backend(group)
+    if backend is None:
+        raise UnsupportedError(
+            f"{what} needs a process group of pycomm, which adds up encoded gradients; this "
+            f"one's backend is {dist.get_backend(group)!r}"
+        )
+    return backend
+
+
+def is_pycomm(group: Any, device: torch.device) -> bool:
+    """Whether pycomm serves a group's tensors of a device."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # no backend does
+        return False
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return bool(backend.name() == "pycomm")
+
+
+def by_nccl(group: Any, device: torch.device) -> bool:
+    """Whether NCCL moves a group's tensors of a device.
+
+    Call it on all ranks: a group of pycomm decides that together, in the first collective.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # it serves no such device
+        return False
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    if loader.loaded() is not None:
+        with contextlib.suppress(TypeError):  # another library's
+            return loader.native.goes_by_nccl(backend, device)
+    return bool(backend.name() == "nccl")
+
+
+def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> None:
+    """Whether the group serves the wire dtypes of a wrapper's parameters.
+
+    Raises:
+        UnsupportedError: int8, and the group is not pycomm's.
+    """
+    encoded = next((wire for wire in wires if wire in ENCODED), None)
+    if encoded is not None:
+        need_pycomm(group, f"wire_dtype={encoded!r}")
+    if wire_dtype is None:
+        report_unused_codec(group, "DistributedDataParallel")
+
+
+def report_unused_codec(group: Any, owner: str) -> None:
+    """Logs, once per owner, that the group's codec does not apply, as its wire_dtype is None."""
+    codec = group_wire_dtype(group)
+    if codec == "fp32" or owner in _codecs_reported or dist.get_rank(group) != 0:
+        return
+    _codecs_reported.add(owner)
+    logger.warning(
+        "The group's wire_dtype is %r, and does not apply to what %s sends, which travels in its "
+        "own dtype. Pass wire_dtype=%r to it to send fewer bytes.",
+        codec,
+        owner,
+        codec,
+    )
+
+
+def wrapper_store(group: Any) -> Any:
+    """A store for one wrapper's ranks, or None if the group has none. Call it on all ranks."""
+    try:
+        store = dist.distributed_c10d._get_process_group_store(group)
+    except KeyError:
+        return None
+    backend = pycomm_backend(group)
+    if backend is not None and loader.native.is_reconfigurable(backend):
+        return None  # its members need not share one
+    # A store may outlive its ranks: what ranks of another run left is not for this group.
+    run = 0 if backend is None else loader.native.group_run(backend)
+    prefix = f"pycomm/ddp/{run}/{next_number(group, 'wrapper')}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def host_group(group: Any) -> Any:
+    """A group of the ranks of ``group`` that share this rank's host. Collective over ``group``.
+
+    It has the group's backend, options and timeout.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, averaging.host_identity(), group=group)
+    ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    mine = hosts[dist.get_rank(group)]
+    members = [rank for rank, host in zip(ranks, hosts, strict=True) if host == mine]
+    name = f"{group.group_name}_host{hosts.index(mine)}_{next_number(group, 'host group')}"
+    options, timeout = _options_and_timeout(group)
+    return _own_group(members, dist.get_backend(group), name, options, timeout)
+
+
+def elastic_group(group: Any) -> Any:
+    """A group of the same ranks, whose members can change: it has none until reconfigure().
+
+    It has the options and the timeout of ``group``, which is pycomm's, but for those that need a
+    store for as long as the group is.
+    """
+    options, timeout = _options_and_timeout(group)
+    given = {each.name: getattr(options or Options(), each.name) for each in fields(Options)}
+    changing = Reconfigurable(
+        **{**given, "check_call_sites": False, "preflight": False, "metrics_dir": OFF}
+    )
+    name = f"{group.group_name}_elastic_{next_number(group, 'elastic group')}"
+    return _own_group(dist.get_process_group_ranks(group), "pycomm", name, changing, timeout)
+
+
+def _own_group(
+    members: Sequence[int], backend: str, name: str, options: Any, timeout: timedelta
+) -> Any:
+    """A group of these ranks of the job, all of which call this."""
+    # Not new_group(): ranks that are not in the group do not call this. And with local
+    # synchronization torch takes the name from the number of this rank's groups, which may be
+    # another on the other ranks.
+    c10d: Any = dist.distributed_c10d
+    world: Any = dist.group.WORLD
+    made, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        backend,
+        c10d._world.pg_map[world][1],
+        name,
+        backend_options=options,
+        timeout=timeout,
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
+    return made
+
+
+def _options_and_timeout(group: Any) -> tuple[Any, timedelta]:
+    """The options, if pycomm is the group's only backend, and the timeout that it was made with."""
+    with contextlib.suppress(ValueError):
+        native_backend(group)
+        config = str(dist.get_backend_config(group))
+        alone = all(part.endswith("pycomm") for part in config.split(","))
+        return group_options(group) if alone else None, group_timeout(group)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return None, getattr(options, "_timeout", default_pg_timeout)

@@ -1,0 +1,1 @@
+"""Numbers of a running process, as Prometheus reads them."""

@@ -1,0 +1,1 @@
+"""Batches by the speed of machines: ``pycomm.BalancedSampler``."""

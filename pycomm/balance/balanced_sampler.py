@@ -1,0 +1,415 @@
+"""Batches of different sizes for ranks of different speeds.
+
+    sampler = pycomm.BalancedSampler(dataset, global_batch=256, model=model)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            ...
+
+How shares are found, and what this cannot do: docs/unequal-machines.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, Sampler
+
+from pycomm._saved_state import check_options, part_of
+from pycomm.balance.deal import epoch_order, rank_part
+from pycomm.balance.share_plan import LEAST_GAIN, SharePlan
+from pycomm.balance.step_log import step_log_of
+from pycomm.balance.whole_shares import Limits, even_shares, step_seconds, why_leave_out
+from pycomm.errors import ConfigMismatchError
+
+__all__ = ["BalancedSampler", "SamplerStats"]
+
+logger = logging.getLogger("pycomm")
+
+_TOLD = 0.1
+"""Shares are logged if one of them has changed by more than this part since they were last."""
+_LARGEST = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerStats:
+    """What a ``BalancedSampler`` deals, and why. Tuples are by rank; but for ``epoch`` and
+    ``cursor``, all of it concerns the time since the sampler was made or its state was saved.
+
+    Example::
+
+        stats = sampler.stats()
+        print(stats.shares, stats.even_step_seconds, stats.step_seconds, stats.advice)
+    """
+
+    epoch: int
+    cursor: int
+    """Batches of this epoch that were trained: where a resumed run begins."""
+    batches: int
+    """Batches that were trained."""
+    changes: int
+    """Times that shares changed."""
+    shares: tuple[int, ...]
+    """Samples per batch, as decided last: they hold at the latest ``lookahead`` batches later."""
+    fixed_seconds: tuple[float, ...]
+    """Of a batch's time, the part that does not depend on its samples. Empty until three batches
+    were timed, as ``seconds_per_sample``."""
+    seconds_per_sample: tuple[float, ...]
+    step_seconds: float | None
+    """How long the slowest rank computes with these shares; None as long as that is not known."""
+    even_step_seconds: float | None
+    """How long it would with equal shares."""
+    advice: str
+    """Names a rank without which the others would be faster; or ""."""
+
+
+class BalancedSampler(Sampler[list[int]]):
+    """Deals each rank as many samples of a step as it can train in the time that the others take.
+
+    A batch sampler for any ``DataLoader``: ``DataLoader(dataset, batch_sampler=sampler)``. All
+    ranks have the same number of batches, and those of one step have ``global_batch`` samples
+    together. An epoch has each index once, but for the remainder that does not fill a step. Shares
+    begin equal. They follow from the compute time of each rank's earlier steps, which the model's
+    ranks exchange anyway, and change only for a predicted gain above 2 %.
+
+    Example::
+
+        sampler = pycomm.BalancedSampler(dataset, global_batch=256, model=model)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for inputs, targets in DataLoader(dataset, batch_sampler=sampler):
+                optimizer.zero_grad()
+                loss_of(model(inputs), targets).backward()
+                optimizer.step()
+
+    Args:
+        dataset: Has ``len()``, and is the same on all ranks.
+        global_batch: Samples of all ranks together in one backward pass. With ``accumulate=k`` a
+            step of the optimizer has k times as many.
+        model: The wrapped model that trains on the batches, one backward pass for each.
+        shuffle: Whether each epoch has an order of its own, from ``seed`` and ``set_epoch()``.
+        seed: From 0; the same on all ranks.
+        lookahead: How many batches later the numbers of a step decide shares. All ranks need the
+            same, and at least ``num_workers * prefetch_factor + 2 * accumulate`` of the loader that
+            runs ahead furthest, plus 1 with Lightning or Accelerate. More is slower to follow.
+        min_batch: The least share of any rank. BatchNorm needs 2.
+        max_batch: The largest share of *this* rank, as its memory allows; None: no limit.
+        multiple_of: Shares are multiples of it, so that a compiled model meets fewer shapes.
+
+    Raises:
+        TypeError: ``dataset`` is iterable or has no ``len()``; ``model`` keeps no record of steps.
+        ValueError: An argument is out of range, no shares are allowed, or the dataset is shorter
+            than one step.
+        ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all.
+
+    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, or
+    if the model makes more passes than batches were dealt.
+
+    Threads: use it from one, which is the loader's: workers do not call it.
+
+    Cost: an all-gather of 64 bytes per rank at construction, and none later.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        model: Any,
+        shuffle: bool = True,
+        seed: int = 0,
+        lookahead: int = 12,
+        min_batch: int = 1,
+        max_batch: int | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        self._length = _length_of(dataset)
+        _check_whole("global_batch", global_batch, 1)
+        _check_whole("seed", seed, 0)
+        _check_whole("lookahead", lookahead, 2)
+        _check_whole("min_batch", min_batch, 1)
+        _check_whole("multiple_of", multiple_of, 1)
+        if max_batch is not None:
+            _check_whole("max_batch", max_batch, 1)
+        if not isinstance(shuffle, bool):
+            raise ValueError(f"shuffle={shuffle!r} is neither True nor False")
+        if self._length < global_batch:
+            raise ValueError(
+                f"the dataset has {self._length} samples, fewer than one step of global_batch="
+                f"{global_batch}. Try: a smaller global_batch"
+            )
+        self._log = step_log_of(model)
+        self._global_batch = global_batch
+        self._shuffle = shuffle
+        self._seed = seed
+        self._lookahead = lookahead
+        most = self._compare(
+            {
+                "the length of the dataset": self._length,
+                "global_batch": global_batch,
+                "seed": seed,
+                "lookahead": lookahead,
+                "min_batch": min_batch,
+                "multiple_of": multiple_of,
+                "shuffle": int(shuffle),
+            },
+            max_batch or 0,
+        )
+        self._limits = Limits.of(
+            global_batch, unit=multiple_of, fewest=min_batch, most=[each or None for each in most]
+        )
+        self._plan = SharePlan(self._limits, lookahead)
+        self._next_step = self._log.steps
+        self._epoch = 0
+        self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
+        self._loaded_epoch = 0
+        self._loaded_complete = False  # the state that was loaded is that of an epoch's end
+        self._deal_nothing = False
+        self._told_shares = even_shares(self._limits)
+        self._told_advice = ""
+
+    @property
+    def sampler(self) -> BalancedSampler:
+        """Itself: Lightning calls ``set_epoch`` of a batch sampler's ``sampler`` in each epoch."""
+        return self
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on all ranks."""
+        return self._length // self._global_batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Deals the batches of this epoch that were not trained yet, on all ranks alike.
+
+        Batches that were pulled and not trained, by a loader that was left, are dealt again. If all
+        were trained and ``set_epoch`` was not called since, the next epoch begins.
+        """
+        now = self._now()
+        if self._begin is None:
+            self._begin = now
+        elif self._is_complete(now):
+            if self._deal_nothing:
+                self._deal_nothing = self._loaded_complete = False
+                return
+            self._start(self._epoch + 1)
+            self._begin = now
+        begin, rank = self._begin, self._log.rank
+        order = epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
+        for step in range(now - begin, len(self)):
+            yield rank_part(order, step, self._shares_of(begin + step), rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch, on all ranks alike; in one that is under way it keeps the position.
+
+        After a state of an epoch's end was loaded, ``set_epoch`` of that epoch deals no batch, so a
+        loop that resumes with the epoch it was saved in need not know that it was complete.
+
+        Raises:
+            ValueError: ``epoch`` is not a whole number from 0.
+        """
+        _check_whole("epoch", epoch, 0)
+        complete = self._is_complete(self._now())
+        if epoch == self._epoch and (self._loaded_complete or not complete):
+            self._deal_nothing = complete
+        else:
+            if epoch < self._loaded_epoch:
+                logger.warning(
+                    "set_epoch(%d) of BalancedSampler after a state of epoch %d was loaded: it "
+                    "begins epoch %d anew. Try, with Accelerate: loader.set_epoch(%d)",
+                    *(epoch, self._loaded_epoch, epoch, self._loaded_epoch),
+                )
+            self._start(epoch)
+
+    def stats(self) -> SamplerStats:
+        """Counters and estimates so far, equal on ranks that are at the same step."""
+        self._read()
+        plan = self._plan
+        shares, fits = plan.newest.shares, plan.fits() or []
+        even = even_shares(self._limits)
+        return SamplerStats(
+            epoch=self._epoch,
+            cursor=self._cursor(),
+            batches=plan.trained,
+            changes=plan.changes,
+            shares=shares,
+            fixed_seconds=tuple(fit.fixed for fit in fits),
+            seconds_per_sample=tuple(fit.per_sample for fit in fits),
+            step_seconds=step_seconds(fits, shares) if fits else None,
+            even_step_seconds=step_seconds(fits, even) if fits else None,
+            advice=why_leave_out(fits, self._limits, LEAST_GAIN),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, counted in batches that were trained, and all that decides the next shares.
+
+        Take it between steps. It is the same on all ranks, so one rank may save it for all.
+        """
+        self._read()
+        return {
+            "options": self._options(),
+            "epoch": self._epoch,
+            "cursor": self._cursor(),
+            "plan": self._plan.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict()`` was taken. Collective: call it on all ranks.
+
+        The position also holds for another number of ranks, or other limits of shares; then shares
+        begin equal.
+
+        Raises:
+            ValueError: The state is of another dataset, ``global_batch``, ``seed`` or ``shuffle``;
+                nothing was changed.
+            ConfigMismatchError: The ranks loaded different states; on all of them.
+        """
+        saved = part_of(state, "options")
+        mine = self._options()
+        check_options(saved, {name: mine[name] for name in _ORDER})
+        epoch, cursor = int(part_of(state, "epoch")), int(part_of(state, "cursor"))
+        digest = hashlib.blake2b(
+            json.dumps([saved, part_of(state, "plan")], sort_keys=True).encode(), digest_size=8
+        )
+        self._compare(
+            {
+                "the loaded epoch": epoch,
+                "the loaded cursor": cursor,
+                "the loaded state": int.from_bytes(digest.digest(), "little") >> 1,
+            }
+        )
+        if saved == mine:
+            self._plan = SharePlan.load(state["plan"], self._limits, self._lookahead)
+        else:
+            self._plan = SharePlan(self._limits, self._lookahead)
+        self._next_step = self._log.steps
+        self._told_shares = self._plan.newest.shares
+        self._start(epoch)
+        self._begin = self._plan.trained - cursor
+        self._loaded_epoch = epoch
+        self._loaded_complete = cursor >= len(self)
+
+    def _start(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._loaded_epoch = 0
+        self._begin = None
+        self._loaded_complete = self._deal_nothing = False
+
+    def _now(self) -> int:
+        """How many batches were put through backward, those of an unfinished step too."""
+        self._read()
+        return self._plan.trained + self._log.pending_passes
+
+    def _cursor(self) -> int:
+        if self._begin is None:
+            return 0
+        return min(max(0, self._plan.trained - self._begin), len(self))
+
+    def _is_complete(self, now: int) -> bool:
+        return self._begin is not None and now - self._begin >= len(self)
+
+    def _shares_of(self, batch: int) -> tuple[int, ...]:
+        if (now := self._now()) > batch:
+            raise RuntimeError(
+                f"the model of BalancedSampler has made {now} backward passes, and its loader has "
+                f"dealt {batch} batches: shares and the position follow from the passes. Try: one "
+                "backward pass per batch, and no other training of this model while the loop runs"
+            )
+        shares = self._plan.shares_of(batch)
+        if shares is None:
+            raise RuntimeError(
+                f"rank {self._log.rank}'s loader has run {batch - now} batches ahead of training, "
+                f"too far for lookahead={self._lookahead} of BalancedSampler: the steps that "
+                "decide the next shares are not trained yet. Try: lookahead=num_workers * "
+                "prefetch_factor + 2 * accumulate of the loader that runs ahead furthest, plus 1 "
+                "with Lightning or Accelerate, the same on all ranks. If the loop trains only some "
+                "of the batches, as when Accelerate's prepare() cuts them among the ranks, no "
+                "lookahead is enough: see docs/unequal-machines.md"
+            )
+        return shares
+
+    def _read(self) -> None:
+        log, plan = self._log, self._plan
+        if log.steps == self._next_step:
+            return
+        changes = plan.changes
+        for record in log.records(self._next_step):
+            plan.add(record)
+            self._next_step += 1
+        if plan.changes != changes and log.rank == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Logs shares that have changed by more than a tenth, and new advice."""
+        fits, (batch, shares) = self._plan.fits() or [], self._plan.newest
+        before = self._told_shares
+        if any(abs(a - b) > _TOLD * b for a, b in zip(shares, before, strict=True)):
+            logger.info(
+                "from batch %d on the ranks train on %s samples (before: %s): a step computes for "
+                "%.3g s instead of %.3g s",
+                batch,
+                ", ".join(map(str, shares)),
+                ", ".join(map(str, before)),
+                step_seconds(fits, shares),
+                step_seconds(fits, before),
+            )
+            self._told_shares = shares
+        advice = why_leave_out(fits, self._limits, LEAST_GAIN)
+        if advice and not self._told_advice:
+            logger.info("%s", advice)
+            self._told_advice = advice
+
+    def _options(self) -> dict[str, Any]:
+        limits = self._limits
+        return {
+            "length": self._length,
+            "global_batch": self._global_batch,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "lookahead": self._lookahead,
+            "multiple_of": limits.unit,
+            "fewest": list(limits.fewest),
+            "most": list(limits.most),
+        }
+
+    def _compare(self, numbers: Mapping[str, int], own: int = 0) -> list[int]:
+        """Raises unless all ranks have these numbers; returns each rank's ``own``."""
+        gathered = self._log.gather([*numbers.values(), own])
+        for position, name in enumerate(numbers):
+            first = gathered[0][position]
+            for rank, theirs in enumerate(gathered):
+                if theirs[position] != first:
+                    raise ConfigMismatchError(
+                        f"BalancedSampler differs between ranks: {name} is {first} on rank 0 and "
+                        f"{theirs[position]} on rank {rank}. Try: the same on all ranks; only "
+                        "max_batch may differ"
+                    )
+        return [theirs[-1] for theirs in gathered]
+
+
+_ORDER = ("length", "global_batch", "seed", "shuffle")
+"""Options that decide in which step an index is dealt."""
+
+
+def _length_of(dataset: Any) -> int:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}, which is iterable and has no indices to deal. "
+            "Try: a dataset with len() and []"
+        )
+    try:
+        return len(dataset)
+    except TypeError:
+        raise TypeError(
+            f"dataset is of type {type(dataset).__name__}, which has no len(): BalancedSampler "
+            "deals its indices"
+        ) from None
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise ValueError(f"{name}={value!r} is not a whole number from {least}")

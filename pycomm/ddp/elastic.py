@@ -1,0 +1,176 @@
+"""Steps that survive the death of ranks: the settings, and what a wrapper says of its group."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from pycomm._group.creation import native_backend
+from pycomm._group.queries import elastic_group
+from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
+from pycomm._native import loader
+from pycomm._settings import timeout_seconds
+from pycomm.errors import UnsupportedError
+
+logger = logging.getLogger("pycomm")
+_warned = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How a ``DistributedDataParallel`` goes on when ranks die: ``elastic=pycomm.Elastic(...)``.
+
+    A rank that dies in a step does not end the training. The others agree on who is left, sum the
+    step again without it, and go on: nothing raises, and all have the same averages. See
+    docs/elastic.md for what a step is then, and what does not go with it.
+
+    Example::
+
+        model = pycomm.DistributedDataParallel(net, elastic=pycomm.Elastic(min_ranks=2))
+
+    Args:
+        min_ranks: No step begins with fewer ranks: after ``quorum_wait`` it raises. A floor, and
+            no permission: a quorum is needed as well.
+        split_brain: None: ranks go on if they are more than half of the last group, or half with
+            its lowest rank; ranks of the same host whose processes have ended do not count. So at
+            most one part of a group goes on. "accept": all who are left go on. If a network
+            splits, both sides do, with different parameters, and nothing brings them together.
+        quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
+
+    Raises:
+        TypeError, ValueError: A value of another type or out of range.
+    """
+
+    min_ranks: int = 1
+    split_brain: str | None = None
+    quorum_wait: float = 10.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.min_ranks, bool) or not isinstance(self.min_ranks, int):
+            raise TypeError(f"Elastic.min_ranks={self.min_ranks!r} is not a whole number")
+        if self.min_ranks < 1:
+            raise ValueError(f"Elastic.min_ranks={self.min_ranks} is below 1")
+        if self.split_brain not in (None, "accept"):
+            raise ValueError(
+                f'Elastic.split_brain={self.split_brain!r} is neither None nor "accept"'
+            )
+        wait = timeout_seconds("Elastic.quorum_wait", self.quorum_wait)
+        object.__setattr__(self, "quorum_wait", wait)
+
+
+class ElasticGroup:
+    """The ranks that train together now: ``model.elastic``. Any thread may ask.
+
+    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them.
+
+    Example::
+
+        if model.elastic.leader:  # in place of dist.get_rank() == 0, whose process may be gone
+            torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    @property
+    def rank(self) -> int:
+        """This process among ``members``, from 0."""
+        rank: int = self._reducer.members()[0]
+        return rank
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """By rank: the number that each member had when the model was wrapped."""
+        return tuple(self._reducer.members()[1])
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.members)
+
+    @property
+    def leader(self) -> bool:
+        """Whether this is rank 0: the one to save, to log, and whose buffers all take over."""
+        return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """Steps that all members have committed."""
+        steps: int = self._reducer.stats().steps
+        return steps
+
+    def __repr__(self) -> str:
+        rank, members = self._reducer.members()
+        return f"ElasticGroup(rank={rank}, members={tuple(members)}, step={self.step})"
+
+
+def check_elastic(
+    elastic: object, module: nn.Module, *, sync_every: int, gradient_as_bucket_view: bool | None
+) -> None:
+    """Whether the model and the other options go with it.
+
+    Raises:
+        TypeError: Not a ``pycomm.Elastic``.
+        UnsupportedError: What does not go with it, by name.
+    """
+    if elastic is None:
+        return
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic={elastic!r} is not a pycomm.Elastic. Try: pycomm.Elastic()")
+    if gradient_as_bucket_view:
+        why = "sums would overwrite the gradients of a step that may have to be summed again"
+        refuse("gradient_as_bucket_view=True", why, "leave it out")
+    if sync_every > 1:
+        refuse(
+            f"sync_every={sync_every}", "it averages parameters outside of steps", "sync_every=1"
+        )
+    for name, layer in module.named_modules():
+        if type(layer).__name__ == "SyncBatchNorm":  # torch's, and ours
+            why = "it sums inside forward and backward, among ranks that may die there"
+            refuse(f"SyncBatchNorm ({name!r})", why, "BatchNorm, or another normalization")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.device.type != "cpu":
+            why = "a step can be summed again only if its gradients are on the CPU"
+            refuse(f"{name!r} on {tensor.device}", why, "a model on the CPU")
+
+
+def refuse(what: str, why: str, instead: str) -> None:
+    """Raises an UnsupportedError for what does not go with ``elastic=``."""
+    raise UnsupportedError(f"{what} does not go with elastic=: {why}. Try: {instead}")
+
+
+def make_group(group: Any, elastic: Elastic) -> Any:
+    """A group of the same ranks for a wrapper alone, whose members change. Collective."""
+    global _warned
+    if elastic.min_ranks > dist.get_world_size(group):
+        raise ValueError(
+            f"Elastic.min_ranks={elastic.min_ranks}, and the group has "
+            f"{dist.get_world_size(group)} ranks: no step could begin"
+        )
+    made = elastic_group(group)
+    handles: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(handles, reconfigure_handle(made), group=group)
+    reconfigure(1, handles, group=made)
+    if not _warned and dist.get_rank() == 0:
+        logger.warning(
+            "elastic=: steps of the wrapped model survive the death of ranks. The process group "
+            "does not: after a death its own collectives raise (dist.all_reduce, dist.barrier). "
+            "Use model.elastic.leader in place of rank 0, and no collectives in the training loop."
+        )
+    _warned = True
+    return made
+
+
+def make_agreement(group: Any, elastic: Elastic) -> Any:
+    """The native agreement of the ranks of ``make_group()`` on their steps."""
+    return loader.native.step_agreement(
+        native_backend(group),
+        group,
+        min_ranks=elastic.min_ranks,
+        accept_split_brain=elastic.split_brain == "accept",
+        quorum_wait_ms=max(1, round(elastic.quorum_wait * 1000)),
+    )

@@ -1,0 +1,294 @@
+"""How much a rank counts in the averages of a ``DistributedDataParallel`` with ``weight=``."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils import _pytree
+
+from pycomm._group.averaging import device_of, weight_ratio
+from pycomm.balance.step_log import StepLog, StepRecord
+from pycomm.ddp.ddp_options import check_python_reducer
+from pycomm.errors import UnsupportedError
+
+_log = logging.getLogger("pycomm")
+
+_SAY = "Say it before forward: model.samples = n"
+
+
+def check_weight(weight: object) -> None:
+    if weight is not None and weight != "samples":
+        raise ValueError(f'weight={weight!r} is neither None nor "samples"')
+
+
+_LEAST, _MOST = 1e-20, 1e20
+"""So no sum of weights, and no float32 times one, overflows or loses what is small."""
+
+
+def check_samples(what: str, number: object) -> float:
+    """The number; ValueError unless it is 0 or from ``_LEAST`` to ``_MOST``."""
+    if isinstance(number, torch.Tensor):
+        number = number.item()
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not (number == 0 or _LEAST <= number <= _MOST):  # type: ignore[operator]
+        raise ValueError(
+            f"{what}={number!r} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
+        )
+    return float(number)  # type: ignore[arg-type]
+
+
+def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
+    """The size of the first dimension of the tensors that forward gets, and which tensor said so.
+
+    Raises:
+        ValueError: No tensor has a dimension, or two have different first ones.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, value in [*((f"argument {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
+        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                found.append((name + _pytree.keystr(path), leaf))
+    if not found:
+        raise ValueError(
+            'weight="samples" found no tensor with a dimension among the arguments of forward, so '
+            f"it cannot tell how many samples they are. {_SAY}"
+        )
+    first, tensor = found[0]
+    for other, leaf in found[1:]:
+        if leaf.shape[0] != tensor.shape[0]:
+            raise ValueError(
+                f'weight="samples" cannot tell how many samples forward got: {first} has the shape '
+                f"{list(tensor.shape)}, and {other} {list(leaf.shape)}. {_SAY}"
+            )
+    return tensor.shape[0], f"the first dimension of {first}, {list(tensor.shape)}"
+
+
+def add_first_dimensions(value: object, found: set[int]) -> None:
+    """Adds those that ``count_samples`` compares: without names, as finding these takes longer."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            found.add(value.shape[0])
+    elif type(value) in (tuple, list):
+        for each in value:  # type: ignore[attr-defined]
+            add_first_dimensions(each, found)
+    elif type(value) is dict:
+        for each in value.values():
+            add_first_dimensions(each, found)
+    elif not isinstance(value, (int, float, str)):
+        for leaf in _pytree.tree_leaves(value):
+            if leaf is not value:
+                add_first_dimensions(leaf, found)
+
+
+class _WrapperLog:
+    """The steps that a wrapper's ranks have made: see ``StepLog``."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._wrapper.process_group)
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self._wrapper.process_group)
+
+    @property
+    def steps(self) -> int:
+        steps: int = self._wrapper.reducer.weighed_steps()
+        return steps
+
+    @property
+    def pending_passes(self) -> int:
+        passes: int = self._wrapper.reducer.weighed()[2]
+        return passes
+
+    def records(self, since: int) -> list[StepRecord]:
+        found = self._wrapper.reducer.step_rows(since)
+        if since < self.steps and (not found or found[0][0] != since):
+            raise LookupError(f"the record of step {since} is no longer kept")
+        return [
+            StepRecord(
+                passes=passes,
+                samples=[weight for weight, _ in rows],
+                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns in rows],
+            )
+            for _, passes, rows in found
+        ]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        group = self._wrapper.process_group
+        slots = torch.zeros(self.world_size, len(numbers), dtype=torch.int64)
+        slots[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        slots = slots.to(device_of(group))
+        dist.all_reduce(slots, group=group)
+        gathered: list[list[int]] = slots.tolist()
+        return gathered
+
+
+class Weighed(TorchDDP):
+    """The part of the wrapper that gives each backward pass its weight."""
+
+    reducer: Any
+    _sync_every: int
+    _weight: str | None = None
+    _hand_over_buffers: Any
+    _not_elastic: Any
+    _forward_weight = 1.0
+    _counted = False
+    _before_forward: Any = None
+    """The hook of ``sync_every``: a forward pass that does not come would have called it."""
+
+    @property
+    def samples(self) -> float | None:
+        """With ``weight="samples"``: how much the next backward pass of this rank counts.
+
+        Set it before ``forward()``, or at the latest before ``backward()``, for one pass: the
+        number of its samples, or of its tokens if the loss is their mean; 0, or any number from
+        1e-20 to 1e20. None until it is set, and again after the pass: then the first dimension of
+        what ``forward()`` gets counts. ::
+
+            model = pycomm.DistributedDataParallel(net, weight="samples")
+            model.samples = int(mask.sum())
+            loss = masked_mean(model(batch), mask)
+            loss.backward()
+
+        ValueError: not such a number. RuntimeError: set in the middle of a backward pass.
+        UnsupportedError: the wrapper has no ``weight="samples"``.
+        """
+        pending: float | None = None if self._weight is None else self.reducer.pending_weight()
+        return pending
+
+    @samples.setter
+    def samples(self, number: float) -> None:
+        self._check_weighs("model.samples")
+        self.reducer.set_weight(check_samples("model.samples", number))
+
+    def no_batch(self) -> None:
+        """With ``weight="samples"``: forward and backward of a rank that has no batch in this step.
+
+        Takes the place of both, where the other ranks call them. This rank counts nothing: zeros
+        travel. Its parameters get the averages in ``.grad``, so its optimizer steps with the
+        others'. Inside ``no_sync()`` it is one pass that accumulates. Collective; blocks. ::
+
+            if batch is None:
+                model.no_batch()
+            else:
+                loss_of(model(batch)).backward()
+            optimizer.step()
+
+        With ``sync_every`` the step of a host without any samples has no averages: ``.grad`` stays
+        as it was.
+
+        Raises:
+            ValueError: No rank has any samples, without ``sync_every``.
+            UnsupportedError: The wrapper has no ``weight="samples"``.
+        """
+        self._check_weighs("no_batch()")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
+        layers = {type(layer).__name__ for layer in self.module.modules()}  # torch's, and ours
+        if "SyncBatchNorm" in layers:
+            raise UnsupportedError(
+                "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
+                "one: give every rank a batch in each step, or use another normalization"
+            )
+        if self._before_forward is not None:
+            self._before_forward(self, ())
+        # torch moves what forward gets to the device, and expects something.
+        super()._pre_forward(torch.empty(0))  # type: ignore[no-untyped-call]
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        self._hand_over_buffers()
+        self.reducer.pass_without_batch(self.require_backward_grad_sync)
+
+    @property
+    def step_log(self) -> StepLog | None:
+        """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``.
+
+        Raises:
+            UnsupportedError: With ``sync_every`` or ``elastic``, and for parameters on a CUDA
+                device.
+        """
+        if self._weight is None:
+            return None
+        self._not_elastic("BalancedSampler", "batches of chosen sizes")
+        if self._sync_every > 1:
+            raise UnsupportedError(
+                "BalancedSampler cannot follow a wrapper with sync_every yet, whose steps only the "
+                "ranks of a host have in common"
+            )
+        if any(parameter.is_cuda for parameter in self.module.parameters()):
+            raise UnsupportedError(
+                "BalancedSampler cannot time steps of a CUDA device yet: backward() returns before "
+                'the device has computed. Try: batches of chosen sizes, and weight="samples"'
+            )
+        return _WrapperLog(self)
+
+    def _check_weighs(self, what: str) -> None:
+        check_python_reducer(self, what)
+        if self._weight is None:
+            raise UnsupportedError(
+                f'{what} needs pycomm.DistributedDataParallel(…, weight="samples"), and this '
+                "wrapper counts all ranks alike"
+            )
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._weight is None or not torch.is_grad_enabled():
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        weight, how = self._weigh(inputs, kwargs)  # first: this rank alone may have to refuse
+        self._forward_weight = weight
+        if not self._counted:
+            self._counted = True
+            _log.info("weight=%r: %s samples in the first step, %s", self._weight, weight, how)
+        prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self.reducer.forward_began()
+        return prepared
+
+    def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
+        said = self.samples
+        if said is not None:
+            return said, "as model.samples says"
+        sizes: set[int] = set()
+        if self._counted:
+            add_first_dimensions((inputs, kwargs), sizes)
+        if len(sizes) == 1:
+            return float(sizes.pop()), ""
+        samples, how = count_samples(inputs, kwargs)
+        return float(samples), how
+
+    def _ratio_of_sync(self, group: Any) -> float:
+        """How much this rank counts in an average of parameters: by its samples since the last."""
+        if self._weight is None:
+            return 1.0
+        return weight_ratio(self.reducer.weight_unsynced(), group)
+
+    def _state_of_weights(self) -> dict[str, Any]:
+        """Of the passes since the last reduction, the last step's time, and the samples since the
+        last sync: part of a checkpoint."""
+        if self._weight is None:
+            return {}
+        return {
+            "weighed": (*self.reducer.weighed(), self.reducer.last_compute_ns()),
+            "weight_unsynced": self.reducer.weight_unsynced(),
+        }
+
+    def _check_state_of_weights(self, state: Mapping[str, Any]) -> None:
+        """ValueError: its passes were weighed, and these are not, or the other way round."""
+        saved = state.get("weighed")
+        weighed = saved is not None
+        passes = state["accumulated"] if saved is None else saved[2]
+        if weighed != (self._weight is not None) and passes > 0:
+            how, which = ("with", "without") if weighed else ("without", "with")
+            raise ValueError(
+                f'the state was saved {how} weight="samples" between passes that accumulate, and '
+                f"this wrapper is {which} it. Try: save after a pass that reduces"
+            )

@@ -1,0 +1,1 @@
+"""Training that exchanges parameters now and then: LocalSGD and its kin."""
