@@ -86,8 +86,8 @@ class Options:
             host, or an error that says why not; ``tcp``: TCP everywhere. ``PYCOMM_TRANSPORT``;
             default: auto.
         wire_dtype: The encoding of large float32 and float64 sums: ``fp32`` for their own dtype,
-            ``fp16``, ``bf16`` or ``int8``. ``float32``, ``float16`` and ``bfloat16``, with
-            or without ``torch.``, are the first three, and case does not matter, as in every
+            ``fp16``, ``bf16`` or ``int8``. ``float32``, ``float16`` and ``bfloat16``, with or
+            without ``torch.``, are the first three, and case does not matter, as in every
             ``wire_dtype``. Averages that pycomm makes (docs/codecs.md) do not use it:
             ``DistributedDataParallel`` and ``StreamingDiLoCo`` have a ``wire_dtype`` of their own,
             and the others are exact. Codecs (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``; default: fp32.
