@@ -102,7 +102,7 @@ def why_no_nccl() -> str:
 
 
 def load() -> ModuleType:
-    """The extension, loaded and set up. ``_extension.native`` is the same, with types for mypy.
+    """The extension, loaded and set up. ``loader.native`` is the same, with types for mypy.
 
     Raises:
         TorchVersionError: It is not built, or for another torch.

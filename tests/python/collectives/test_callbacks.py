@@ -665,7 +665,7 @@ def private_parts_of_torch(rank: int, world_size: int) -> None:
     from torch._C import Future as Base
 
     def in_pycomm(function: Any) -> bool:
-        return function.__code__.co_filename.endswith("_callback_names.py")
+        return function.__code__.co_filename.endswith("_native/callback_names.py")
 
     # Work.get_future() and then() return torch._C.Future; torch.futures.Future derives from it and
     # its methods call those of the base by name; so does collect_all of torch._C._collect_all.

@@ -111,11 +111,11 @@ def sockets():
             if f"socket:[{fields[9]}]" in mine:
                 yield fields[1], fields[2], fields[3]
 
-from pycomm._native import loader as _extension
+from pycomm._native import loader
 from pycomm._group.creation import native_backend
 report = {
     "sums": [float(large[0]), float(large[-1]), float(small[0])],
-    "says": _extension.load().describe_backend(native_backend()),
+    "says": loader.load().describe_backend(native_backend()),
     "sockets": list(sockets()),
 }
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(report))
