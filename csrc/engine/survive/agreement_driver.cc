@@ -335,20 +335,41 @@ std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) 
   if (error_) {
     throw Error(*error_);
   }
+  refuseUndelivered();
   ledger_.launch(1);
   launched_ = ledger_.state().committed + 1;
   return present_;
 }
 
+// The others may commit a step that this rank has finished, whatever its program does meanwhile.
+void AgreementDriver::refuseUndelivered() const {
+  if (undelivered_) {
+    throw Error(record(
+        ErrorCode::Aborted,
+        "The end of elastic step " + std::to_string(launched_) +
+            " was interrupted on this rank, by a signal handler for example. So the other members may have committed a "
+            "step whose averages this rank has not written.",
+        "make the wrapper anew, on all ranks, from a checkpoint"));
+  }
+}
+
 bool AgreementDriver::finished(uint64_t epoch) {
+  refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (ledger_.mayCommit()) {
+    refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
+  }
   ledger_.finish(epoch, 0);
+  undelivered_ = undelivered_ || ledger_.mayCommit();
   return ledger_.mayCommit();
 }
 
 bool AgreementDriver::committed(uint64_t epoch) {
+  refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return ledger_.commit(epoch);
+  const bool counts = ledger_.commit(epoch);
+  undelivered_ = undelivered_ && !counts;
+  return counts;
 }
 
 bool AgreementDriver::isOver(const Epoch& epoch) const {
@@ -372,11 +393,13 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch,
     return std::nullopt;
   }
   if (counts()) { // also if an error comes behind it: the others have committed it
+    undelivered_ = false;
     return Verdict{true, std::nullopt};
   }
   if (error_) {
     throw Error(*error_);
   }
+  undelivered_ = false;
   ledger_.launch(1);
   return Verdict{false, present_};
 }

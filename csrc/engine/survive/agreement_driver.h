@@ -72,9 +72,11 @@ class AgreementDriver final : public Engine::Maker {
     Reconfigurable::Met met;
     std::vector<int> members; ///< by rank: the rank that each had in the first epoch
   };
-  /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched.
+  /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
+  /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
-  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over.
+  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over. Throws as begin() if it is
+  /// called again in the same epoch.
   [[nodiscard]] bool finished(uint64_t epoch);
   /// The commit round of this epoch has ended well. False if that comes too late.
   [[nodiscard]] bool committed(uint64_t epoch);
@@ -152,6 +154,7 @@ class AgreementDriver final : public Engine::Maker {
   void failWith(ErrorRecord record);
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
+  void refuseUndelivered() const; ///< with mutex_
   [[nodiscard]] bool mayBegin() const noexcept { ///< with mutex_
     return !over_ && present_ && view_.members.size() >= config_.min_ranks;
   }
@@ -182,9 +185,10 @@ class AgreementDriver final : public Engine::Maker {
   JoinAbort* meeting_ = nullptr; ///< of the meeting under way
   std::vector<Reconfigurable::Met> retired_; ///< of earlier epochs, to be closed
   int64_t launched_ = 0; ///< the step that the training thread has begun last
+  bool undelivered_ = false; ///< this rank has finished it, and the training thread does not know what became of it
   bool stop_jobs_ = false;
 
-  std::mutex close_mutex_; ///< guards closed_; held while closing
+  std::mutex close_mutex_; ///< guards closed_; held while starting and closing
   bool closed_ = false;
   std::thread agreement_thread_;
   std::thread groups_thread_;
