@@ -39,16 +39,18 @@ bool blamesPeer(const ErrorRecord& record, const View& view, int self) noexcept 
   return record.peer >= 0 && record.peer != self && static_cast<size_t>(record.peer) < view.members.size();
 }
 
-// Of a meeting that did not come about.
-ErrorCode asFailure(ErrorCode code) noexcept {
+// Of a meeting that did not come about. If another member had no memory, say, that is its own error: here it is a member that did not come.
+ErrorCode asFailure(ErrorCode code, bool blames_peer) noexcept {
   switch (code) {
     case ErrorCode::RendezvousTimeout:
       return ErrorCode::PeerUnresponsive;
     case ErrorCode::ConnectFailed:
     case ErrorCode::StoreLost:
       return ErrorCode::ConnectionReset;
+    case ErrorCode::ShutDown:
+      return blames_peer ? ErrorCode::PeerLeft : code;
     default:
-      return code;
+      return blames_peer && !Agreement::changesMembers(code) ? ErrorCode::ConnectionReset : code;
   }
 }
 
@@ -531,7 +533,8 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     }
     if (!is_known) {
       ErrorRecord record = missed->record;
-      record.code = asFailure(record.code);
+      const View& view = agreement_->view();
+      record.code = asFailure(record.code, blamesPeer(record, view, view.position(self_)));
       handleFailure(missed->epoch, record, now);
     }
   } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
@@ -770,7 +773,9 @@ void AgreementDriver::runJobs() noexcept {
     try {
       job.kind == Job::Kind::Seal ? sealNow(job) : meetNow(job);
     } catch (const std::exception& exception) {
-      failWith(recordOf(exception, "the next epoch of the elastic group cannot begin"));
+      ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
+      failWith(record);
+      inbox_->put(Failed{job.view.epoch, std::move(record)}); // the others need not wait for this member
     }
   }
 }
