@@ -151,6 +151,13 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
   if (first.instance->uuid() < 0) {
     throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
   }
+  if (static_cast<size_t>(first.instance->size()) > elastic::kMaxMembers) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "An elastic group of " + std::to_string(first.instance->size()) + " ranks is too large: at most " +
+            std::to_string(elastic::kMaxMembers) + " can agree.",
+        "train without elastic=");
+  }
   if (config_.min_ranks > static_cast<size_t>(first.instance->size())) {
     throw Error(
         ErrorCode::InvalidArgument,
@@ -210,6 +217,13 @@ void AgreementDriver::findWitnesses(const Group& group) {
 }
 
 void AgreementDriver::start() {
+  const std::lock_guard<std::mutex> closing(close_mutex_);
+  if (closed_) { // by Engine::shutdown(): a thread that starts now would be joined by nobody
+    throw Error(record(
+        ErrorCode::ShutDown,
+        "pycomm was shut down while an elastic group was being made",
+        "make it before the process begins to exit"));
+  }
   members_.receive(inbox_);
   watchFailure(present_->met.group, view_.epoch);
   agreement_thread_ = startNativeThread("pycomm-agree", [this] { run(); });

@@ -49,7 +49,8 @@ class AgreementDriver final : public Engine::Maker {
   };
 
   /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
-  /// called twice. Throws what that throws, and Error(InvalidArgument) for a negative uuid. `members` outlives this.
+  /// called twice. Throws what that throws, and Error(InvalidArgument) for a negative uuid and for more than
+  /// elastic::kMaxMembers, and Error(ShutDown) if the engine is shut down meanwhile. `members` outlives this.
   [[nodiscard]] static std::shared_ptr<AgreementDriver> open(
       Reconfigurable& members,
       Reconfigurable::Met first,
