@@ -26,6 +26,9 @@ using std::chrono::milliseconds;
 
 constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
 constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer than the silence of a member
+constexpr int kQuickMeetings =
+    3; // the same members meet so often with this patience; then it doubles, up to the last time
+constexpr int kMostMeetings = 6;
 constexpr int kSealMs = 300; // for a failure to reach both planes
 constexpr milliseconds kGoodbyes{300};
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
@@ -540,20 +543,40 @@ void AgreementDriver::handle(Event event, TimePoint now) {
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
     handleFailure(failed->epoch, failed->record, now);
   } else if (const auto* const missed = std::get_if<NotMet>(&event)) {
-    bool is_known = false;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      is_known = over_;
-    }
-    if (!is_known) {
-      ErrorRecord record = missed->record;
-      const View& view = agreement_->view();
-      record.code = asFailure(record.code, blamesPeer(record, view, view.position(self_)));
-      handleFailure(missed->epoch, record, now);
-    }
+    handleMissed(*missed, now);
   } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
     trace("is sealed");
     agreement_->sealed(now);
+  }
+}
+
+void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
+  const View& view = agreement_->view();
+  bool is_known = false;
+  bool gives_up = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_known = over_;
+    const std::pair<int64_t, size_t> here(ledger_.state().committed, view.members.size());
+    failed_meetings_ = std::exchange(failed_at_, here) == here ? failed_meetings_ + 1 : 1;
+    gives_up = failed_meetings_ >= kMostMeetings;
+  }
+  if (gives_up) {
+    ErrorRecord error = record(
+        ErrorCode::QuorumLost,
+        "The members of an elastic group did not meet " + std::to_string(kMostMeetings) +
+            " times in a row, although all of them answer; the last time: " + missed.record.summary,
+        "look for the first error in each rank's log, and whether all hosts reach each other; restart from a checkpoint");
+    error.rank = view.position(self_);
+    error.peer = missed.record.peer;
+    error.peer_host = missed.record.peer_host;
+    log(LogLevel::Warn, error.text());
+    failWith(std::move(error));
+    agreement_->close(now);
+  } else if (!is_known) {
+    ErrorRecord record = missed.record;
+    record.code = asFailure(record.code, blamesPeer(record, view, view.position(self_)));
+    handleFailure(missed.epoch, record, now);
   }
 }
 
@@ -819,13 +842,15 @@ void AgreementDriver::sealNow(const Job& job) {
 
 void AgreementDriver::meetNow(const Job& job) {
   PYCOMM_FAULT_POINT("survive.meet");
-  JoinAbort abort;
+  const auto abort = std::make_shared<JoinAbort>();
+  int patience_ms = members_.config().dead_after_ms + kMeetBeyondDeadMs;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (view_.epoch != job.view.epoch || over_ || error_ || stop_jobs_) {
       return;
     }
-    meeting_ = &abort;
+    meeting_ = abort;
+    patience_ms <<= std::max(0, failed_meetings_ - (kQuickMeetings - 1));
   }
   std::optional<ErrorRecord> failure;
   Epoch made;
@@ -835,10 +860,9 @@ void AgreementDriver::meetNow(const Job& job) {
       handles.push_back(members_by_name_.at(member).handle.text());
     }
     const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), handles);
-    const int patience_ms = members_.config().dead_after_ms + kMeetBeyondDeadMs;
     made.number = job.view.epoch;
     made.members = firstRanks(job.view);
-    made.met = members_.meet(plan, Deadline::after(patience_ms), abort);
+    made.met = members_.meet(plan, Deadline::after(patience_ms), *abort);
   } catch (const std::exception& exception) {
     failure = recordOf(exception, "the members of the next epoch did not meet");
   }

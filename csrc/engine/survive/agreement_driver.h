@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -129,14 +130,17 @@ class AgreementDriver final : public Engine::Maker {
   // ---- the agreement's thread
   void run() noexcept;
   void handle(Event event, TimePoint now);
+  void handleMissed(const NotMet& missed, TimePoint now);
   void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
-  void act();
+  void act(); ///< what the event has led to
+  [[nodiscard]] ErrorRecord why(ErrorCode cause, const std::optional<elastic::Incarnation>& culprit) const;
   void catchUp();
   void trace(const std::string& what) const;
-  void seal();
+  void seal(const elastic::Agreement::Action& action);
   void install(const elastic::View& view);
   void raise(const elastic::Agreement::Action& action);
+  [[nodiscard]] bool isNormalEnd(const elastic::Agreement::Action& action) const;
   [[nodiscard]] elastic::Incarnation someOther() const;
   void farewell(TimePoint now);
   void wait(TimePoint until);
@@ -183,7 +187,9 @@ class AgreementDriver final : public Engine::Maker {
   std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
   std::optional<ErrorRecord> error_; ///< why nothing more happens here
   std::deque<Job> jobs_;
-  JoinAbort* meeting_ = nullptr; ///< of the meeting under way
+  std::shared_ptr<JoinAbort> meeting_; ///< of the meeting under way
+  int failed_meetings_ = 0; ///< in a row
+  std::pair<int64_t, size_t> failed_at_; ///< of these: the steps committed, and how many members
   std::vector<Reconfigurable::Met> retired_; ///< of earlier epochs, to be closed
   int64_t launched_ = 0; ///< the step that the training thread has begun last
   bool undelivered_ = false; ///< this rank has finished it, and the training thread does not know what became of it
