@@ -764,8 +764,15 @@ void AgreementDriver::raise(const Agreement::Action& action) {
   if (error.peer >= 0) {
     error.peer_host = members_by_name_.at(view.members[static_cast<size_t>(error.peer)]).handle.host.hostname;
   }
-  log(LogLevel::Warn, error.text());
+  log(isNormalEnd(action) ? LogLevel::Info : LogLevel::Warn, error.text());
   failWith(std::move(error));
+}
+
+// The others have left in order and no step is under way: begin() says so, if this rank wants one more.
+bool AgreementDriver::isNormalEnd(const Agreement::Action& action) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return action.error == Agreement::Action::Error::TooFew && view_.cause == ErrorCode::PeerLeft &&
+      !ledger_.state().launched;
 }
 
 void AgreementDriver::farewell(TimePoint now) {
