@@ -19,8 +19,8 @@ constexpr int kSignalCheckMs = 100;
 /// What a commit round carries, as maxima: the number of the step, minus it, and room for what members will have to agree on at a step.
 constexpr size_t kCommitWords = 8;
 
-/// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, whoever dies
-/// meanwhile.
+/// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
+/// rank dies meanwhile.
 bool isOfMembers(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -117,7 +117,8 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
-      throw Error(*failure); // of this rank alone, such as no memory: no failure of the group comes that verdict() could wait for
+      throw Error(
+          *failure); // of this rank alone, such as no memory: no failure of the group comes that verdict() could wait for
     }
   }
   for (;;) {

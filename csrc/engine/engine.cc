@@ -149,7 +149,8 @@ bool Engine::shutdown(Deadline deadline) {
       const std::lock_guard<std::mutex> lock(mutex_);
       makers = std::exchange(makers_, {});
       none_left = makers.empty();
-      shut_down_ = none_left; // not before: until its close() a maker tells the other members itself why it meets them no more
+      shut_down_ =
+          none_left; // not before: until its close() a maker tells the other members itself why it meets them no more
     }
     for (const std::weak_ptr<Maker>& open : makers) {
       if (const std::shared_ptr<Maker> maker = open.lock()) {

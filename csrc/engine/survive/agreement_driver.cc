@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -168,6 +167,7 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
             " ranks cannot have min_ranks=" + std::to_string(config_.min_ranks) + ": no step could begin.",
         "set a smaller min_ranks");
   }
+  members_.receive(inbox_); // refuses a second agreement before that could end the group of the first
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
   const Visitor visitor = members_.visitor();
   for (int rank = 0; rank < first.instance->size(); ++rank) {
@@ -227,7 +227,6 @@ void AgreementDriver::start() {
         "pycomm was shut down while an elastic group was being made",
         "make it before the process begins to exit"));
   }
-  members_.receive(inbox_);
   watchFailure(present_->met.group, view_.epoch);
   agreement_thread_ = startNativeThread("pycomm-agree", [this] { run(); });
   groups_thread_ = startNativeThread("pycomm-groups", [this] { runJobs(); });
@@ -256,14 +255,18 @@ void AgreementDriver::close() noexcept {
         ErrorCode::ShutDown,
         "The elastic group was closed on this rank.",
         "call nothing of it after close(), or after the end of the program began");
-    const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = error_ ? error_ : why;
-    if (meeting_ != nullptr) {
-      ErrorRecord left = why;
-      left.code = ErrorCode::PeerLeft;
+    ErrorRecord left = why;
+    left.code = ErrorCode::PeerLeft;
+    std::shared_ptr<JoinAbort> meeting;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error_ ? error_ : why;
       left.peer = view_.position(self_);
+      meeting = meeting_;
+    }
+    if (meeting != nullptr) {
       left.summary = "Rank " + std::to_string(left.peer) + " has left the elastic group.";
-      meeting_->abort(left);
+      meeting->abort(left);
     }
   });
   changed_.notify_all();
@@ -271,21 +274,12 @@ void AgreementDriver::close() noexcept {
     groups_thread_.join();
   }
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
-  guarded([&] {
-    std::shared_ptr<Group> present;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      present = present_ ? present_->met.group : nullptr;
-    }
-    if (present != nullptr) {
-      present->close();
-    }
-  });
+  guarded([&] { closeRest(); });
   inbox_->leave();
   if (agreement_thread_.joinable()) {
     agreement_thread_.join();
   }
-  guarded([&] { closeRetired(); });
+  guarded([&] { closeRest(); });
   kept_.reset(); // who has mapped it, reads it later
 }
 
@@ -355,6 +349,9 @@ std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) 
     throw Error(*error_);
   }
   refuseUndelivered();
+  if (const auto failure = present_->met.group->failure(); failure && !Agreement::changesMembers(failure->code)) {
+    throw Error(*failure); // the agreement's thread reads that soon
+  }
   ledger_.launch(1);
   launched_ = ledger_.state().committed + 1;
   return present_;
@@ -508,8 +505,8 @@ void AgreementDriver::processEnded(const Incarnation& name, Member& member, Time
       ErrorCode::PeerDead,
       "The process of " + who(agreement_->view(), name) + " has ended.",
       "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
-  why_.peer = rank;
-  why_.peer_host = member.handle.host.hostname;
+  why_->peer = rank;
+  why_->peer_host = member.handle.host.hostname;
   if (kept) {
     agreement_->certified(name, *kept, now);
   } else if (rank >= 0) {
@@ -529,15 +526,7 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     if (message->kind == elastic::Message::Kind::Join) {
       return; // this version admits nobody
     }
-    const Incarnation& blamed =
-        message->culprit && *message->culprit != self_ ? *message->culprit : message->from; // else it is this process
     const View& view = agreement_->view();
-    why_ = record(
-        Agreement::changesMembers(message->cause) && message->culprit ? message->cause : ErrorCode::ConnectionReset,
-        who(view, message->from) + " says that the members change: " + who(view, blamed) + " seems to be gone.",
-        "");
-    why_.summary[0] = static_cast<char>(std::toupper(why_.summary[0]));
-    why_.peer = view.position(blamed);
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
     agreement_->received(*message, now);
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
@@ -597,7 +586,7 @@ void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, T
     const bool is_open = record.code == ErrorCode::PeerDead && members_by_name_.at(peer).witness;
     agreement_->failed(is_open ? ErrorCode::ConnectionReset : record.code, peer, now);
   } else { // the others believe that of this process, and will answer
-    why_.code = ErrorCode::ConnectionReset;
+    why_->code = ErrorCode::ConnectionReset;
     agreement_->failed(ErrorCode::ConnectionReset, someOther(), now);
   }
 }
@@ -624,7 +613,7 @@ void AgreementDriver::act() {
         }
         break;
       case Agreement::Action::Kind::Seal:
-        seal();
+        seal(action);
         break;
       case Agreement::Action::Kind::Install:
         install(action.view);
@@ -636,6 +625,7 @@ void AgreementDriver::act() {
         break;
     }
   }
+  why_.reset();
 }
 
 void AgreementDriver::trace(const std::string& what) const {
@@ -644,11 +634,28 @@ void AgreementDriver::trace(const std::string& what) const {
   }
 }
 
-void AgreementDriver::seal() {
-  trace("seals: " + why_.summary);
+// Why an epoch is over: as this process has noticed it, or as the agreement says, which does not always know of whom.
+ErrorRecord AgreementDriver::why(ErrorCode cause, const std::optional<Incarnation>& culprit) const {
+  if (why_) {
+    return *why_;
+  }
+  const bool is_known = culprit && *culprit != self_ && agreement_->view().has(*culprit);
+  ErrorRecord why = record(
+      is_known && Agreement::changesMembers(cause) ? cause : ErrorCode::ConnectionReset,
+      "The members of the elastic group change" +
+          (is_known ? ": " + who(agreement_->view(), *culprit) + " seems to be gone." : "."),
+      "");
+  why.peer = is_known ? agreement_->view().position(*culprit) : -1;
+  return why;
+}
+
+void AgreementDriver::seal(const Agreement::Action& action) {
+  const ErrorRecord why = this->why(action.cause, action.culprit);
+  trace("seals: " + why.summary);
   Job job;
   job.kind = Job::Kind::Seal;
-  job.why = why_;
+  job.why = why;
+  std::shared_ptr<JoinAbort> meeting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
@@ -656,9 +663,10 @@ void AgreementDriver::seal() {
     if (present_) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
-    if (meeting_ != nullptr) {
-      meeting_->abort(why_);
-    }
+    meeting = meeting_;
+  }
+  if (meeting != nullptr) {
+    meeting->abort(why); // without the lock, as it may wait for the planes of a group
   }
   post(std::move(job));
 }
@@ -668,7 +676,8 @@ void AgreementDriver::install(const View& view) {
   View before;
   Job end; // of an epoch of which this process has learned only now that it is over
   end.kind = Job::Kind::Seal;
-  end.why = why_;
+  end.why = why(view.cause, std::nullopt);
+  std::shared_ptr<JoinAbort> meeting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
@@ -677,12 +686,13 @@ void AgreementDriver::install(const View& view) {
     if (present_) {
       end.old = std::exchange(present_, std::nullopt)->met;
     }
-    if (meeting_ != nullptr) {
-      meeting_->abort(why_);
-    }
+    meeting = meeting_;
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
+  if (meeting != nullptr) {
+    meeting->abort(end.why);
+  }
   if (end.old.group != nullptr) {
     post(std::move(end));
   }
@@ -875,7 +885,7 @@ void AgreementDriver::meetNow(const Job& job) {
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    meeting_ = nullptr;
+    meeting_.reset();
     if (!failure) {
       if (view_.epoch == job.view.epoch && !over_ && !error_) {
         present_ = made;
@@ -889,6 +899,22 @@ void AgreementDriver::meetNow(const Job& job) {
     inbox_->put(NotMet{job.view.epoch, *std::move(failure)});
   } else {
     watchFailure(made.met.group, job.view.epoch);
+  }
+  closeRetired();
+}
+
+// Once that thread has ended: the agreement's may have posted one more job to it.
+void AgreementDriver::closeRest() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (present_) {
+      retired_.push_back(std::exchange(present_, std::nullopt)->met);
+    }
+    for (const Job& job : std::exchange(jobs_, {})) {
+      if (job.old.group != nullptr) {
+        retired_.push_back(job.old);
+      }
+    }
   }
   closeRetired();
 }

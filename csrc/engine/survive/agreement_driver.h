@@ -152,6 +152,7 @@ class AgreementDriver final : public Engine::Maker {
   void runJobs() noexcept;
   void sealNow(const Job& job);
   void meetNow(const Job& job);
+  void closeRest();
   void closeRetired();
 
   // ---- any thread
@@ -177,7 +178,7 @@ class AgreementDriver final : public Engine::Maker {
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
-  ErrorRecord why_; ///< of the event that is being handled: why the epoch ends, if it does
+  std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;

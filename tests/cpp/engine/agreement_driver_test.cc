@@ -62,6 +62,14 @@ TEST(AgreementDriver, IsRefusedForMoreMembersThanAnAgreementHas) {
   EXPECT_EQ(codeOf([&] { (void)AgreementDriver::open(alone.members, met, {}, [] {}); }), ErrorCode::InvalidArgument);
 }
 
+TEST(AgreementDriver, IsTheOnlyOneOfItsMember) {
+  Alone alone;
+  const auto driver = AgreementDriver::open(alone.members, alone.met, {}, [] {});
+  EXPECT_EQ(
+      codeOf([&] { (void)AgreementDriver::open(alone.members, alone.met, {}, [] {}); }), ErrorCode::InvalidArgument);
+  EXPECT_TRUE(driver->begin(Deadline::after(5000))); // the first has lost nothing
+}
+
 TEST(AgreementDriver, DeliversEachStepBeforeTheNextBegins) {
   Alone alone;
   const auto driver = AgreementDriver::open(alone.members, alone.met, {}, [] {});

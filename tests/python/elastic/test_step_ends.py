@@ -287,6 +287,50 @@ def test_an_exception_that_is_no_failure_comes_back() -> None:
         running.collect(60).check()
 
 
+def raises_beside_a_death(rank: int, world_size: int) -> bool:
+    own, steps = open_steps(world_size, Plan())
+    step(own, steps)
+    steps.begin()
+    mark("waits")
+    if rank == 2:
+        time.sleep(30)
+    with pytest.raises(pycomm.errors.PeerError) as caught:
+        dist.all_reduce(torch.ones(100), group=own)
+    if rank == 1:
+        with pytest.raises(ValueError, match="of the program"):
+            steps.end(ValueError("of the program"))
+    again: bool = steps.end(caught.value)
+    steps.close()
+    return again
+
+
+def test_a_death_hides_no_exception_of_the_program() -> None:
+    with start_ranks(3, raises_beside_a_death, destroy=False) as running:
+        for rank in range(3):
+            running.wait_for_mark(rank, "waits")
+        running.kill(2)
+        results = running.collect(60)
+    for rank in (0, 1):
+        assert results[rank].ok, results.describe()
+        assert results[rank].value is True, results.describe()
+
+
+def is_left_alone(rank: int, world_size: int) -> None:
+    own, steps = open_steps(world_size, Plan(min_ranks=2, quorum_wait_s=0.3))
+    step(own, steps)
+    if rank == 1:
+        time.sleep(1.5)
+        with pytest.raises(pycomm.errors.QuorumLostError, match="too few ranks"):
+            steps.begin()
+    steps.close()
+
+
+def test_the_last_ranks_to_end_warn_of_nothing() -> None:
+    with start_ranks(2, is_left_alone, destroy=False) as running:
+        results = running.collect(60).check()
+    assert "WARN" not in results[1].stderr, results.describe()
+
+
 def is_interrupted(rank: int, world_size: int) -> float:
     own, steps = open_steps(world_size, Plan())
     step(own, steps)
