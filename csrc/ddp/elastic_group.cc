@@ -108,7 +108,7 @@ bool ElasticGroup::begin() {
 }
 
 StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
-  if (error != nullptr && !(isOfMembers(error) && driver_->isOver(present_))) {
+  if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
   if (error == nullptr && driver_->finished(present_.number)) {
