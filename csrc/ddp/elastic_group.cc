@@ -19,6 +19,25 @@ constexpr int kSignalCheckMs = 100;
 /// What a commit round carries, as maxima: the number of the step, minus it, and room for what members will have to agree on at a step.
 constexpr size_t kCommitWords = 8;
 
+/// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
+/// rank dies meanwhile.
+bool isOfMembers(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& ours) {
+    return ours.record().code == ErrorCode::ShutDown || elastic::Agreement::changesMembers(ours.record().code);
+  } catch (const std::exception& other) {
+    constexpr std::array kCodes = {
+        ErrorCode::PeerDead,
+        ErrorCode::PeerUnresponsive,
+        ErrorCode::PeerLeft,
+        ErrorCode::ConnectionReset,
+        ErrorCode::ShutDown, // of a group that the driver has closed, since its epoch is over
+    };
+    return std::any_of(kCodes.begin(), kCodes.end(), [&](ErrorCode code) { return standsFor(other, code); });
+  }
+}
+
 } // namespace
 
 ElasticGroup::ElasticGroup(
@@ -89,11 +108,18 @@ bool ElasticGroup::begin() {
 }
 
 StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
-  if (error != nullptr && !driver_->isOver(present_)) {
+  if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (error == nullptr && driver_->finished(present_.number) && commitRound() && driver_->committed(present_.number)) {
-    return Outcome::Commit;
+  if (error == nullptr && driver_->finished(present_.number)) {
+    const auto failure = commitRound();
+    if (!failure && driver_->committed(present_.number)) {
+      return Outcome::Commit;
+    }
+    if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
+      throw Error(
+          *failure); // of this rank alone, such as no memory: no failure of the group comes that verdict() could wait for
+    }
   }
   for (;;) {
     beforeWait();
@@ -108,7 +134,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
   }
 }
 
-bool ElasticGroup::commitRound() {
+std::optional<ErrorRecord> ElasticGroup::commitRound() {
   const int64_t step = driver_->steps() + 1;
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
   (*words)[0] = step;
@@ -121,8 +147,8 @@ bool ElasticGroup::commitRound() {
   call.schedule.numel = kCommitWords;
   call.input = bytes;
   call.output = bytes;
-  if (run(call, words)) {
-    return false;
+  if (auto failure = run(call, words)) {
+    return failure;
   }
   if ((*words)[0] != step || (*words)[1] != -step) {
     throw Error(
@@ -131,7 +157,7 @@ bool ElasticGroup::commitRound() {
             std::to_string(-(*words)[1]) + " to " + std::to_string((*words)[0]) + ".",
         "report it");
   }
-  return true;
+  return std::nullopt;
 }
 
 } // namespace pycomm

@@ -41,8 +41,9 @@ class ElasticGroup final : public StepAgreement {
  private:
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
-  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. False: the epoch has ended.
-  [[nodiscard]] bool commitRound();
+  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if
+  /// it has failed.
+  [[nodiscard]] std::optional<ErrorRecord> commitRound();
   /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.
   [[nodiscard]] std::optional<ErrorRecord> run(Group::Call& call, const std::shared_ptr<void>& memory) const;
 

@@ -461,6 +461,8 @@ void Agreement::begin(ErrorCode cause, const std::optional<Incarnation>& culprit
   newcomers_reached_.clear();
   Action& seal = actions_.emplace_back();
   seal.kind = Action::Kind::Seal;
+  seal.cause = cause;
+  seal.culprit = culprit;
   retry_after_ = milliseconds(config_.retry_ms);
   ask(now);
   propose_at_ = isLowest() ? now : takeoverAt(now);

@@ -66,6 +66,8 @@ class Agreement {
     std::shared_ptr<const Record> record;
     View view;
     Incarnation of;
+    ErrorCode cause = ErrorCode::Ok; ///< of a seal: why the epoch is over
+    std::optional<Incarnation> culprit; ///< and of whom, if that is known
     Error error = Error::QuorumLost;
     std::vector<Incarnation> missing;
   };

@@ -144,14 +144,18 @@ bool Engine::shutdown(Deadline deadline) {
   std::vector<std::weak_ptr<Group>> groups;
   std::vector<std::shared_ptr<Door>> doors;
   std::vector<std::weak_ptr<Maker>> makers;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    shut_down_ = true;
-    makers.swap(makers_);
-  }
-  for (const std::weak_ptr<Maker>& open : makers) {
-    if (const std::shared_ptr<Maker> maker = open.lock()) {
-      maker->close();
+  for (bool none_left = false; !none_left;) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      makers = std::exchange(makers_, {});
+      none_left = makers.empty();
+      shut_down_ =
+          none_left; // not before: until its close() a maker tells the other members itself why it meets them no more
+    }
+    for (const std::weak_ptr<Maker>& open : makers) {
+      if (const std::shared_ptr<Maker> maker = open.lock()) {
+        maker->close();
+      }
     }
   }
   {

@@ -327,7 +327,14 @@ void Door::remove(const ProcessId& incarnation) noexcept {
 
 void Door::receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  mailboxes_[incarnation] = std::move(mailbox);
+  std::weak_ptr<Mailbox>& known = mailboxes_[incarnation];
+  if (!known.expired()) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "This process group has an elastic agreement on its steps already.",
+        "make a process group for each wrapper");
+  }
+  known = std::move(mailbox);
 }
 
 void Door::forgetOld(std::deque<Called>& called, TimePoint now) const {

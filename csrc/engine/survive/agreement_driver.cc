@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -26,6 +25,9 @@ using std::chrono::milliseconds;
 
 constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
 constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer than the silence of a member
+constexpr int kQuickMeetings =
+    3; // the same members meet so often with this patience; then it doubles, up to the last time
+constexpr int kMostMeetings = 6;
 constexpr int kSealMs = 300; // for a failure to reach both planes
 constexpr milliseconds kGoodbyes{300};
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
@@ -39,16 +41,18 @@ bool blamesPeer(const ErrorRecord& record, const View& view, int self) noexcept 
   return record.peer >= 0 && record.peer != self && static_cast<size_t>(record.peer) < view.members.size();
 }
 
-// Of a meeting that did not come about.
-ErrorCode asFailure(ErrorCode code) noexcept {
+// Of a meeting that did not come about. If another member had no memory, say, that is its own error: here it is a member that did not come.
+ErrorCode asFailure(ErrorCode code, bool blames_peer) noexcept {
   switch (code) {
     case ErrorCode::RendezvousTimeout:
       return ErrorCode::PeerUnresponsive;
     case ErrorCode::ConnectFailed:
     case ErrorCode::StoreLost:
       return ErrorCode::ConnectionReset;
+    case ErrorCode::ShutDown:
+      return blames_peer ? ErrorCode::PeerLeft : code;
     default:
-      return code;
+      return blames_peer && !Agreement::changesMembers(code) ? ErrorCode::ConnectionReset : code;
   }
 }
 
@@ -149,6 +153,13 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
   if (first.instance->uuid() < 0) {
     throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
   }
+  if (static_cast<size_t>(first.instance->size()) > elastic::kMaxMembers) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "An elastic group of " + std::to_string(first.instance->size()) + " ranks is too large: at most " +
+            std::to_string(elastic::kMaxMembers) + " can agree.",
+        "train without elastic=");
+  }
   if (config_.min_ranks > static_cast<size_t>(first.instance->size())) {
     throw Error(
         ErrorCode::InvalidArgument,
@@ -156,6 +167,7 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
             " ranks cannot have min_ranks=" + std::to_string(config_.min_ranks) + ": no step could begin.",
         "set a smaller min_ranks");
   }
+  members_.receive(inbox_); // refuses a second agreement before that could end the group of the first
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
   const Visitor visitor = members_.visitor();
   for (int rank = 0; rank < first.instance->size(); ++rank) {
@@ -208,7 +220,13 @@ void AgreementDriver::findWitnesses(const Group& group) {
 }
 
 void AgreementDriver::start() {
-  members_.receive(inbox_);
+  const std::lock_guard<std::mutex> closing(close_mutex_);
+  if (closed_) { // by Engine::shutdown(): a thread that starts now would be joined by nobody
+    throw Error(record(
+        ErrorCode::ShutDown,
+        "pycomm was shut down while an elastic group was being made",
+        "make it before the process begins to exit"));
+  }
   watchFailure(present_->met.group, view_.epoch);
   agreement_thread_ = startNativeThread("pycomm-agree", [this] { run(); });
   groups_thread_ = startNativeThread("pycomm-groups", [this] { runJobs(); });
@@ -237,14 +255,18 @@ void AgreementDriver::close() noexcept {
         ErrorCode::ShutDown,
         "The elastic group was closed on this rank.",
         "call nothing of it after close(), or after the end of the program began");
-    const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = error_ ? error_ : why;
-    if (meeting_ != nullptr) {
-      ErrorRecord left = why;
-      left.code = ErrorCode::PeerLeft;
+    ErrorRecord left = why;
+    left.code = ErrorCode::PeerLeft;
+    std::shared_ptr<JoinAbort> meeting;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error_ ? error_ : why;
       left.peer = view_.position(self_);
+      meeting = meeting_;
+    }
+    if (meeting != nullptr) {
       left.summary = "Rank " + std::to_string(left.peer) + " has left the elastic group.";
-      meeting_->abort(left);
+      meeting->abort(left);
     }
   });
   changed_.notify_all();
@@ -252,21 +274,12 @@ void AgreementDriver::close() noexcept {
     groups_thread_.join();
   }
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
-  guarded([&] {
-    std::shared_ptr<Group> present;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      present = present_ ? present_->met.group : nullptr;
-    }
-    if (present != nullptr) {
-      present->close();
-    }
-  });
+  guarded([&] { closeRest(); });
   inbox_->leave();
   if (agreement_thread_.joinable()) {
     agreement_thread_.join();
   }
-  guarded([&] { closeRetired(); });
+  guarded([&] { closeRest(); });
   kept_.reset(); // who has mapped it, reads it later
 }
 
@@ -335,20 +348,44 @@ std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) 
   if (error_) {
     throw Error(*error_);
   }
+  refuseUndelivered();
+  if (const auto failure = present_->met.group->failure(); failure && !Agreement::changesMembers(failure->code)) {
+    throw Error(*failure); // the agreement's thread reads that soon
+  }
   ledger_.launch(1);
   launched_ = ledger_.state().committed + 1;
   return present_;
 }
 
+// The others may commit a step that this rank has finished, whatever its program does meanwhile.
+void AgreementDriver::refuseUndelivered() const {
+  if (undelivered_) {
+    throw Error(record(
+        ErrorCode::Aborted,
+        "The end of elastic step " + std::to_string(launched_) +
+            " was interrupted on this rank, by a signal handler for example. So the other members may have committed a "
+            "step whose averages this rank has not written.",
+        "make the wrapper anew, on all ranks, from a checkpoint"));
+  }
+}
+
 bool AgreementDriver::finished(uint64_t epoch) {
+  refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (ledger_.mayCommit()) {
+    refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
+  }
   ledger_.finish(epoch, 0);
+  undelivered_ = undelivered_ || ledger_.mayCommit();
   return ledger_.mayCommit();
 }
 
 bool AgreementDriver::committed(uint64_t epoch) {
+  refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return ledger_.commit(epoch);
+  const bool counts = ledger_.commit(epoch);
+  undelivered_ = undelivered_ && !counts;
+  return counts;
 }
 
 bool AgreementDriver::isOver(const Epoch& epoch) const {
@@ -372,11 +409,13 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch,
     return std::nullopt;
   }
   if (counts()) { // also if an error comes behind it: the others have committed it
+    undelivered_ = false;
     return Verdict{true, std::nullopt};
   }
   if (error_) {
     throw Error(*error_);
   }
+  undelivered_ = false;
   ledger_.launch(1);
   return Verdict{false, present_};
 }
@@ -466,8 +505,8 @@ void AgreementDriver::processEnded(const Incarnation& name, Member& member, Time
       ErrorCode::PeerDead,
       "The process of " + who(agreement_->view(), name) + " has ended.",
       "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
-  why_.peer = rank;
-  why_.peer_host = member.handle.host.hostname;
+  why_->peer = rank;
+  why_->peer_host = member.handle.host.hostname;
   if (kept) {
     agreement_->certified(name, *kept, now);
   } else if (rank >= 0) {
@@ -487,33 +526,46 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     if (message->kind == elastic::Message::Kind::Join) {
       return; // this version admits nobody
     }
-    const Incarnation& blamed =
-        message->culprit && *message->culprit != self_ ? *message->culprit : message->from; // else it is this process
     const View& view = agreement_->view();
-    why_ = record(
-        Agreement::changesMembers(message->cause) && message->culprit ? message->cause : ErrorCode::ConnectionReset,
-        who(view, message->from) + " says that the members change: " + who(view, blamed) + " seems to be gone.",
-        "");
-    why_.summary[0] = static_cast<char>(std::toupper(why_.summary[0]));
-    why_.peer = view.position(blamed);
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
     agreement_->received(*message, now);
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
     handleFailure(failed->epoch, failed->record, now);
   } else if (const auto* const missed = std::get_if<NotMet>(&event)) {
-    bool is_known = false;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      is_known = over_;
-    }
-    if (!is_known) {
-      ErrorRecord record = missed->record;
-      record.code = asFailure(record.code);
-      handleFailure(missed->epoch, record, now);
-    }
+    handleMissed(*missed, now);
   } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
     trace("is sealed");
     agreement_->sealed(now);
+  }
+}
+
+void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
+  const View& view = agreement_->view();
+  bool is_known = false;
+  bool gives_up = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_known = over_;
+    const std::pair<int64_t, size_t> here(ledger_.state().committed, view.members.size());
+    failed_meetings_ = std::exchange(failed_at_, here) == here ? failed_meetings_ + 1 : 1;
+    gives_up = failed_meetings_ >= kMostMeetings;
+  }
+  if (gives_up) {
+    ErrorRecord error = record(
+        ErrorCode::QuorumLost,
+        "The members of an elastic group did not meet " + std::to_string(kMostMeetings) +
+            " times in a row, although all of them answer; the last time: " + missed.record.summary,
+        "look for the first error in each rank's log, and whether all hosts reach each other; restart from a checkpoint");
+    error.rank = view.position(self_);
+    error.peer = missed.record.peer;
+    error.peer_host = missed.record.peer_host;
+    log(LogLevel::Warn, error.text());
+    failWith(std::move(error));
+    agreement_->close(now);
+  } else if (!is_known) {
+    ErrorRecord record = missed.record;
+    record.code = asFailure(record.code, blamesPeer(record, view, view.position(self_)));
+    handleFailure(missed.epoch, record, now);
   }
 }
 
@@ -534,7 +586,7 @@ void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, T
     const bool is_open = record.code == ErrorCode::PeerDead && members_by_name_.at(peer).witness;
     agreement_->failed(is_open ? ErrorCode::ConnectionReset : record.code, peer, now);
   } else { // the others believe that of this process, and will answer
-    why_.code = ErrorCode::ConnectionReset;
+    why_->code = ErrorCode::ConnectionReset;
     agreement_->failed(ErrorCode::ConnectionReset, someOther(), now);
   }
 }
@@ -561,7 +613,7 @@ void AgreementDriver::act() {
         }
         break;
       case Agreement::Action::Kind::Seal:
-        seal();
+        seal(action);
         break;
       case Agreement::Action::Kind::Install:
         install(action.view);
@@ -573,6 +625,7 @@ void AgreementDriver::act() {
         break;
     }
   }
+  why_.reset();
 }
 
 void AgreementDriver::trace(const std::string& what) const {
@@ -581,11 +634,28 @@ void AgreementDriver::trace(const std::string& what) const {
   }
 }
 
-void AgreementDriver::seal() {
-  trace("seals: " + why_.summary);
+// Why an epoch is over: as this process has noticed it, or as the agreement says, which does not always know of whom.
+ErrorRecord AgreementDriver::why(ErrorCode cause, const std::optional<Incarnation>& culprit) const {
+  if (why_) {
+    return *why_;
+  }
+  const bool is_known = culprit && *culprit != self_ && agreement_->view().has(*culprit);
+  ErrorRecord why = record(
+      is_known && Agreement::changesMembers(cause) ? cause : ErrorCode::ConnectionReset,
+      "The members of the elastic group change" +
+          (is_known ? ": " + who(agreement_->view(), *culprit) + " seems to be gone." : "."),
+      "");
+  why.peer = is_known ? agreement_->view().position(*culprit) : -1;
+  return why;
+}
+
+void AgreementDriver::seal(const Agreement::Action& action) {
+  const ErrorRecord why = this->why(action.cause, action.culprit);
+  trace("seals: " + why.summary);
   Job job;
   job.kind = Job::Kind::Seal;
-  job.why = why_;
+  job.why = why;
+  std::shared_ptr<JoinAbort> meeting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
@@ -593,9 +663,10 @@ void AgreementDriver::seal() {
     if (present_) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
-    if (meeting_ != nullptr) {
-      meeting_->abort(why_);
-    }
+    meeting = meeting_;
+  }
+  if (meeting != nullptr) {
+    meeting->abort(why); // without the lock, as it may wait for the planes of a group
   }
   post(std::move(job));
 }
@@ -605,7 +676,8 @@ void AgreementDriver::install(const View& view) {
   View before;
   Job end; // of an epoch of which this process has learned only now that it is over
   end.kind = Job::Kind::Seal;
-  end.why = why_;
+  end.why = why(view.cause, std::nullopt);
+  std::shared_ptr<JoinAbort> meeting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
@@ -614,12 +686,13 @@ void AgreementDriver::install(const View& view) {
     if (present_) {
       end.old = std::exchange(present_, std::nullopt)->met;
     }
-    if (meeting_ != nullptr) {
-      meeting_->abort(why_);
-    }
+    meeting = meeting_;
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
+  if (meeting != nullptr) {
+    meeting->abort(end.why);
+  }
   if (end.old.group != nullptr) {
     post(std::move(end));
   }
@@ -701,8 +774,15 @@ void AgreementDriver::raise(const Agreement::Action& action) {
   if (error.peer >= 0) {
     error.peer_host = members_by_name_.at(view.members[static_cast<size_t>(error.peer)]).handle.host.hostname;
   }
-  log(LogLevel::Warn, error.text());
+  log(isNormalEnd(action) ? LogLevel::Info : LogLevel::Warn, error.text());
   failWith(std::move(error));
+}
+
+// The others have left in order and no step is under way: begin() says so, if this rank wants one more.
+bool AgreementDriver::isNormalEnd(const Agreement::Action& action) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return action.error == Agreement::Action::Error::TooFew && view_.cause == ErrorCode::PeerLeft &&
+      !ledger_.state().launched;
 }
 
 void AgreementDriver::farewell(TimePoint now) {
@@ -747,7 +827,9 @@ void AgreementDriver::runJobs() noexcept {
     try {
       job.kind == Job::Kind::Seal ? sealNow(job) : meetNow(job);
     } catch (const std::exception& exception) {
-      failWith(recordOf(exception, "the next epoch of the elastic group cannot begin"));
+      ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
+      failWith(record);
+      inbox_->put(Failed{job.view.epoch, std::move(record)}); // the others need not wait for this member
     }
   }
 }
@@ -777,13 +859,15 @@ void AgreementDriver::sealNow(const Job& job) {
 
 void AgreementDriver::meetNow(const Job& job) {
   PYCOMM_FAULT_POINT("survive.meet");
-  JoinAbort abort;
+  const auto abort = std::make_shared<JoinAbort>();
+  int patience_ms = members_.config().dead_after_ms + kMeetBeyondDeadMs;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (view_.epoch != job.view.epoch || over_ || error_ || stop_jobs_) {
       return;
     }
-    meeting_ = &abort;
+    meeting_ = abort;
+    patience_ms <<= std::max(0, failed_meetings_ - (kQuickMeetings - 1));
   }
   std::optional<ErrorRecord> failure;
   Epoch made;
@@ -793,16 +877,15 @@ void AgreementDriver::meetNow(const Job& job) {
       handles.push_back(members_by_name_.at(member).handle.text());
     }
     const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), handles);
-    const int patience_ms = members_.config().dead_after_ms + kMeetBeyondDeadMs;
     made.number = job.view.epoch;
     made.members = firstRanks(job.view);
-    made.met = members_.meet(plan, Deadline::after(patience_ms), abort);
+    made.met = members_.meet(plan, Deadline::after(patience_ms), *abort);
   } catch (const std::exception& exception) {
     failure = recordOf(exception, "the members of the next epoch did not meet");
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    meeting_ = nullptr;
+    meeting_.reset();
     if (!failure) {
       if (view_.epoch == job.view.epoch && !over_ && !error_) {
         present_ = made;
@@ -816,6 +899,22 @@ void AgreementDriver::meetNow(const Job& job) {
     inbox_->put(NotMet{job.view.epoch, *std::move(failure)});
   } else {
     watchFailure(made.met.group, job.view.epoch);
+  }
+  closeRetired();
+}
+
+// Once that thread has ended: the agreement's may have posted one more job to it.
+void AgreementDriver::closeRest() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (present_) {
+      retired_.push_back(std::exchange(present_, std::nullopt)->met);
+    }
+    for (const Job& job : std::exchange(jobs_, {})) {
+      if (job.old.group != nullptr) {
+        retired_.push_back(job.old);
+      }
+    }
   }
   closeRetired();
 }

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -49,7 +50,8 @@ class AgreementDriver final : public Engine::Maker {
   };
 
   /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
-  /// called twice. Throws what that throws, and Error(InvalidArgument) for a negative uuid. `members` outlives this.
+  /// called twice. Throws what that throws, and Error(InvalidArgument) for a negative uuid and for more than
+  /// elastic::kMaxMembers, and Error(ShutDown) if the engine is shut down meanwhile. `members` outlives this.
   [[nodiscard]] static std::shared_ptr<AgreementDriver> open(
       Reconfigurable& members,
       Reconfigurable::Met first,
@@ -72,9 +74,11 @@ class AgreementDriver final : public Engine::Maker {
     Reconfigurable::Met met;
     std::vector<int> members; ///< by rank: the rank that each had in the first epoch
   };
-  /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched.
+  /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
+  /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
-  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over.
+  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over. Throws as begin() if it is
+  /// called again in the same epoch.
   [[nodiscard]] bool finished(uint64_t epoch);
   /// The commit round of this epoch has ended well. False if that comes too late.
   [[nodiscard]] bool committed(uint64_t epoch);
@@ -126,14 +130,17 @@ class AgreementDriver final : public Engine::Maker {
   // ---- the agreement's thread
   void run() noexcept;
   void handle(Event event, TimePoint now);
+  void handleMissed(const NotMet& missed, TimePoint now);
   void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
-  void act();
+  void act(); ///< what the event has led to
+  [[nodiscard]] ErrorRecord why(ErrorCode cause, const std::optional<elastic::Incarnation>& culprit) const;
   void catchUp();
   void trace(const std::string& what) const;
-  void seal();
+  void seal(const elastic::Agreement::Action& action);
   void install(const elastic::View& view);
   void raise(const elastic::Agreement::Action& action);
+  [[nodiscard]] bool isNormalEnd(const elastic::Agreement::Action& action) const;
   [[nodiscard]] elastic::Incarnation someOther() const;
   void farewell(TimePoint now);
   void wait(TimePoint until);
@@ -145,6 +152,7 @@ class AgreementDriver final : public Engine::Maker {
   void runJobs() noexcept;
   void sealNow(const Job& job);
   void meetNow(const Job& job);
+  void closeRest();
   void closeRetired();
 
   // ---- any thread
@@ -152,6 +160,7 @@ class AgreementDriver final : public Engine::Maker {
   void failWith(ErrorRecord record);
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
+  void refuseUndelivered() const; ///< with mutex_
   [[nodiscard]] bool mayBegin() const noexcept { ///< with mutex_
     return !over_ && present_ && view_.members.size() >= config_.min_ranks;
   }
@@ -169,7 +178,7 @@ class AgreementDriver final : public Engine::Maker {
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
-  ErrorRecord why_; ///< of the event that is being handled: why the epoch ends, if it does
+  std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
@@ -179,12 +188,15 @@ class AgreementDriver final : public Engine::Maker {
   std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
   std::optional<ErrorRecord> error_; ///< why nothing more happens here
   std::deque<Job> jobs_;
-  JoinAbort* meeting_ = nullptr; ///< of the meeting under way
+  std::shared_ptr<JoinAbort> meeting_; ///< of the meeting under way
+  int failed_meetings_ = 0; ///< in a row
+  std::pair<int64_t, size_t> failed_at_; ///< of these: the steps committed, and how many members
   std::vector<Reconfigurable::Met> retired_; ///< of earlier epochs, to be closed
   int64_t launched_ = 0; ///< the step that the training thread has begun last
+  bool undelivered_ = false; ///< this rank has finished it, and the training thread does not know what became of it
   bool stop_jobs_ = false;
 
-  std::mutex close_mutex_; ///< guards closed_; held while closing
+  std::mutex close_mutex_; ///< guards closed_; held while starting and closing
   bool closed_ = false;
   std::thread agreement_thread_;
   std::thread groups_thread_;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from elastic_steps import Plan, bucket, check, open_steps, trains
 from ranks import RankResults, mark, start_ranks
 from time_bound import assert_within
+
+from pycomm._native import loader
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.time_bound]
 
@@ -289,3 +292,89 @@ def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
         kill_after(running, 2, "step 5")
         results = running.collect(60)
     assert survivors(results, [2])[0]["left"] == [0, 1]
+
+
+# --- a member's own trouble -----------------------------------------------------------------------
+
+
+def first_meets_then_leaves(rank: int, world_size: int, path: str, plan: Plan) -> Any:
+    """Rank 1 ends in good order while it is in the meeting of the next epoch."""
+    if rank != 1:
+        return trains_with_faults(rank, world_size, path, plan)
+    fault_ranks.use_fault_build()
+    dist.init_process_group(
+        "pycomm", init_method=f"file://{path}", rank=rank, world_size=world_size
+    )
+    own, steps = open_steps(world_size, plan)
+    loader.load().arm_fault_points("group.joined:1:delay=1500")
+    mark("trains")
+    for step in range(plan.steps):
+        steps.begin()
+        works = [
+            dist.all_reduce(bucket(rank, step, i, n), group=own, async_op=True)
+            for i, n in enumerate(plan.numels)
+        ]
+        try:
+            for work in works:
+                work.wait()
+        except Exception:
+            break
+        assert not steps.end(None)
+        mark(f"step {step}")
+    time.sleep(0.5)
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.parametrize("point", ["call:1:nomem", "call:1:errno=EMFILE", "ready:1:nomem"])
+def test_a_member_that_cannot_come_ends_nobody_else(tmp_path: Path, point: str) -> None:
+    """It has no memory for the next group, say: its own error, and the others go on."""
+    plan = Plan(steps=40, struck=(1, f"reconfigure.{point}"))
+    args = (str(tmp_path / "store"), plan)
+    with start_ranks(
+        4, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
+    ) as running:
+        killed_s = kill_after(running, 3, "step 5")
+        results = running.collect(60)
+    own = results[1].value["error"]  # none if the others tried again before it gave up
+    assert own is None or own.code in ("INTERNAL", "SYSTEM_ERROR"), results.describe()
+    left = [0, 1, 2] if own is None else [0, 2]
+    values = [results[rank].value for rank in (0, 2)]
+    for value in values:
+        assert value["error"] is None, (value["error"], results.describe())
+        assert value["left"] == left
+    assert_within(returned_after(values, killed_s) - killed_s, 4.0, results.describe())
+
+
+@pytest.mark.usefixtures("fault_build")
+def test_a_member_that_ends_in_the_meeting_ends_nobody_else(tmp_path: Path) -> None:
+    plan = Plan(steps=40)
+    args = (str(tmp_path / "store"), plan)
+    with start_ranks(
+        4, first_meets_then_leaves, args=args, destroy=False, init="none", only_pycomm=True
+    ) as running:
+        killed_s = kill_after(running, 3, "step 5")
+        results = running.collect(60)
+    assert results[1].exit_code == 0, results.describe()
+    values = [results[rank].value for rank in (0, 2)]
+    for value in values:
+        assert value["error"] is None, (value["error"], results.describe())
+        assert value["left"] == [0, 2]
+    assert_within(returned_after(values, killed_s) - killed_s, 6.0, results.describe())
+
+
+@pytest.mark.usefixtures("fault_build")
+def test_members_that_meet_slowly_get_more_time(tmp_path: Path) -> None:
+    """One of them needs longer for a meeting than others wait at first, and answers meanwhile."""
+    options = {"heartbeat_timeout": 1.0}
+    plan = Plan(steps=20, options=options, struck=(1, "reconfigure.call:1+:delay=4000"))
+    args = (str(tmp_path / "store"), plan)
+    with start_ranks(
+        3, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
+    ) as running:
+        killed_s = kill_after(running, 2, "step 5")
+        results = running.collect(100)
+    values = survivors(results, [2])
+    assert values[0]["left"] == [0, 1]
+    assert_within(returned_after(values, killed_s) - killed_s, 40.0, results.describe())

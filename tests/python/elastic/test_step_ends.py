@@ -287,6 +287,50 @@ def test_an_exception_that_is_no_failure_comes_back() -> None:
         running.collect(60).check()
 
 
+def raises_beside_a_death(rank: int, world_size: int) -> bool:
+    own, steps = open_steps(world_size, Plan())
+    step(own, steps)
+    steps.begin()
+    mark("waits")
+    if rank == 2:
+        time.sleep(30)
+    with pytest.raises(pycomm.errors.PeerError) as caught:
+        dist.all_reduce(torch.ones(100), group=own)
+    if rank == 1:
+        with pytest.raises(ValueError, match="of the program"):
+            steps.end(ValueError("of the program"))
+    again: bool = steps.end(caught.value)
+    steps.close()
+    return again
+
+
+def test_a_death_hides_no_exception_of_the_program() -> None:
+    with start_ranks(3, raises_beside_a_death, destroy=False) as running:
+        for rank in range(3):
+            running.wait_for_mark(rank, "waits")
+        running.kill(2)
+        results = running.collect(60)
+    for rank in (0, 1):
+        assert results[rank].ok, results.describe()
+        assert results[rank].value is True, results.describe()
+
+
+def is_left_alone(rank: int, world_size: int) -> None:
+    own, steps = open_steps(world_size, Plan(min_ranks=2, quorum_wait_s=0.3))
+    step(own, steps)
+    if rank == 1:
+        time.sleep(1.5)
+        with pytest.raises(pycomm.errors.QuorumLostError, match="too few ranks"):
+            steps.begin()
+    steps.close()
+
+
+def test_the_last_ranks_to_end_warn_of_nothing() -> None:
+    with start_ranks(2, is_left_alone, destroy=False) as running:
+        results = running.collect(60).check()
+    assert "WARN" not in results[1].stderr, results.describe()
+
+
 def is_interrupted(rank: int, world_size: int) -> float:
     own, steps = open_steps(world_size, Plan())
     step(own, steps)
@@ -299,6 +343,9 @@ def is_interrupted(rank: int, world_size: int) -> float:
     mark("waits")
     with pytest.raises(KeyboardInterrupt):
         steps.end(None)  # the other one does not come
+    for call in (steps.begin, lambda: steps.end(None)):
+        with pytest.raises(pycomm.errors.AbortedError, match="from a checkpoint"):
+            call()
     began_s = time.monotonic()
     steps.close()
     return time.monotonic() - began_s
@@ -314,6 +361,60 @@ def test_a_signal_interrupts_the_commit_round() -> None:
     assert [result.timed_out for result in results] == [False, False], results.describe()
     assert results[0].value is not None, results.describe()
     assert_within(results[0].value, 3.0)
+
+
+def forgets_no_verdict(rank: int, world_size: int) -> list[str]:
+    """Rank 2 dies in step 2, which all have finished. Rank 1 is interrupted before it knows."""
+    own, steps = open_steps(world_size, Plan())
+    step(own, steps)
+    steps.begin()
+    dist.all_reduce(torch.ones(100), group=own)
+    if rank == 2:
+        mark("waits")
+        time.sleep(30)
+    mark("waits")
+    if rank == 0:
+        assert not steps.end(None)
+        mark("counts")
+        time.sleep(1.0)
+        steps.close()
+        return []
+    with pytest.raises(KeyboardInterrupt):
+        steps.end(None)
+    mark("interrupted")
+    seen = []
+    deadline_s = time.monotonic() + 20
+    while not (Path(os.environ["ELASTIC_MARKS"]) / "counts").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    for call in (steps.begin, lambda: steps.end(None), steps.begin):
+        try:
+            seen.append(str(call()))
+        except pycomm.errors.PycommError as error:
+            seen.append(str(error.code))
+    steps.close()
+    return seen
+
+
+def test_no_step_begins_before_the_last_one_is_delivered(tmp_path: Path) -> None:
+    env = {"ELASTIC_MARKS": str(tmp_path)}
+    with start_ranks(3, forgets_no_verdict, destroy=False, env=env) as running:
+        for rank in range(3):
+            running.wait_for_mark(rank, "waits")
+        for rank in (0, 1):
+            running.wait_until_asleep(rank)
+        running.kill(0, signal.SIGSTOP)  # for less than heartbeat_timeout: nothing is decided
+        running.kill(2)
+        time.sleep(0.3)
+        running.kill(1, signal.SIGINT)
+        running.wait_for_mark(1, "interrupted")
+        running.kill(0, signal.SIGCONT)
+        running.wait_for_mark(0, "counts")
+        (tmp_path / "counts").touch()
+        results = running.collect(60)
+    for rank in (0, 1):
+        assert results[rank].ok, results.describe()
+    assert results[1].value == ["ABORTED", "False", "True"], results.describe()
 
 
 def dies_early(rank: int, world_size: int, when: str) -> str:
