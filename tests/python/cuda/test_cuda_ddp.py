@@ -359,7 +359,7 @@ def _bucket_counts(rank: int, size: int, library: str) -> dict[str, int]:
         ddp = pycomm.DistributedDataParallel(nn.Sequential(*layers).to("cuda:0"), init_sync=False)
         counts[mode] = len(ddp.reducer.bucket_names())
         with pytest.MonkeyPatch.context() as patched:  # one rank alone may copy: it asks nobody
-            patched.setattr("pycomm.ddp.by_nccl", None)
+            patched.setattr("pycomm.ddp.wrapper.by_nccl", None)
             assert len(copy.deepcopy(ddp).reducer.bucket_names()) == counts[mode]
     return counts
 

@@ -339,10 +339,10 @@ def test_after_an_error_the_next_sync_is_right() -> None:
 def wrapper_after_an_error(rank: int, world_size: int) -> float:
     import torch.distributed as dist
 
-    import pycomm.ddp
+    import pycomm.ddp.wrapper
     from pycomm.ddp import between_steps
 
-    pycomm.ddp.host_group = lambda group: dist.new_group(
+    pycomm.ddp.wrapper.host_group = lambda group: dist.new_group(
         [dist.get_rank()], use_local_synchronization=True
     )
     net = make_net()

@@ -418,9 +418,9 @@ def test_forwards_hooks_and_frozen_parameters() -> None:
 
 def synced(rank: int, world_size: int) -> tuple[float, bool]:
     """Every rank is a host of its own here: parameters are averaged by samples since the sync."""
-    import pycomm.ddp
+    import pycomm.ddp.wrapper
 
-    pycomm.ddp.host_group = lambda group: dist.new_group(
+    pycomm.ddp.wrapper.host_group = lambda group: dist.new_group(
         [dist.get_rank()], use_local_synchronization=True
     )
     net = Net(torch.float64)
