@@ -268,6 +268,7 @@ void Reducer::resetState() {
   const std::lock_guard lock(mutex_);
   failure_.forget();
   lost_ = nullptr;
+  changed_ = false;
   join_work_.reset();
   post_backward_.clear();
   order_.clear();

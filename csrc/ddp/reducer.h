@@ -227,8 +227,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void beginStep();
   void launchFirst();
   void lose(const std::exception& error);
+  void endEpoch();
   void adoptMembers();
   [[nodiscard]] bool agree();
+  [[nodiscard]] bool beginNext();
+  void adoptIfChanged();
+  void leave() const;
   [[nodiscard]] bool sumAll();
   void redo();
   void takeOver();
@@ -284,6 +288,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   const std::shared_ptr<StepAgreement> agreement_; ///< null: the first failure is final
   LeaderState leader_;
   std::vector<int> members_;
+  bool changed_ = false; ///< the agreement has other members than the buckets, once the step under way is over
   std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 
   SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began

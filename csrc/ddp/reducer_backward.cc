@@ -306,10 +306,11 @@ void Reducer::giveUpWeightless() {
   }
   recorder_.drop();
   resetStep();
-  stats_.steps += options_.may_be_weightless ? 1 : 0;
+  adoptIfChanged();
+  stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
   TORCH_CHECK_VALUE(
-      options_.may_be_weightless,
+      options_.may_be_weightless || stats_.lost_ranks > 0, // those may have had all samples
       "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "
       "wrapper can go on with the next step");
 }
@@ -357,6 +358,7 @@ void Reducer::endStep() {
   ++stats_.steps;
   const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
   commit();
+  adoptIfChanged();
   if (reordered) {
     order_.clear();
     cutBuckets();

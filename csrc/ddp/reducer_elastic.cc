@@ -1,6 +1,7 @@
 // A step that survives deaths: a transaction, which is committed by all members or summed again by those that are left.
 //
 //     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> takeOver() -> commit()
+//         [-> adoptIfChanged()]
 //
 // Redo is packing again. Until takeOver() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
@@ -76,16 +77,42 @@ void Reducer::adoptMembers() {
 bool Reducer::agree() {
   try {
     bool any = sumAll();
-    while (agreement_->end(lost_) == StepAgreement::Outcome::Redo) {
+    StepAgreement::Outcome outcome = agreement_->end(lost_);
+    while (outcome == StepAgreement::Outcome::Redo) {
       redo();
       any = sumAll();
+      outcome = agreement_->end(lost_);
     }
     if (lost_ != nullptr) {
       throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
     }
+    changed_ = outcome == StepAgreement::Outcome::CommitLast && beginNext();
     return any;
   } catch (const std::exception& error) {
     fail(pipeline_->awaited(), error);
+    throw;
+  }
+}
+
+// After the last step of the old members, and before its averages are written: those who write them have their new ranks then. The next step
+// throws again what this does: the present one counts.
+bool Reducer::beginNext() {
+  try {
+    return agreement_->begin();
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// The step is over, and the program may ask who leads, before there is another step.
+void Reducer::adoptIfChanged() {
+  if (!std::exchange(changed_, false)) {
+    return;
+  }
+  try {
+    adoptMembers();
+  } catch (const std::exception& error) {
+    fail("the buckets of a smaller group were being made", error);
     throw;
   }
 }
