@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "c10d/raising.h"
-#include "c10d/without_gil.h"
 
 namespace pycomm {
 namespace {
@@ -69,8 +68,7 @@ Reducer::Reducer(
 
 Reducer::~Reducer() {
   if (agreement_ != nullptr) {
-    const WithoutGil no_gil; // it waits for threads
-    agreement_->close();
+    leave();
   }
 }
 

@@ -504,6 +504,10 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
       addNote(error, *why);
     }
   }
+  const bool all_know = standsFor(error, ErrorCode::CollectiveMismatch) || standsFor(error, ErrorCode::Timeout);
+  if (agreement_ != nullptr && !all_know) {
+    leave();
+  }
   if (hook_ != nullptr) {
     group.abort(); // the hook may have raised here alone: the others would wait for its collectives until the deadline
   }
@@ -544,6 +548,9 @@ void Reducer::throwIfUnfinished() const {
   failure_.raise(group_.jobRank());
   if (!pass_.reducing()) {
     return;
+  }
+  if (agreement_ != nullptr) {
+    leave();
   }
   const std::vector<size_t> missing = pass_.missing(trained());
   if (missing.empty()) {

@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "c10d/python_errors.h"
+#include "c10d/without_gil.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
@@ -145,6 +146,12 @@ bool Reducer::sumAll() {
     lose(error);
   }
   return true;
+}
+
+// This rank alone has failed: the others go on at once, without it.
+void Reducer::leave() const {
+  const WithoutGil no_gil; // it waits for threads
+  agreement_->close();
 }
 
 void Reducer::redo() {
