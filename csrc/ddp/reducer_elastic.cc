@@ -70,6 +70,9 @@ void Reducer::adoptMembers() {
   });
   members_ = std::move(members);
   ++stats_.epochs;
+  state_.change([](SharedValues& values) {
+    values.knows_used = false;
+  }); // those who are gone may have been the only ones to use some
   makeBuckets();
   show();
 }
