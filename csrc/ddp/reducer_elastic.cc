@@ -59,8 +59,20 @@ void Reducer::lose(const std::exception& error) {
   lost_ = std::current_exception();
 }
 
+// What a ring of the old members has sent is no part of what the new ones send, and a new group counts from 0.
+void Reducer::endEpoch() {
+  ReducerStats::Epoch ended{
+      static_cast<int>(members_.size()), stats_.wire_nbytes, stats_.gradient_nbytes, group_.codecOverflows()};
+  for (const ReducerStats::Epoch& each : stats_.past) {
+    ended.wire_nbytes -= each.wire_nbytes;
+    ended.gradient_nbytes -= each.gradient_nbytes;
+  }
+  stats_.past.push_back(ended);
+}
+
 // The group has other members, or the same ones in a new epoch.
 void Reducer::adoptMembers() {
+  endEpoch();
   // The old one lives until nothing of it is left in the buckets.
   const ReducerGroup old = std::exchange(group_, ReducerGroup::withItsBackend(group_.get(), params_));
   reports_.changeRanks(group_.rank(), group_.job());
