@@ -345,6 +345,7 @@ void bindReducer(py::module_& m) {
       .def("share_store", torch::wrap_pybind_function_no_gil(&Reducer::shareStore), py::arg("store"))
       .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
       .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
+      .def("leads", torch::wrap_pybind_function_no_gil(&Reducer::leads))
       .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed

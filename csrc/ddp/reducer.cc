@@ -60,6 +60,7 @@ Reducer::Reducer(
   }
   if (agreement_ != nullptr) {
     members_ = agreement_->members();
+    rank_ = group_.rank();
     stats_.epochs = 1;
   }
   cutBuckets();
@@ -266,7 +267,6 @@ void Reducer::resetState() {
   const std::lock_guard lock(mutex_);
   failure_.forget();
   lost_ = nullptr;
-  changed_ = false;
   join_work_.reset();
   post_backward_.clear();
   order_.clear();
@@ -542,7 +542,8 @@ void Reducer::show() {
     shown_version_ = state_.version();
   }
   shown_.reduces = pass_.reducing();
-  shown_.rank = group_.rank();
+  shown_.rank = rank_;
+  shown_.leads = group_.rank() == 0;
   shown_.members = members_;
 }
 

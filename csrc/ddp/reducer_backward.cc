@@ -306,7 +306,6 @@ void Reducer::giveUpWeightless() {
   }
   recorder_.drop();
   resetStep();
-  adoptIfChanged();
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
   TORCH_CHECK_VALUE(
@@ -358,7 +357,6 @@ void Reducer::endStep() {
   ++stats_.steps;
   const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
   commit();
-  adoptIfChanged();
   if (reordered) {
     order_.clear();
     cutBuckets();

@@ -1,7 +1,6 @@
 // A step that survives deaths: a transaction, which is committed by all members or summed again by those that are left.
 //
 //     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> takeOver() -> commit()
-//         [-> adoptIfChanged()]
 //
 // Redo is packing again. Until takeOver() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
@@ -29,10 +28,16 @@ std::pair<int, std::vector<int>> Reducer::members() {
   return {shown_.rank, shown_.members};
 }
 
+bool Reducer::leads() {
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.leads;
+}
+
 // A pass that reduces begins.
 void Reducer::beginStep() {
   lost_ = nullptr;
-  if (agreement_->begin()) {
+  const bool before = std::exchange(changed_, false);
+  if (agreement_->begin() || before) {
     adoptMembers();
   }
   launchFirst();
@@ -81,6 +86,7 @@ void Reducer::adoptMembers() {
     return std::find(members.begin(), members.end(), member) == members.end();
   });
   members_ = std::move(members);
+  rank_ = group_.rank();
   ++stats_.epochs;
   state_.change([](SharedValues& values) {
     values.knows_used = false;
@@ -110,26 +116,14 @@ bool Reducer::agree() {
   }
 }
 
-// After the last step of the old members, and before its averages are written: those who write them have their new ranks then. The next step
+// After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow
+// when the next step begins, and so does what members() says: others may have committed the step without knowing of a death. The next step
 // throws again what this does: the present one counts.
 bool Reducer::beginNext() {
   try {
     return agreement_->begin();
   } catch (const Error&) {
     return false;
-  }
-}
-
-// The step is over, and the program may ask who leads, before there is another step.
-void Reducer::adoptIfChanged() {
-  if (!std::exchange(changed_, false)) {
-    return;
-  }
-  try {
-    adoptMembers();
-  } catch (const std::exception& error) {
-    fail("the buckets of a smaller group were being made", error);
-    throw;
   }
 }
 

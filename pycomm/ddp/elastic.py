@@ -95,8 +95,13 @@ class ElasticGroup:
 
     @property
     def leader(self) -> bool:
-        """Whether this is rank 0: the one to save, to log, and whose buffers all take over."""
-        return self.rank == 0
+        """Whether this is rank 0: the one to save, to log, and whose buffers all take over.
+
+        If rank 0 has died as the last step was committed, and this rank knows it, it leads at once,
+        although ``rank`` and ``members`` change with the next step only, on all ranks alike.
+        """
+        leads: bool = self._reducer.leads()
+        return leads
 
     @property
     def step(self) -> int:

@@ -31,9 +31,10 @@ def run(target: Any, *args: Any, dead: int | None = None) -> list[Any]:
     return [result.value for result in alive]
 
 
-def die_in_backward(model: Any, when: list[bool]) -> None:
+def die_in_backward(model: Any, when: list[bool], after_s: float = 0.0) -> None:
     def die(grad: torch.Tensor) -> None:
         if when[0]:
+            time.sleep(after_s)
             os.kill(os.getpid(), signal.SIGKILL)
 
     model.module.wide.weight.register_hook(die)
@@ -147,8 +148,8 @@ def leader_dies_at_commit(rank: int, world_size: int) -> tuple[Any, ...]:
 
 def test_a_step_that_counts_has_a_leader_and_loses_no_feedback() -> None:
     one, two = run(leader_dies_at_commit, dead=0)
-    assert one[:5] == ((1, 2), 0, True, 2, 0)
-    assert two[:5] == ((1, 2), 1, False, 2, 0)
+    assert one[:5] == ((0, 1, 2), 1, True, 2, 0)  # members change as the next step begins
+    assert two[:5] == ((0, 1, 2), 2, False, 2, 0)
     kept = one[5]
     assert float(kept.abs().max()) > 0
     lost = one[6] + two[6] - kept  # of what rank 0 kept in the end
@@ -205,15 +206,41 @@ def test_the_others_go_on_at_once_without_a_rank_that_errs(how: str) -> None:
         assert took_s < WAITS_S / 2
 
 
+def all_err(rank: int, world_size: int, how: str) -> str:
+    import pycomm
+
+    options: dict[str, Any] = {"weight": "samples"} if how == "passes" else {}
+    model = wrap(Net(), elastic=pycomm.Elastic(), **options)
+    model(batch_of(rank, 0)).square().mean().backward()
+    if rank == 1 and how == "passes":
+        with model.no_sync():
+            model(batch_of(rank, 1)).square().mean().backward()
+    if how == "frozen":
+        model.module.wide.weight.requires_grad_(rank != 1)
+    try:
+        model(batch_of(rank, 2)).square().mean().backward()
+    except Exception as error:
+        return str(error)
+    return f"nothing raised, among {model.elastic.members}"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("passes", "backward passes"), ("frozen", "ranks disagree")]
+)
+def test_an_error_that_all_ranks_see_is_raised_on_all(how: str, text: str) -> None:
+    for raised in run(all_err, how):
+        assert text in raised
+
+
 # --- a static graph -------------------------------------------------------------------------------
 
 
-def only_user_dies(rank: int, world_size: int) -> list[bool]:
+def only_user_dies(rank: int, world_size: int) -> tuple[list[bool], int]:
     import pycomm
 
     model = wrap(Net(unused=True), static_graph=True, elastic=pycomm.Elastic())
     dies = [False]
-    die_in_backward(model, dies)
+    die_in_backward(model, dies, after_s=0.6)  # the others are in the step by then
     seen = []
     for step in range(4):
         model.zero_grad()
@@ -221,12 +248,13 @@ def only_user_dies(rank: int, world_size: int) -> list[bool]:
         takes = "right" if rank == 1 else "left"
         model(batch_of(rank, step), takes).square().mean().backward()
         seen.append(model.module.right.weight.grad is not None)
-    assert model.stats().redone_steps == 1
-    return seen
+    return seen, model.stats().redone_steps
 
 
 def test_a_static_graph_forgets_what_only_the_dead_have_used() -> None:
-    for seen in run(only_user_dies, dead=1):
+    told = run(only_user_dies, dead=1)
+    assert any(redone for _, redone in told)
+    for seen, _ in told:
         assert seen == [True, True, False, False]
 
 
