@@ -129,6 +129,10 @@ class SyncBatchNorm(_BatchNorm):
         return converted
 
 
+SYNC_BATCH_NORMS = (TorchSyncBatchNorm, SyncBatchNorm)
+"""For ``isinstance``: layers that communicate in forward and backward."""
+
+
 class _Normalize(torch.autograd.Function):
     """The arithmetic of both passes. Statistics of ranks are merged as Chan et al. (1979) do."""
 

@@ -242,7 +242,15 @@ void bindReducer(py::module_& m) {
       .def_readonly("redone_steps", &ReducerStats::redone_steps)
       .def_readonly("lost_ranks", &ReducerStats::lost_ranks)
       .def_readonly("epochs", &ReducerStats::epochs)
-      .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes);
+      .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes)
+      .def_property_readonly(
+          "past", [](const ReducerStats& stats) { // (ranks, wire_nbytes, gradient_nbytes, codec_overflows)
+            std::vector<std::tuple<int, int64_t, int64_t, int64_t>> past;
+            for (const ReducerStats::Epoch& each : stats.past) {
+              past.emplace_back(each.size, each.wire_nbytes, each.gradient_nbytes, each.codec_overflows);
+            }
+            return past;
+          });
 
   ReducerClass reducer(m, "Reducer");
   reducer
@@ -337,6 +345,7 @@ void bindReducer(py::module_& m) {
       .def("share_store", torch::wrap_pybind_function_no_gil(&Reducer::shareStore), py::arg("store"))
       .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
       .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
+      .def("leads", torch::wrap_pybind_function_no_gil(&Reducer::leads))
       .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed

@@ -192,7 +192,7 @@ void Bucket::write(const std::vector<size_t>& slots) {
   packer_->unpack(memory_, shadow_ ? std::vector<size_t>{} : slots, wire_->unpackFactor(divisor_));
 }
 
-void Bucket::takeBack(const std::vector<size_t>& slots) {
+void Bucket::takeBack(const std::vector<size_t>& slots, bool adds_sum) {
   const at::NoGradGuard no_grad;
   for (const size_t index : slots) {
     const Slot& slot = memory_.slots[index];
@@ -203,7 +203,7 @@ void Bucket::takeBack(const std::vector<size_t>& slots) {
       if (old.defined()) {
         residual.sub_(old.to(residual.options()), packFactor());
       }
-      if (rank_ == 0) {
+      if (adds_sum) {
         residual.add_(BucketMemory::partOf(memory_.travelling(), slot).to(residual.options()));
       }
       residual.nan_to_num_(0.0, 0.0, 0.0); // an old .grad may hold one, which error feedback would never be rid of

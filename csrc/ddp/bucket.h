@@ -76,8 +76,8 @@ class Bucket {
   /// Writes the averages of these slots to .grad; nothing in a shadow step.
   void write(const std::vector<size_t>& slots);
   /// The same in a shadow step: of the slots that no rank has used. Their .grad is what it was, and what the codec has delivered for them
-  /// goes back into error feedback: each rank takes what it packed out of its residual, and rank 0 adds the sum, whatever ranks have data.
-  void takeBack(const std::vector<size_t>& slots);
+  /// goes back into error feedback: each rank takes what it packed out of its residual, and one of them `adds_sum`, whatever ranks have data.
+  void takeBack(const std::vector<size_t>& slots, bool adds_sum);
   /// See Wire::takeResidual(). Before takeBack() and write().
   void takeResidual() noexcept {
     wire_->takeResidual();

@@ -169,7 +169,7 @@ void BucketPipeline::writeAll(const IsUsed& is_used) {
 
 std::string BucketPipeline::awaited() const {
   const std::vector<std::vector<std::string>> names = buckets_.names();
-  if (first_unfinished_ == names.size()) {
+  if (first_unfinished_ >= names.size()) { // more: cutting the buckets anew has failed, and these are fewer
     return "the end of backward was awaited";
   }
   return "bucket " + std::to_string(first_unfinished_) + " of " + std::to_string(names.size()) + " (" +
@@ -234,7 +234,7 @@ void BucketPipeline::write(size_t index, const IsUsed& is_used) {
   for (size_t slot = 0; slot < bucket.slots().size(); ++slot) {
     (is_used(bucket.slots()[slot].index) ? used : unused).push_back(slot);
   }
-  bucket.takeBack(unused);
+  bucket.takeBack(unused, group_.rank() == 0); // as it is now: rank 0 of the sums may be gone
   bucket.write(used);
   recorder_.unpacked(index);
 }

@@ -125,7 +125,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
     beforeWait();
     if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs))) {
       if (verdict->counts) {
-        return Outcome::Commit;
+        return Outcome::CommitLast;
       }
       (void)takeOver(*verdict->again);
       return Outcome::Redo;

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "c10d/raising.h"
-#include "c10d/without_gil.h"
 
 namespace pycomm {
 namespace {
@@ -61,6 +60,7 @@ Reducer::Reducer(
   }
   if (agreement_ != nullptr) {
     members_ = agreement_->members();
+    rank_ = group_.rank();
     stats_.epochs = 1;
   }
   cutBuckets();
@@ -69,8 +69,7 @@ Reducer::Reducer(
 
 Reducer::~Reducer() {
   if (agreement_ != nullptr) {
-    const WithoutGil no_gil; // it waits for threads
-    agreement_->close();
+    leave();
   }
 }
 
@@ -543,7 +542,8 @@ void Reducer::show() {
     shown_version_ = state_.version();
   }
   shown_.reduces = pass_.reducing();
-  shown_.rank = group_.rank();
+  shown_.rank = rank_;
+  shown_.leads = group_.rank() == 0;
   shown_.members = members_;
 }
 

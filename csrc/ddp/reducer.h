@@ -119,6 +119,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setBuffers(std::vector<at::Tensor> buffers);
   /// This rank in the present group, and StepAgreement::members().
   [[nodiscard]] std::pair<int, std::vector<int>> members();
+  /// Whether this is rank 0, also if members() has one before it that died as the last step was committed.
+  [[nodiscard]] bool leads();
 
   /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
   /// failed.
@@ -227,8 +229,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void beginStep();
   void launchFirst();
   void lose(const std::exception& error);
+  void endEpoch();
   void adoptMembers();
   [[nodiscard]] bool agree();
+  [[nodiscard]] bool beginNext();
+  void leave() const;
   [[nodiscard]] bool sumAll();
   void redo();
   void takeOver();
@@ -246,6 +251,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     std::vector<size_t> bucket_nbytes;
     SharedValues values{std::vector<bool>{}};
     int rank = 0;
+    bool leads = false; ///< rank 0 of the newest members
     std::vector<int> members; ///< with a StepAgreement
     std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
     bool reduces = false; ///< a pass that reduces is under way
@@ -284,6 +290,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   const std::shared_ptr<StepAgreement> agreement_; ///< null: the first failure is final
   LeaderState leader_;
   std::vector<int> members_;
+  int rank_ = 0; ///< among members_
+  bool changed_ = false; ///< the group has other members than the buckets, until the next step begins
   std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 
   SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began

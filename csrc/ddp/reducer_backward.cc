@@ -306,10 +306,10 @@ void Reducer::giveUpWeightless() {
   }
   recorder_.drop();
   resetStep();
-  stats_.steps += options_.may_be_weightless ? 1 : 0;
+  stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
   TORCH_CHECK_VALUE(
-      options_.may_be_weightless,
+      options_.may_be_weightless || stats_.lost_ranks > 0, // those may have had all samples
       "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "
       "wrapper can go on with the next step");
 }
@@ -502,6 +502,10 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
       addNote(error, *why);
     }
   }
+  const bool all_know = standsFor(error, ErrorCode::CollectiveMismatch) || standsFor(error, ErrorCode::Timeout);
+  if (agreement_ != nullptr && !all_know) {
+    leave();
+  }
   if (hook_ != nullptr) {
     group.abort(); // the hook may have raised here alone: the others would wait for its collectives until the deadline
   }
@@ -542,6 +546,9 @@ void Reducer::throwIfUnfinished() const {
   failure_.raise(group_.jobRank());
   if (!pass_.reducing()) {
     return;
+  }
+  if (agreement_ != nullptr) {
+    leave();
   }
   const std::vector<size_t> missing = pass_.missing(trained());
   if (missing.empty()) {

@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "c10d/python_errors.h"
+#include "c10d/without_gil.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
@@ -27,10 +28,16 @@ std::pair<int, std::vector<int>> Reducer::members() {
   return {shown_.rank, shown_.members};
 }
 
+bool Reducer::leads() {
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.leads;
+}
+
 // A pass that reduces begins.
 void Reducer::beginStep() {
   lost_ = nullptr;
-  if (agreement_->begin()) {
+  const bool before = std::exchange(changed_, false);
+  if (agreement_->begin() || before) {
     adoptMembers();
   }
   launchFirst();
@@ -57,8 +64,20 @@ void Reducer::lose(const std::exception& error) {
   lost_ = std::current_exception();
 }
 
+// What a ring of the old members has sent is no part of what the new ones send, and a new group counts from 0.
+void Reducer::endEpoch() {
+  ReducerStats::Epoch ended{
+      static_cast<int>(members_.size()), stats_.wire_nbytes, stats_.gradient_nbytes, group_.codecOverflows()};
+  for (const ReducerStats::Epoch& each : stats_.past) {
+    ended.wire_nbytes -= each.wire_nbytes;
+    ended.gradient_nbytes -= each.gradient_nbytes;
+  }
+  stats_.past.push_back(ended);
+}
+
 // The group has other members, or the same ones in a new epoch.
 void Reducer::adoptMembers() {
+  endEpoch();
   // The old one lives until nothing of it is left in the buckets.
   const ReducerGroup old = std::exchange(group_, ReducerGroup::withItsBackend(group_.get(), params_));
   reports_.changeRanks(group_.rank(), group_.job());
@@ -67,7 +86,11 @@ void Reducer::adoptMembers() {
     return std::find(members.begin(), members.end(), member) == members.end();
   });
   members_ = std::move(members);
+  rank_ = group_.rank();
   ++stats_.epochs;
+  state_.change([](SharedValues& values) {
+    values.knows_used = false;
+  }); // those who are gone may have been the only ones to use some
   makeBuckets();
   show();
 }
@@ -76,17 +99,31 @@ void Reducer::adoptMembers() {
 bool Reducer::agree() {
   try {
     bool any = sumAll();
-    while (agreement_->end(lost_) == StepAgreement::Outcome::Redo) {
+    StepAgreement::Outcome outcome = agreement_->end(lost_);
+    while (outcome == StepAgreement::Outcome::Redo) {
       redo();
       any = sumAll();
+      outcome = agreement_->end(lost_);
     }
     if (lost_ != nullptr) {
       throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
     }
+    changed_ = outcome == StepAgreement::Outcome::CommitLast && beginNext();
     return any;
   } catch (const std::exception& error) {
     fail(pipeline_->awaited(), error);
     throw;
+  }
+}
+
+// After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow
+// when the next step begins, and so does what members() says: others may have committed the step without knowing of a death. The next step
+// throws again what this does: the present one counts.
+bool Reducer::beginNext() {
+  try {
+    return agreement_->begin();
+  } catch (const Error&) {
+    return false;
   }
 }
 
@@ -118,6 +155,12 @@ bool Reducer::sumAll() {
     lose(error);
   }
   return true;
+}
+
+// This rank alone has failed: the others go on at once, without it.
+void Reducer::leave() const {
+  const WithoutGil no_gil; // it waits for threads
+  agreement_->close();
 }
 
 void Reducer::redo() {

@@ -39,6 +39,7 @@ ReducerGroup::ReducerGroup(
     if (ours->isReconfigurable()) {
       reconfigurable_ = c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours);
       run_ = now->identity().run;
+      counted_ = encodes ? now : nullptr;
     }
   }
   codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;

@@ -52,6 +52,10 @@ class ReducerGroup {
   [[nodiscard]] const c10::intrusive_ptr<PycommBackend>& codecBackend() const noexcept {
     return codec_backend_;
   }
+  /// What the codecs of its present members have counted, if these can change; else 0. See codec_stats.
+  [[nodiscard]] int64_t codecOverflows() const noexcept {
+    return counted_ == nullptr ? 0 : static_cast<int64_t>(counted_->codecCounters().overflows.load());
+  }
   /// Where buckets get memory. Cut them again after the group has changed.
   [[nodiscard]] FlatMemory& memory() noexcept {
     return memory_;
@@ -70,6 +74,7 @@ class ReducerGroup {
   c10::Device device_;
   c10::intrusive_ptr<PycommBackend> codec_backend_;
   c10::intrusive_ptr<PycommBackend> reconfigurable_; ///< pycomm's backend, if its members can change; else null
+  std::shared_ptr<Group> counted_; ///< of those members, if a parameter has a codec; else null
   uint64_t run_ = 0; ///< GroupIdentity::run of its members then
   FlatMemory memory_{false};
   JobRanks job_;

@@ -17,6 +17,7 @@ class StepAgreement {
 
   enum class Outcome {
     Commit, ///< all members have finished the step, with the same bits: it counts
+    CommitLast, ///< the same, and it is the last one of these members: begin() waits for the next ones, and returns true
     Redo, ///< the group has other members: sum all buckets again, in the new group, and call end() again
   };
 
@@ -27,8 +28,7 @@ class StepAgreement {
   /// The end of a step. `error`: null if all of its buckets ended well here, in the present epoch; else the first exception, as a Work
   /// raises it.
   ///
-  /// Blocks for the commit round; after a failure, until the survivors have agreed and the next group is there. With Commit the members may
-  /// have changed, too: then begin() returns true next.
+  /// Blocks for the commit round; after a failure, until the survivors have agreed and, with Redo, the next group is there.
   ///
   /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
   /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.

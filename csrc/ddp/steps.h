@@ -33,6 +33,14 @@ struct ReducerStats {
   int64_t redone_steps = 0; ///< times that all buckets of a step were summed again
   int64_t lost_ranks = 0;
   int64_t epochs = 0; ///< groups so far, the present one included
+  /// What the epochs that are over have counted.
+  struct Epoch {
+    int size = 0; ///< its ranks
+    int64_t wire_nbytes = 0;
+    int64_t gradient_nbytes = 0;
+    int64_t codec_overflows = 0;
+  };
+  std::vector<Epoch> past;
   int64_t shared_nbytes = 0; ///< of the present buckets: bytes that other ranks reach in place
 };
 

@@ -145,10 +145,20 @@ def host_group(group: Any) -> Any:
 def elastic_group(group: Any) -> Any:
     """A group of the same ranks, whose members can change: it has none until reconfigure().
 
-    It has the options and the timeout of ``group``, which is pycomm's, but for those that need a
-    store for as long as the group is.
+    It has the options and the timeout of ``group``, which is pycomm's, but for ``preflight``, which
+    is the default group's, and ``metrics_dir``, whose file is the process's.
+
+    Raises:
+        UnsupportedError: ``check_call_sites``.
     """
     options, timeout = _options_and_timeout(group)
+    resolved = (options or Options()).resolve()
+    if resolved.check_call_sites:
+        raise UnsupportedError(
+            f"{resolved.origins['check_call_sites']}=True does not go with elastic=: the wrapper's "
+            "own group survives without a store, and lines of Python are compared in a store. Try: "
+            "leave it unset"
+        )
     given = {each.name: getattr(options or Options(), each.name) for each in fields(Options)}
     changing = Reconfigurable(
         **{**given, "check_call_sites": False, "preflight": False, "metrics_dir": OFF}

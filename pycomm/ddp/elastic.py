@@ -15,6 +15,7 @@ from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
 from pycomm.errors import UnsupportedError
+from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
 logger = logging.getLogger("pycomm")
 _warned = False
@@ -94,8 +95,13 @@ class ElasticGroup:
 
     @property
     def leader(self) -> bool:
-        """Whether this is rank 0: the one to save, to log, and whose buffers all take over."""
-        return self.rank == 0
+        """Whether this is rank 0: the one to save, to log, and whose buffers all take over.
+
+        If rank 0 has died as the last step was committed, and this rank knows it, it leads at once,
+        although ``rank`` and ``members`` change with the next step only, on all ranks alike.
+        """
+        leads: bool = self._reducer.leads()
+        return leads
 
     @property
     def step(self) -> int:
@@ -129,7 +135,7 @@ def check_elastic(
             f"sync_every={sync_every}", "it averages parameters outside of steps", "sync_every=1"
         )
     for name, layer in module.named_modules():
-        if type(layer).__name__ == "SyncBatchNorm":  # torch's, and ours
+        if isinstance(layer, SYNC_BATCH_NORMS):
             why = "it sums inside forward and backward, among ranks that may die there"
             refuse(f"SyncBatchNorm ({name!r})", why, "BatchNorm, or another normalization")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -16,6 +16,7 @@ from pycomm._group.averaging import device_of, weight_ratio
 from pycomm.balance.step_log import StepLog, StepRecord
 from pycomm.ddp.ddp_options import check_python_reducer
 from pycomm.errors import UnsupportedError
+from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
 _log = logging.getLogger("pycomm")
 
@@ -185,17 +186,17 @@ class Weighed(TorchDDP):
             optimizer.step()
 
         With ``sync_every`` the step of a host without any samples has no averages: ``.grad`` stays
-        as it was.
+        as it was. So it does with ``elastic`` if a lost rank was the only one with a batch.
 
         Raises:
-            ValueError: No rank has any samples, without ``sync_every``.
+            ValueError: No rank has any samples; without ``sync_every``, and with ``elastic`` until
+                a rank is lost, as that one may have had them.
             UnsupportedError: The wrapper has no ``weight="samples"``.
         """
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
-        layers = {type(layer).__name__ for layer in self.module.modules()}  # torch's, and ours
-        if "SyncBatchNorm" in layers:
+        if any(isinstance(layer, SYNC_BATCH_NORMS) for layer in self.module.modules()):
             raise UnsupportedError(
                 "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
                 "one: give every rank a batch in each step, or use another normalization"

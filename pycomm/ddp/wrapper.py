@@ -228,17 +228,23 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         world_size = dist.get_world_size(everyone)
         # Between hosts, if that is not the same as inside them.
         handed = self._sync_wire_nbytes if self._sync_every > 1 else raw.wire_nbytes
-        sent = ring_nbytes(handed, world_size)
+        sent = ring_nbytes(handed - sum(each[1] for each in raw.past), world_size)
+        plain = ring_nbytes(raw.gradient_nbytes - sum(each[2] for each in raw.past), world_size)
+        for ranks, wire_nbytes, gradient_nbytes, _ in raw.past:
+            sent += ring_nbytes(wire_nbytes, ranks)
+            plain += ring_nbytes(gradient_nbytes, ranks)
         exposed = raw.exposed_ns / 1e9 + self._sync_seconds
         return DDPStats(
             **{name: getattr(raw, name) for name in AS_COUNTED},
             syncs=self._syncs,
             wire_nbytes=raw.wire_nbytes + self._sync_wire_nbytes,
             sent_nbytes=sent,
-            saved_nbytes=ring_nbytes(raw.gradient_nbytes, world_size) - sent,
+            saved_nbytes=plain - sent,
             exposed_seconds=exposed,
             exposed_seconds_per_step=exposed / max(1, raw.steps),
-            codec_overflows=self._overflows() - self._overflows_before,
+            codec_overflows=self._overflows()
+            - self._overflows_before
+            + sum(each[3] for each in raw.past),
         )
 
     def _overflows(self) -> int:

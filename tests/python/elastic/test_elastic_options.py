@@ -61,7 +61,14 @@ def refusals(rank: int, world_size: int) -> None:
         lambda: wrap(Net(), elastic=elastic, gradient_as_bucket_view=True),
     )
     refused("sync_every=2", lambda: wrap(Net(), elastic=elastic, sync_every=2))
-    for layer in (nn.SyncBatchNorm(3), pycomm.SyncBatchNorm(3)):
+
+    class OfTorch(nn.SyncBatchNorm):
+        pass
+
+    class Ours(pycomm.SyncBatchNorm):
+        pass
+
+    for layer in (nn.SyncBatchNorm(3), pycomm.SyncBatchNorm(3), OfTorch(3), Ours(3)):
         net = nn.Sequential(nn.Linear(3, 3), layer)
         refused(r"SyncBatchNorm \('1'\)", lambda net=net: wrap(net, elastic=elastic))
     refused("'weight' on meta", lambda: wrap(nn.Linear(3, 3, device="meta"), elastic=elastic))
@@ -97,6 +104,34 @@ def refusals(rank: int, world_size: int) -> None:
     assert repr(model.elastic) == f"ElasticGroup(rank={rank}, members=(0, 1), step=0)"
     assert not model.gradient_as_bucket_view
     assert wrap(Net()).gradient_as_bucket_view
+
+
+def refuses_call_sites(rank: int, world_size: int, where: str) -> None:
+    import pycomm
+    from pycomm.errors import UnsupportedError
+
+    with pytest.raises(UnsupportedError, match=rf"{where}=True does not go with elastic="):
+        wrap(Net(), elastic=pycomm.Elastic())
+
+
+def test_call_sites_are_refused() -> None:
+    options = {"check_call_sites": True}
+    ranks.run_ranks(
+        2,
+        refuses_call_sites,
+        args=("Options.check_call_sites",),
+        pg_options=options,
+        timeout_s=60,
+        preload=ranks.TORCH_DDP,
+    )
+    ranks.run_ranks(
+        2,
+        refuses_call_sites,
+        args=("PYCOMM_CHECK_CALL_SITES",),
+        env={"PYCOMM_CHECK_CALL_SITES": "1"},
+        timeout_s=60,
+        preload=ranks.TORCH_DDP,
+    )
 
 
 def test_what_does_not_go_with_it_is_refused() -> None:

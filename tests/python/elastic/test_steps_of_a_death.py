@@ -1,0 +1,289 @@
+"""What a step leaves in which a rank dies, or has an error of its own: for those who commit it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ddp_rig import wrap
+from elastic_rig import Net, agreeing, batch_of
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
+
+
+def run(target: Any, *args: Any, dead: int | None = None) -> list[Any]:
+    """What the living ranks return, of three."""
+    results = ranks.run_ranks(
+        3, target, args=args, timeout_s=60, check=False, preload=ranks.TORCH_DDP
+    )
+    alive = [result for result in results if result.rank != dead]
+    assert all(result.ok for result in alive), results.describe()
+    if dead is not None:
+        assert results[dead].exit_code == -signal.SIGKILL, results.describe()
+    return [result.value for result in alive]
+
+
+def die_in_backward(model: Any, when: list[bool], after_s: float = 0.0) -> None:
+    def die(grad: torch.Tensor) -> None:
+        if when[0]:
+            time.sleep(after_s)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.module.wide.weight.register_hook(die)
+
+
+# --- the last batch of all ----------------------------------------------------------------------
+
+
+def last_batch_dies(
+    rank: int, world_size: int, begun: bool
+) -> tuple[list[tuple[int, int, bool]], int]:
+    """``begun``: the others are in the step already."""
+    import pycomm
+
+    model = wrap(Net(), weight="samples", elastic=pycomm.Elastic())
+    dies = [False]
+    die_in_backward(model, dies)
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        if step == 2:
+            time.sleep(0.4 if begun == (rank == 1) else 0.0)
+        if step == 2 and rank != 1:
+            model.no_batch()
+        else:
+            dies[0] = step == 2
+            model(batch_of(rank, step)).square().mean().backward()
+        has_grads = model.module.wide.weight.grad is not None
+        seen.append((model.elastic.step, model.stats().steps, has_grads))
+    return seen, model.stats().redone_steps
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_no_rank_errs_if_the_only_batch_has_died(begun: bool) -> None:
+    for seen, redone in run(last_batch_dies, begun, dead=1):
+        assert redone == begun
+        assert seen == [(1, 1, True), (2, 2, True), (3, 3, False), (4, 4, True)]
+
+
+# --- who leads after a commit -------------------------------------------------------------------
+
+
+class DiesAtCommit:
+    """The native agreement of a rank that is killed once all have finished the last step."""
+
+    def __init__(self, inner: Any, last: int) -> None:
+        self._inner = inner
+        self._last = last
+        self._step = 0
+
+    def begin(self) -> bool:
+        began: bool = self._inner.begin()
+        return began
+
+    def end(self, error: BaseException | None) -> bool:
+        if self._step == self._last:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._step += 1
+        again: bool = self._inner.end(error)
+        return again
+
+    def members(self) -> list[int]:
+        members: list[int] = self._inner.members()
+        return members
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def make(rank: int, last: int, **options: Any) -> Any:
+    """A wrapper whose rank 0 dies as step ``last`` is committed."""
+    import pycomm
+    from pycomm._native import loader
+
+    elastic = pycomm.Elastic()
+    if rank != 0:
+        return wrap(Net(unused=True), elastic=elastic, **options)
+
+    native = loader.native
+    inner = native.step_agreement
+
+    def opened(group: Any) -> Any:
+        from pycomm._group.creation import native_backend
+
+        steps = inner(
+            native_backend(group),
+            group,
+            min_ranks=1,
+            accept_split_brain=False,
+            quorum_wait_ms=10000,
+        )
+        return DiesAtCommit(steps, last)
+
+    with agreeing(opened):
+        return wrap(Net(unused=True), elastic=elastic, **options)
+
+
+def leader_dies_at_commit(rank: int, world_size: int) -> tuple[Any, ...]:
+    model = make(rank, 1, wire_dtype="int8", find_unused_parameters=True, broadcast_buffers=False)
+    model(batch_of(rank, 0), "right").square().mean().backward()
+    model.zero_grad()
+    kept = model.communication_state_dict()["residuals"]["right.weight"]
+    dist.all_reduce(kept)
+    model(batch_of(rank, 1), "left").square().mean().backward()
+    left = model.communication_state_dict()["residuals"]["right.weight"]
+    elastic = model.elastic
+    told = (elastic.members, elastic.rank, elastic.leader, elastic.step, model.stats().redone_steps)
+    return (*told, kept.clone(), left)
+
+
+def test_a_step_that_counts_has_a_leader_and_loses_no_feedback() -> None:
+    one, two = run(leader_dies_at_commit, dead=0)
+    assert one[:5] == ((0, 1, 2), 1, True, 2, 0)  # members change as the next step begins
+    assert two[:5] == ((0, 1, 2), 2, False, 2, 0)
+    kept = one[5]
+    assert float(kept.abs().max()) > 0
+    lost = one[6] + two[6] - kept  # of what rank 0 kept in the end
+    assert float(lost.norm()) < 0.5 * float(kept.norm())
+
+
+# --- an error of one rank alone -------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(30, 20)
+        self.out = nn.Linear(20, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.table((batch[:, 0].abs() * 20).long() % 30))
+        return out
+
+
+WAITS_S = 8.0
+
+
+def one_rank_errs(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
+    import pycomm
+
+    model = wrap(Table(), elastic=pycomm.Elastic())
+    took_s = 0.0
+    for step in range(3):
+        model.zero_grad()
+        if rank == 1 and step == 1:
+            if how == "a layout":
+                model.module.table.sparse = True
+            else:
+                model.module.table.weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises((RuntimeError, ZeroDivisionError)):
+                model(batch_of(rank, step)).square().mean().backward()
+            with pytest.raises(RuntimeError):
+                model(batch_of(rank, step))
+            time.sleep(WAITS_S)
+            return ()
+        began_s = time.monotonic()
+        model(batch_of(rank, step)).square().mean().backward()
+        took_s = max(took_s, time.monotonic() - began_s)
+    return model.elastic.members, model.elastic.step, took_s
+
+
+@pytest.mark.parametrize("how", ["a layout", "a hook"])
+def test_the_others_go_on_at_once_without_a_rank_that_errs(how: str) -> None:
+    zero, _, two = run(one_rank_errs, how)
+    for members, step, took_s in (zero, two):
+        assert (members, step) == ((0, 2), 3)
+        assert took_s < WAITS_S / 2
+
+
+def all_err(rank: int, world_size: int, how: str) -> str:
+    import pycomm
+
+    options: dict[str, Any] = {"weight": "samples"} if how == "passes" else {}
+    model = wrap(Net(), elastic=pycomm.Elastic(), **options)
+    model(batch_of(rank, 0)).square().mean().backward()
+    if rank == 1 and how == "passes":
+        with model.no_sync():
+            model(batch_of(rank, 1)).square().mean().backward()
+    if how == "frozen":
+        model.module.wide.weight.requires_grad_(rank != 1)
+    try:
+        model(batch_of(rank, 2)).square().mean().backward()
+    except Exception as error:
+        return str(error)
+    return f"nothing raised, among {model.elastic.members}"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("passes", "backward passes"), ("frozen", "ranks disagree")]
+)
+def test_an_error_that_all_ranks_see_is_raised_on_all(how: str, text: str) -> None:
+    for raised in run(all_err, how):
+        assert text in raised
+
+
+# --- a static graph -------------------------------------------------------------------------------
+
+
+def only_user_dies(rank: int, world_size: int) -> tuple[list[bool], int]:
+    import pycomm
+
+    model = wrap(Net(unused=True), static_graph=True, elastic=pycomm.Elastic())
+    dies = [False]
+    die_in_backward(model, dies, after_s=0.6)  # the others are in the step by then
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        dies[0] = rank == 1 and step == 2
+        takes = "right" if rank == 1 else "left"
+        model(batch_of(rank, step), takes).square().mean().backward()
+        seen.append(model.module.right.weight.grad is not None)
+    return seen, model.stats().redone_steps
+
+
+def test_a_static_graph_forgets_what_only_the_dead_have_used() -> None:
+    told = run(only_user_dies, dead=1)
+    assert any(redone for _, redone in told)
+    for seen, _ in told:
+        assert seen == [True, True, False, False]
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def counts(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+    import pycomm
+
+    model = wrap(Net(), wire_dtype="int8", elastic=pycomm.Elastic())
+    dies = [False]
+    die_in_backward(model, dies)
+    largest = torch.finfo(torch.float32).max
+    overflows = model.module.left.weight.register_hook(lambda grad: torch.full_like(grad, largest))
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        dies[0] = rank == 1 and step == 2
+        model(batch_of(rank, step)).square().mean().backward()
+        overflows.remove()
+        stats = model.stats()
+        seen.append((stats.sent_nbytes, stats.saved_nbytes, stats.codec_overflows))
+    return seen
+
+
+def test_counters_never_go_down() -> None:
+    told = run(counts, dead=1)
+    for seen in told:
+        for before, after in itertools.pairwise(seen):
+            assert all(now >= then for then, now in zip(before, after, strict=True)), seen
+        assert seen[-1][0] > seen[0][0] * 2.5
+    assert any(seen[0][2] > 0 for seen in told)
