@@ -275,6 +275,7 @@ void Door::close() noexcept {
       ears_.reset();
       sessions_.clear();
     });
+    control_.run([] {}); // behind the tasks of drop() that came after the one above
   } catch (const std::exception&) { // no memory for the task: the descriptors stay until the process ends
   }
 }
@@ -372,7 +373,8 @@ void Door::admit(Accepted accepted) {
   fresh.onReady(0); // what came with the Hello
 }
 
-// Not at once: the session may be the one that calls. The task runs before close() returns, which posts a later one.
+// Not at once: the session may be the one that calls. The task runs before close() returns, which posts a later one when there is no
+// session any more.
 void Door::drop(uint64_t session) noexcept {
   try {
     control_.post([this, session]() noexcept { sessions_.erase(session); });
