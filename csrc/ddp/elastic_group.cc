@@ -65,8 +65,8 @@ ElasticGroup::ElasticGroup(
 }
 
 ElasticGroup::~ElasticGroup() {
-  if (!backend_->members()
-           ->belongsToThisProcess()) { // a child of fork(), in which the threads do not exist that wait there
+  if (!backend_->members()->belongsToThisProcess()) {
+    // In a child of fork() the threads do not exist for which close() waits.
     (void)new std::shared_ptr<AgreementDriver>(std::move(driver_)); // NOLINT: never freed
     return;
   }
@@ -118,7 +118,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
       throw Error(
-          *failure); // of this rank alone, such as no memory: no failure of the group comes that verdict() could wait for
+          *failure); // of this rank alone, such as no memory: verdict() would wait for a failure that does not come
     }
   }
   for (;;) {

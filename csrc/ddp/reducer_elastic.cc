@@ -88,9 +88,8 @@ void Reducer::adoptMembers() {
   members_ = std::move(members);
   rank_ = group_.rank();
   ++stats_.epochs;
-  state_.change([](SharedValues& values) {
-    values.knows_used = false;
-  }); // those who are gone may have been the only ones to use some
+  // Those who are gone may have been the only ones to use some.
+  state_.change([](SharedValues& values) { values.knows_used = false; });
   makeBuckets();
   show();
 }

@@ -250,6 +250,14 @@ def trains_with_faults(rank: int, world_size: int, path: str, plan: Plan) -> dic
     return trains(rank, world_size, plan)
 
 
+def start_with_faults(
+    ranks: int, folder: Path, plan: Plan, target: Any = trains_with_faults
+) -> Any:
+    """Ranks that load the build with fault points, and make their group themselves."""
+    args = (str(folder / "store"), plan)
+    return start_ranks(ranks, target, args=args, destroy=False, init="none", only_pycomm=True)
+
+
 @pytest.mark.usefixtures("fault_build")
 @pytest.mark.parametrize("struck", [0, 1])
 @pytest.mark.parametrize(
@@ -270,10 +278,7 @@ def test_one_more_dies_at_any_place_of_the_change(tmp_path: Path, point: str, st
     if point.startswith("door.knock") and struck == 0:
         pytest.skip("it knocks at no door")
     plan = Plan(steps=40, struck=(struck, point))
-    args = (str(tmp_path / "store"), plan)
-    with start_ranks(
-        4, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
-    ) as running:
+    with start_with_faults(4, tmp_path, plan) as running:
         killed_s = kill_after(running, 3, "step 5")
         results = running.collect(60)
     values = survivors(results, [struck, 3])
@@ -285,10 +290,7 @@ def test_one_more_dies_at_any_place_of_the_change(tmp_path: Path, point: str, st
 @pytest.mark.parametrize("point", ["survive.seal:1:delay=700", "survive.meet:1:delay=700"])
 def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
     plan = Plan(steps=40, struck=(1, point))
-    args = (str(tmp_path / "store"), plan)
-    with start_ranks(
-        3, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
-    ) as running:
+    with start_with_faults(3, tmp_path, plan) as running:
         kill_after(running, 2, "step 5")
         results = running.collect(60)
     assert survivors(results, [2])[0]["left"] == [0, 1]
@@ -331,10 +333,7 @@ def first_meets_then_leaves(rank: int, world_size: int, path: str, plan: Plan) -
 def test_a_member_that_cannot_come_ends_nobody_else(tmp_path: Path, point: str) -> None:
     """It has no memory for the next group, say: its own error, and the others go on."""
     plan = Plan(steps=40, struck=(1, f"reconfigure.{point}"))
-    args = (str(tmp_path / "store"), plan)
-    with start_ranks(
-        4, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
-    ) as running:
+    with start_with_faults(4, tmp_path, plan) as running:
         killed_s = kill_after(running, 3, "step 5")
         results = running.collect(60)
     own = results[1].value["error"]  # none if the others tried again before it gave up
@@ -350,10 +349,7 @@ def test_a_member_that_cannot_come_ends_nobody_else(tmp_path: Path, point: str) 
 @pytest.mark.usefixtures("fault_build")
 def test_a_member_that_ends_in_the_meeting_ends_nobody_else(tmp_path: Path) -> None:
     plan = Plan(steps=40)
-    args = (str(tmp_path / "store"), plan)
-    with start_ranks(
-        4, first_meets_then_leaves, args=args, destroy=False, init="none", only_pycomm=True
-    ) as running:
+    with start_with_faults(4, tmp_path, plan, first_meets_then_leaves) as running:
         killed_s = kill_after(running, 3, "step 5")
         results = running.collect(60)
     assert results[1].exit_code == 0, results.describe()
@@ -369,10 +365,7 @@ def test_members_that_meet_slowly_get_more_time(tmp_path: Path) -> None:
     """One of them needs longer for a meeting than others wait at first, and answers meanwhile."""
     options = {"heartbeat_timeout": 1.0}
     plan = Plan(steps=20, options=options, struck=(1, "reconfigure.call:1+:delay=4000"))
-    args = (str(tmp_path / "store"), plan)
-    with start_ranks(
-        3, trains_with_faults, args=args, destroy=False, init="none", only_pycomm=True
-    ) as running:
+    with start_with_faults(3, tmp_path, plan) as running:
         killed_s = kill_after(running, 2, "step 5")
         results = running.collect(100)
     values = survivors(results, [2])
