@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
         r"(torch|typing|collections|datetime|os|pathlib|nn|dist|numpy|lightning|accelerate)\b.*",
     ),
     ("py:.*", r"(Any|Callable|Mapping|Iterable|Iterator|Sequence|Path|timedelta|Protocol|Future)"),
-    ("py:.*", r"(.*\.)?_\w+.*|ErrorType|pycomm\.compression\.\w+"),
+    ("py:.*", r"(.*\.)?_\w+.*|ErrorType|pycomm\.comm_hooks\.sparse\.\w+"),
 ]
 
 copybutton_exclude = ".linenos, .gp, .go"

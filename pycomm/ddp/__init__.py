@@ -1,5 +1,5 @@
-"""The drop-in wrapper, ``pycomm.DistributedDataParallel``."""
+"""The drop-in wrapper, ``pycomm.DistributedDataParallel``, and the types of what it returns."""
 
-from pycomm.ddp.wrapper import DistributedDataParallel
+from pycomm.ddp.wrapper import DDPStats, DistributedDataParallel, ElasticGroup
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DDPStats", "DistributedDataParallel", "ElasticGroup"]

@@ -43,7 +43,8 @@ class SshHosts:
         # It goes into the background by itself, so it is no child of the test that starts it.
         run(*node.command(SSHD, "-E", str(log), "-f", str(self.folder / f"{node.name}.conf")))
         deadline = time.monotonic() + 20
-        while "listening on" not in log.read_text() or not pid.exists():
+        # The file with its number is there before the number is in it.
+        while "listening on" not in log.read_text() or not (pid.exists() and pid.read_text().strip()):
             assert time.monotonic() < deadline, f"sshd did not start: {log.read_text()}"
             time.sleep(0.02)
         self.servers[node.name] = int(pid.read_text())
