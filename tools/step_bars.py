@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw docs/pictures/step-bars.svg, the picture of docs/ddp.md, from a published measurement.
 
-    python tools/step_bars.py benchmarks/results/ddp-hosts-2026-11-26.txt
+    python tools/step_bars.py benchmarks/results/ddp-hosts-2026-11-29.txt
 
 Needs the standard library only. It takes the first table of the file: two hosts at a gigabit.
 """
