@@ -332,7 +332,7 @@ void bindBackend(py::module_& m) {
       py::arg("global_ranks"),
       py::arg("launcher_restarts"),
       py::arg("secret"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def(
       "last_error",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) -> py::object {
