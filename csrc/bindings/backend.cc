@@ -1,5 +1,3 @@
-#include "bindings/backend.h"
-
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "bindings/bindings.h"
 #include "c10d/backend.h"
 #include "c10d/process_engine.h"
 #include "c10d/raising.h"
