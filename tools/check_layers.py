@@ -1,7 +1,7 @@
 """Enforce the layers: who may include and import whom. Prints one line for each violation.
 
 The layers of C++ stand in csrc/layers.txt; every other rule stands below, as plain tables.
-A folder of csrc/ may have subfolders; CPP_ROOMS says which of them sees which.
+A folder of csrc/ may have subfolders; CPP_SUBFOLDERS says which of them sees which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPP_SUFFIXES = {".cc", ".h", ".cu", ".cuh"}
 
 # The subfolders of a folder, lowest first: a file includes lower ones and its own. Those of one set
 # do not see each other. "" is for files that lie in the folder itself.
-CPP_ROOMS = {
+CPP_SUBFOLDERS = {
     "engine": [
         {"loop"},
         {"operation"},
@@ -200,22 +200,22 @@ def why_impure(own: tuple[str, ...], header: str) -> str | None:
     return None
 
 
-def room_of(path_parts: tuple[str, ...]) -> str:
+def subfolder_of(path_parts: tuple[str, ...]) -> str:
     """The subfolder of a file, from its path below csrc/: "" if it lies in the folder itself."""
     return path_parts[1] if len(path_parts) > 2 else ""
 
 
-def why_not_room(own: tuple[str, ...], header: tuple[str, ...]) -> str | None:
+def why_not_subfolder(own: tuple[str, ...], header: tuple[str, ...]) -> str | None:
     """Why the file `own` must not include `header` of the same folder, or None where it may."""
     folder = own[0]
-    if header[0] != folder or folder not in CPP_ROOMS:
+    if header[0] != folder or folder not in CPP_SUBFOLDERS:
         return None
-    level = {room: number for number, rooms in enumerate(CPP_ROOMS[folder]) for room in rooms}
-    mine, theirs = room_of(own), room_of(header)
+    level = {name: number for number, names in enumerate(CPP_SUBFOLDERS[folder]) for name in names}
+    mine, theirs = subfolder_of(own), subfolder_of(header)
     if mine == theirs or level.get(theirs, len(level)) < level.get(mine, 0):
         return None
-    names = [f"{folder}/{room}" if room else f"{folder} itself" for room in (mine, theirs)]
-    return f"{names[0]} must not see {names[1]}: see CPP_ROOMS"
+    names = [f"{folder}/{name}" if name else f"{folder} itself" for name in (mine, theirs)]
+    return f"{names[0]} must not see {names[1]}: see CPP_SUBFOLDERS"
 
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
@@ -233,9 +233,9 @@ def check_cpp(root: Path) -> Iterator[Violation]:
             continue
         if layers[folder].kind == VENDORED_KIND:
             continue
-        room = room_of(where.parts[1:])
-        if folder in CPP_ROOMS and not any(room in rooms for rooms in CPP_ROOMS[folder]):
-            yield Violation(where, 1, f"CPP_ROOMS does not say where {folder}/{room} stands")
+        subfolder = subfolder_of(where.parts[1:])
+        if folder in CPP_SUBFOLDERS and not any(subfolder in row for row in CPP_SUBFOLDERS[folder]):
+            yield Violation(where, 1, f"CPP_SUBFOLDERS does not say where {folder}/{subfolder} stands")
         source = path.read_text()
         for number, line in enumerate(source.splitlines(), start=1):
             include = INCLUDE.match(line)
@@ -243,7 +243,7 @@ def check_cpp(root: Path) -> Iterator[Violation]:
                 why_not_include(folder, include[2], include[1] == '"', layers)
                 or why_impure(where.parts[1:], include[2])
                 or (
-                    why_not_room(where.parts[1:], tuple(include[2].split("/")))
+                    why_not_subfolder(where.parts[1:], tuple(include[2].split("/")))
                     if include[1] == '"'
                     else None
                 )

@@ -81,12 +81,12 @@ BAD_FILES = {
         "base [layer 0] must not see engine [layer 2]",
     ),
     "sideways": ("csrc/numeric/a.h", '#include "transport/link.h"\n', "must not see transport"),
-    "up a room": (
+    "up a subfolder": (
         "csrc/engine/loop/a.h",
         '#include "engine/links/port.h"\n',
         "engine/loop must not see engine/links",
     ),
-    "into a room beside it": (
+    "into a subfolder beside it": (
         "csrc/engine/host/a.h",
         '#include "engine/monitor/membership.h"\n',
         "engine/host must not see engine/monitor",
@@ -96,15 +96,15 @@ BAD_FILES = {
         '#include "engine/group.h"\n',
         "engine/data must not see engine itself",
     ),
-    "a room of transport": (
+    "a subfolder of transport": (
         "csrc/transport/a.h",
         '#include "transport/net/tcp.h"\n',
         "transport itself must not see transport/net",
     ),
-    "a room that is not listed": (
+    "a subfolder that is not listed": (
         "csrc/engine/attic/a.h",
         "\n",
-        "CPP_ROOMS does not say where engine/attic stands",
+        "CPP_SUBFOLDERS does not say where engine/attic stands",
     ),
     "engine to torch seam": ("csrc/engine/a.cc", '#include "c10d/work.h"\n', "must not see c10d"),
     "test code": ("csrc/c10d/a.cc", '#include "proof/sim/clock.h"\n', "used by nothing else"),
