@@ -10,8 +10,8 @@
 
 #include "base/deadline.h"
 #include "engine/loop/epoll_set.h"
+#include "engine/loop/loop.h"
 #include "engine/loop/loop_ownership.h"
-#include "engine/loop/task_loop.h"
 #include "engine/loop/task_queue.h"
 #include "engine/loop/tickers.h"
 
