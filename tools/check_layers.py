@@ -235,7 +235,9 @@ def check_cpp(root: Path) -> Iterator[Violation]:
             continue
         subfolder = subfolder_of(where.parts[1:])
         if folder in CPP_SUBFOLDERS and not any(subfolder in row for row in CPP_SUBFOLDERS[folder]):
-            yield Violation(where, 1, f"CPP_SUBFOLDERS does not say where {folder}/{subfolder} stands")
+            yield Violation(
+                where, 1, f"CPP_SUBFOLDERS does not say where {folder}/{subfolder} stands"
+            )
         source = path.read_text()
         for number, line in enumerate(source.splitlines(), start=1):
             include = INCLUDE.match(line)

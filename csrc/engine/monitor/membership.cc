@@ -292,8 +292,7 @@ void Membership::choose() {
     });
   };
   const auto excused = [&](const ErrorRecord& r) {
-    return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
-        (hasSpoken(r.peer) || was_silent(r.rank));
+    return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank && (hasSpoken(r.peer) || was_silent(r.rank));
   };
   // Where one rank calls something else than all others, they all blame it, and it blames any of them.
   const auto blamed = [&](const ErrorRecord& of) {
@@ -324,8 +323,7 @@ void Membership::choose() {
   Action fail;
   fail.kind = Action::Kind::Fail;
   const Rank* const culprit = find(config_.job.inGroup(chosen.peer));
-  const bool explained =
-      chosen.code == ErrorCode::PeerLeft && culprit != nullptr && culprit->leaves_because != nullptr;
+  const bool explained = chosen.code == ErrorCode::PeerLeft && culprit != nullptr && culprit->leaves_because != nullptr;
   fail.record = explained ? leftBecause(chosen, *culprit->leaves_because) : chosen;
   actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
   failure_ = std::move(chosen);
