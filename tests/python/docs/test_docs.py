@@ -253,7 +253,7 @@ def test_the_wrappers_page_names_the_range_of_torch() -> None:
 
 
 def assert_defined(files: list[str], functions: list[str]) -> None:
-    """Each function stands in its file, or all in the one; the last file has those that are left."""
+    """Each function stands in its file; the last file has those that are left."""
     texts = [read(file) for file in files]
     for at, function in enumerate(functions):
         text = texts[min(at, len(texts) - 1)]

@@ -340,9 +340,12 @@ MUTATIONS = [
     _rule(
         "15: the oldest that has ended is forgotten without memory",
         "matching.cc",
-        "    age(tables, oldest->first, oldest->second); // first: without memory it stays where it is\n"
-        "    tables.recent.erase(oldest);\n    tables.recent_order.pop_front();\n",
-        "    const auto taken = tables.recent.extract(oldest);\n    tables.recent_order.pop_front();\n"
+        "    age(tables, oldest->first, oldest->second); "
+        "// first: without memory it stays where it is\n"
+        "    tables.recent.erase(oldest);\n"
+        "    tables.recent_order.pop_front();\n",
+        "    const auto taken = tables.recent.extract(oldest);\n"
+        "    tables.recent_order.pop_front();\n"
         "    age(tables, taken.key(), taken.mapped());\n",
         "HistoryTest.WithoutMemoryNoHalfOfAnOperationIsRemembered",
     ),
