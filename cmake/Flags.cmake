@@ -1,4 +1,4 @@
-# pycomm_flags: what every file of floors 0 to 3 and every C++ test is compiled with. The flags themselves are in
+# pycomm_flags: what every file of layers 0 to 3 and every C++ test is compiled with. The flags themselves are in
 # csrc/flags.txt, which tools/native.py reads for the extension.
 set(PYCOMM_FLAGS_FILE ${PROJECT_SOURCE_DIR}/csrc/flags.txt)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PYCOMM_FLAGS_FILE})

@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--group", action="append", default=[], choices=GROUPS)
     parser.add_argument("--no-build", action="store_true", help="packages only, no extension")
     parser.add_argument(
-        "--no-torch", action="store_true", help="only what building floors 0 to 3 needs"
+        "--no-torch", action="store_true", help="only what building layers 0 to 3 needs"
     )
     options = parser.parse_args()
 

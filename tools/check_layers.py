@@ -1,7 +1,7 @@
-"""Enforce the floors: who may include and import whom. Prints one line for each violation.
+"""Enforce the layers: who may include and import whom. Prints one line for each violation.
 
-The floors of C++ stand in csrc/floors.txt; every other rule stands below, as plain tables.
-A folder of csrc/ may have subfolders; CPP_ROOMS says which of them sees which.
+The layers of C++ stand in csrc/layers.txt; every other rule stands below, as plain tables.
+A folder of csrc/ may have subfolders; CPP_SUBFOLDERS says which of them sees which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPP_SUFFIXES = {".cc", ".h", ".cu", ".cuh"}
 
 # The subfolders of a folder, lowest first: a file includes lower ones and its own. Those of one set
 # do not see each other. "" is for files that lie in the folder itself.
-CPP_ROOMS = {
+CPP_SUBFOLDERS = {
     "engine": [
         {"loop"},
         {"operation"},
@@ -36,7 +36,7 @@ CPP_ROOMS = {
     "transport": [{""}, {"secure"}, {"net", "memory"}, {"rendezvous"}],
 }
 
-# Headers that only some kinds of folder (csrc/floors.txt) may include: (pattern, what it is,
+# Headers that only some kinds of folder (csrc/layers.txt) may include: (pattern, what it is,
 # kinds).
 FOREIGN_HEADERS = [
     (
@@ -48,7 +48,7 @@ FOREIGN_HEADERS = [
     (r"(pybind11/|Python\.h)", "Python", {"torch"}),
 ]
 
-# A floor sees the floors below, but these kinds are seen only by themselves: `proof` is for tests
+# A layer sees the layers below, but these kinds are seen only by themselves: `proof` is for tests
 # and does not ship, and the CUDA library is loaded at run time.
 PRIVATE_KINDS = {"proof", "cuda"}
 
@@ -99,7 +99,7 @@ FORBIDDEN_CALLS = [
 # --- Python ---------------------------------------------------------------------------------------
 
 # A module or folder imports only those that stand in a line above its own, and its own folder.
-PYTHON_FLOORS = [
+PYTHON_LAYERS = [
     {"_build_info", "_C", "_saved_state", "_settings", "_torch_range", "_version", "errors"},
     {"_wire_patterns", "options"},
     {"_native"},
@@ -135,7 +135,7 @@ AUTOLOAD_MUST_NOT_IMPORT = {"torch", "pycomm"}
 # --- both -----------------------------------------------------------------------------------------
 
 
-class Floor(NamedTuple):
+class Layer(NamedTuple):
     level: int
     kind: str
 
@@ -149,11 +149,11 @@ class Violation(NamedTuple):
         return f"{self.path}:{self.line}: {self.text}"
 
 
-def read_floors(root: Path) -> dict[str, Floor]:
-    """Each folder of csrc/ with its floor, from csrc/floors.txt."""
-    lines = (root / "csrc" / "floors.txt").read_text().splitlines()
+def read_layers(root: Path) -> dict[str, Layer]:
+    """Each folder of csrc/ with its layer, from csrc/layers.txt."""
+    lines = (root / "csrc" / "layers.txt").read_text().splitlines()
     rows = [line.split() for line in lines if line and not line.startswith("#")]
-    return {folder: Floor(int(level), kind) for level, folder, kind in rows}
+    return {folder: Layer(int(level), kind) for level, folder, kind in rows}
 
 
 def without_comments(source: str) -> str:
@@ -169,21 +169,21 @@ def without_comments(source: str) -> str:
 
 
 def why_not_include(
-    includer: str, header: str, quoted: bool, floors: dict[str, Floor]
+    includer: str, header: str, quoted: bool, layers: dict[str, Layer]
 ) -> str | None:
     """Why a file of folder `includer` must not include `header`, or None where it may."""
-    own = floors[includer]
-    if quoted and (header.split("/")[0] in floors or "/" not in header):
+    own = layers[includer]
+    if quoted and (header.split("/")[0] in layers or "/" not in header):
         folder = header.split("/")[0]
         if "/" not in header:
             return f'write the folder: "{includer}/{header}"'
-        target = floors[folder]
+        target = layers[folder]
         if folder == includer:
             return None
         if target.kind in PRIVATE_KINDS:
             return f"csrc/{folder} is used by nothing else in csrc/"
         if target.level >= own.level:
-            return f"{includer} [floor {own.level}] must not see {folder} [floor {target.level}]"
+            return f"{includer} [layer {own.level}] must not see {folder} [layer {target.level}]"
         return None
     for pattern, what, kinds in FOREIGN_HEADERS:
         if re.match(pattern, header):
@@ -200,50 +200,52 @@ def why_impure(own: tuple[str, ...], header: str) -> str | None:
     return None
 
 
-def room_of(path_parts: tuple[str, ...]) -> str:
+def subfolder_of(path_parts: tuple[str, ...]) -> str:
     """The subfolder of a file, from its path below csrc/: "" if it lies in the folder itself."""
     return path_parts[1] if len(path_parts) > 2 else ""
 
 
-def why_not_room(own: tuple[str, ...], header: tuple[str, ...]) -> str | None:
+def why_not_subfolder(own: tuple[str, ...], header: tuple[str, ...]) -> str | None:
     """Why the file `own` must not include `header` of the same folder, or None where it may."""
     folder = own[0]
-    if header[0] != folder or folder not in CPP_ROOMS:
+    if header[0] != folder or folder not in CPP_SUBFOLDERS:
         return None
-    level = {room: number for number, rooms in enumerate(CPP_ROOMS[folder]) for room in rooms}
-    mine, theirs = room_of(own), room_of(header)
+    level = {name: number for number, names in enumerate(CPP_SUBFOLDERS[folder]) for name in names}
+    mine, theirs = subfolder_of(own), subfolder_of(header)
     if mine == theirs or level.get(theirs, len(level)) < level.get(mine, 0):
         return None
-    names = [f"{folder}/{room}" if room else f"{folder} itself" for room in (mine, theirs)]
-    return f"{names[0]} must not see {names[1]}: see CPP_ROOMS"
+    names = [f"{folder}/{name}" if name else f"{folder} itself" for name in (mine, theirs)]
+    return f"{names[0]} must not see {names[1]}: see CPP_SUBFOLDERS"
 
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
 
 def check_cpp(root: Path) -> Iterator[Violation]:
-    floors = read_floors(root)
+    layers = read_layers(root)
     for path in sorted((root / "csrc").rglob("*")):
         if path.suffix not in CPP_SUFFIXES:
             continue
         where = path.relative_to(root)
         folder = where.parts[1]
-        if folder not in floors:
-            yield Violation(where, 1, f"csrc/floors.txt does not say on which floor {folder} is")
+        if folder not in layers:
+            yield Violation(where, 1, f"csrc/layers.txt does not say in which layer {folder} is")
             continue
-        if floors[folder].kind == VENDORED_KIND:
+        if layers[folder].kind == VENDORED_KIND:
             continue
-        room = room_of(where.parts[1:])
-        if folder in CPP_ROOMS and not any(room in rooms for rooms in CPP_ROOMS[folder]):
-            yield Violation(where, 1, f"CPP_ROOMS does not say where {folder}/{room} stands")
+        subfolder = subfolder_of(where.parts[1:])
+        if folder in CPP_SUBFOLDERS and not any(subfolder in row for row in CPP_SUBFOLDERS[folder]):
+            yield Violation(
+                where, 1, f"CPP_SUBFOLDERS does not say where {folder}/{subfolder} stands"
+            )
         source = path.read_text()
         for number, line in enumerate(source.splitlines(), start=1):
             include = INCLUDE.match(line)
             why = include and (
-                why_not_include(folder, include[2], include[1] == '"', floors)
+                why_not_include(folder, include[2], include[1] == '"', layers)
                 or why_impure(where.parts[1:], include[2])
                 or (
-                    why_not_room(where.parts[1:], tuple(include[2].split("/")))
+                    why_not_subfolder(where.parts[1:], tuple(include[2].split("/")))
                     if include[1] == '"'
                     else None
                 )
@@ -252,7 +254,7 @@ def check_cpp(root: Path) -> Iterator[Violation]:
                 yield Violation(where, number, f"includes {include[2]}: {why}")
             if (
                 include
-                and floors[folder].kind == "cuda"
+                and layers[folder].kind == "cuda"
                 and path.suffix not in CUDA_SUFFIXES
                 and include[1] == "<"
                 and re.match(FOREIGN_HEADERS[0][0], include[2])
@@ -364,14 +366,14 @@ def environment_uses(tree: ast.Module, may_pass: bool) -> Iterator[tuple[int, st
 
 
 def check_python(root: Path) -> Iterator[Violation]:
-    level = {module: number for number, modules in enumerate(PYTHON_FLOORS) for module in modules}
+    level = {module: number for number, modules in enumerate(PYTHON_LAYERS) for module in modules}
     for path in sorted((root / "pycomm").rglob("*.py")):
         where = path.relative_to(root)
         own = where.with_suffix("").parts[1]
         package = ".".join(where.parts[:-1])
         if own not in level:
             yield Violation(
-                where, 1, f"PYTHON_FLOORS in tools/check_layers.py does not say where {own} stands"
+                where, 1, f"PYTHON_LAYERS in tools/check_layers.py does not say where {own} stands"
             )
             continue
         tree = ast.parse(path.read_text())
@@ -404,7 +406,7 @@ def main() -> int:
     for violation in found:
         print(violation)
     print(
-        f"floors: {len(found)} violations" if found else "floors: every file sees only what it may"
+        f"layers: {len(found)} violations" if found else "layers: every file sees only what it may"
     )
     return 1 if found else 0
 

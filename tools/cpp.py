@@ -1,4 +1,4 @@
-"""Build floors 0 to 3 and run their tests.
+"""Build layers 0 to 3 and run their tests.
 
     python tools/cpp.py FLAVOUR [--all-cases] [--remember-failures] [CMake arguments]
 

@@ -1,6 +1,6 @@
 """What C++ is built from and with: sources, units, flags, and the ninja files of the extension.
 
-csrc/floors.txt has the folders and csrc/flags.txt the flags, for this module and for CMake, which
+csrc/layers.txt has the folders and csrc/flags.txt the flags, for this module and for CMake, which
 builds the C++ tests. This module builds the extension for setup.py, one module for each minor of
 torch, and the same with sanitizers for tools/seam.py.
 
@@ -48,8 +48,8 @@ def rows(path: Path) -> list[list[str]]:
 
 
 def folders(root: Path, *kinds: str) -> list[Path]:
-    """The folders of csrc/floors.txt that are of these kinds, lowest floor first."""
-    table = rows(root / "csrc" / "floors.txt")
+    """The folders of csrc/layers.txt that are of these kinds, lowest layer first."""
+    table = rows(root / "csrc" / "layers.txt")
     return [root / "csrc" / folder for _, folder, kind in table if kind in kinds]
 
 

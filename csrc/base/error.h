@@ -153,7 +153,7 @@ struct ErrorRecord {
   static constexpr size_t kMaxSerializedNbytes = 16 << 10;
 };
 
-/// The exception of every failure that leaves a floor below torch's; std::bad_alloc passes too.
+/// The exception of every failure that leaves a layer below torch's; std::bad_alloc passes too.
 class Error : public std::runtime_error {
  public:
   explicit Error(ErrorRecord record);

@@ -1,5 +1,3 @@
-#include "bindings/backend.h"
-
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "bindings/bindings.h"
 #include "c10d/backend.h"
 #include "c10d/process_engine.h"
 #include "c10d/raising.h"
@@ -332,7 +331,7 @@ void bindBackend(py::module_& m) {
       py::arg("global_ranks"),
       py::arg("launcher_restarts"),
       py::arg("secret"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<WithoutGil>());
   m.def(
       "last_error",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) -> py::object {

@@ -1,5 +1,3 @@
-#include "bindings/codecs.h"
-
 #include <ATen/ATen.h>
 
 #include <memory>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "bindings/bindings.h"
 #include "c10d/dtypes.h"
 #include "c10d/exact_sums.h"
 #include "c10d/raising.h"

@@ -1,5 +1,3 @@
-#include "bindings/ddp.h"
-
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "base/codec.h"
+#include "bindings/bindings.h"
 #include "c10d/without_gil.h"
 #include "ddp/reducer.h"
 #include "ddp/step_agreement.h"

@@ -1,11 +1,10 @@
-#include "bindings/elastic.h"
-
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "c10d/process_end.h"
 #include "c10d/raising.h"
 #include "c10d/without_gil.h"

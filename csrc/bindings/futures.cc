@@ -1,5 +1,3 @@
-#include "bindings/futures.h"
-
 #include <c10/util/Logging.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
@@ -10,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "c10d/named_future.h"
 #include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"

@@ -1,5 +1,3 @@
-#include "bindings/id_map.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "bindings/bindings.h"
 #include "c10d/raising.h"
 #include "c10d/without_gil.h"
 #include "idmap/id_map.h"

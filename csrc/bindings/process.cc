@@ -1,5 +1,3 @@
-#include "bindings/process.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
@@ -12,6 +10,7 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/wait_point.h"
+#include "bindings/bindings.h"
 #include "c10d/cuda_devices.h"
 #include "c10d/process_engine.h"
 #include "c10d/python_errors.h"

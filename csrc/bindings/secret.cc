@@ -1,10 +1,9 @@
-#include "bindings/secret.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>
 
+#include "bindings/bindings.h"
 #include "c10d/raising.h"
 #include "c10d/store_adapter.h"
 #include "c10d/without_gil.h"

@@ -27,8 +27,9 @@ class PassLock {
   [[nodiscard]] bool try_lock() noexcept;
   void unlock() noexcept;
 
-  /// Gives the turn of the calling thread back for its scope, and waits for it at the end without the refusals of lock(): once a pass
-  /// has failed, others have it for a bounded time only.
+  /// Gives the turn of the calling thread back for its scope, and waits for it at the end without the refusals of lock(). Without a bound of
+  /// its own: the caller cannot go on without the turn. Others have it for a bounded time only. A pass has failed, so they find that and
+  /// throw; or they end the failure first, and their own pass then waits for no longer than the group's timeout.
   class Interval {
    public:
     explicit Interval(PassLock& lock) noexcept : lock_(lock) {

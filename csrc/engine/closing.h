@@ -1,7 +1,11 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <functional>
 #include <memory>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -19,7 +23,7 @@ namespace pycomm {
 /// Bulk links go last: no goodbye can be said on one to a rank that does not read, and if that rank met the end of the link before the
 /// goodbye on a control link, it would take it for a death.
 ///
-/// A step whose plane was never opened is left out.
+/// A step whose plane was never opened is left out. To make the list takes no memory: a group that is destroyed must close.
 struct Closing final {
   using Body = std::function<void()>;
   struct Step {
@@ -40,10 +44,18 @@ struct Closing final {
   Closing(const Closing&) = delete; // the steps refer to it
   Closing& operator=(const Closing&) = delete;
 
-  std::vector<Step> steps; ///< to make them takes one allocation, for this list
+  [[nodiscard]] std::span<const Step> steps() const noexcept {
+    return {steps_.data(), size_};
+  }
   std::vector<std::unique_ptr<Link>> control_links; ///< between their goodbye and their end
 
  private:
+  void add(Step::On on, std::function<void(const Body& over)> run) {
+    steps_.at(size_++) = {on, std::move(run)};
+  }
+
+  std::array<Step, 9> steps_{};
+  size_t size_ = 0;
   const ErrorRecord reason_;
   const Body leave_control_;
 };

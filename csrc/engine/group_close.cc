@@ -1,6 +1,6 @@
 // How a group ends: it fails, is aborted, or closes.
+#include <atomic>
 #include <chrono>
-#include <future>
 #include <thread>
 #include <utility>
 
@@ -13,8 +13,8 @@
 namespace pycomm {
 namespace {
 
-// How often close() looks whether the lane has been stopped, so that nothing would ever report that the links are down.
-constexpr std::chrono::milliseconds kLook{50};
+// How often fail() and close() look whether what they wait for is over; or whether the lane has been stopped, so that nothing would ever
+// say so.
 constexpr std::chrono::microseconds kLookEnded{200};
 
 template <typename Record>
@@ -112,10 +112,11 @@ void Group::runToItsEnd(Closing& closing, const Closing::Step& step) {
       engine_.lane().run(run);
       return;
     case Closing::Step::On::LaneUntilOver: {
-      std::promise<void> over;
-      const std::future<void> is_over = over.get_future();
-      engine_.lane().post([&] { step.run([&] { over.set_value(); }); });
-      while (is_over.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
+      std::atomic<bool> over{false}; // no condition variable, as in fail()
+      const Closing::Body say_so = [&] { over.store(true, std::memory_order_release); };
+      engine_.lane().run([&] { step.run(say_so); });
+      while (!over.load(std::memory_order_acquire) && !engine_.lane().ended()) {
+        std::this_thread::sleep_for(kLookEnded);
       }
       return;
     }
@@ -141,22 +142,24 @@ void Group::close() {
   log_->reached(GroupPhase::Closed);
   static_cast<void>(PYCOMM_FAULT("group.close"));
   sayWhy();
-  ErrorRecord reason;
-  reason.code = ErrorCode::ShutDown;
-  reason.rank = roster_.identity.jobRank();
-  reason.summary = "The process group was closed while the operation was under way.";
-  reason.hint = "wait for every operation before destroy_process_group()";
+  ErrorRecord reason = recordInAnyCase(roster_.identity, [&] {
+    ErrorRecord shut;
+    shut.code = ErrorCode::ShutDown;
+    shut.rank = roster_.identity.jobRank();
+    shut.summary = "The process group was closed while the operation was under way.";
+    shut.hint = "wait for every operation before destroy_process_group()";
+    return shut;
+  });
+  closed_ = true; // nothing from here on takes memory of this thread
   Closing closing(planes_, failure_.happened(), std::move(reason), [this] {
     for (const uint64_t watch : watches_) {
       engine_.hostMates().unwatch(watch);
     }
   });
-  closed_ =
-      true; // after the steps have their memory; a step that finds none for its task still leaves the group half closed
   if (crowds_) {
     engine_.lane().addCrowded(-1);
   }
-  for (const Closing::Step& step : closing.steps) {
+  for (const Closing::Step& step : closing.steps()) {
     runToItsEnd(closing, step);
   }
   // The loops may still hold tasks of ours: after this they have run.

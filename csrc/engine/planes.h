@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "engine/data/data_plane.h"
 #include "engine/host/host_plane.h"
-#include "engine/loop/task_loop.h"
+#include "engine/loop/loop.h"
 #include "engine/monitor/control_plane.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"

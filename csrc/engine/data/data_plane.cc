@@ -53,6 +53,7 @@ void DataPlane::orRefuse(const std::shared_ptr<Operation>& operation, const Body
     body();
   } catch (...) {
     cannotBegin(operation);
+    act(); // it may have been found to be a mismatch before
     throw;
   }
 }

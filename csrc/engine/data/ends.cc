@@ -31,7 +31,7 @@ void DataPlane::notice(ErrorRecord record) const {
 }
 
 void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
-  if (peer >= 0 && tables_.peer(peer).reading == PeerRow::Reading::Open && !links_.isReading(peer)) {
+  if (peer >= 0 && links_.hasEnded(peer)) {
     tables_.peer(peer).reading = PeerRow::Reading::Ended; // the link brought bytes that cannot be taken
   }
   try {

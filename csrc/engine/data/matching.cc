@@ -61,12 +61,13 @@ void age(Tables& tables, uint64_t op_id, const Descriptor& descriptor) {
 }
 
 void remember(Tables& tables, uint64_t op_id, const Descriptor& descriptor) {
-  keepLast(tables.recent_order, op_id, [&] { return tables.recent.insert_or_assign(op_id, descriptor).second; });
-  if (tables.recent_order.size() > Tables::kRecent) {
-    const auto oldest = tables.recent.extract(tables.recent_order.front());
+  if (tables.recent_order.size() == Tables::kRecent) {
+    const auto oldest = tables.recent.find(tables.recent_order.front());
+    age(tables, oldest->first, oldest->second); // first: without memory it stays where it is
+    tables.recent.erase(oldest);
     tables.recent_order.pop_front();
-    age(tables, oldest.key(), oldest.mapped());
   }
+  keepLast(tables.recent_order, op_id, [&] { return tables.recent.insert_or_assign(op_id, descriptor).second; });
 }
 
 void noteEntered(Tables& tables, const OperationId& id, const Descriptor& descriptor) {
@@ -169,7 +170,6 @@ OperationRow& entered(
   const UnexpectedRow* const unexpected = tables.findUnexpected(request.id.id);
   const auto actions = static_cast<std::ptrdiff_t>(tables.actions.size());
   const auto credit_actions = static_cast<std::ptrdiff_t>(tables.credit_actions.size());
-  const bool had_failed = tables.failed;
   try {
     if (build) {
       build(row);
@@ -188,9 +188,14 @@ OperationRow& entered(
       waiting::announce(tables, row);
     }
   } catch (...) { // nobody would look at its deadline
-    tables.actions.erase(tables.actions.begin() + actions, tables.actions.end());
+    const auto first = tables.actions.begin() + actions;
+    const auto fails = [](const Action& action) { return action.kind == Action::Kind::Fail; };
+    const auto found = std::find_if(first, tables.actions.end(), fails); // a mismatch is one without the row, too
+    if (found != tables.actions.end()) {
+      std::iter_swap(first, found);
+    }
+    tables.actions.erase(first + (found == tables.actions.end() ? 0 : 1), tables.actions.end());
     tables.credit_actions.erase(tables.credit_actions.begin() + credit_actions, tables.credit_actions.end());
-    tables.failed = had_failed;
     forget(tables, row);
     throw;
   }

@@ -22,7 +22,7 @@ enum class Verdict {
 
 // ---- events
 /// This rank enters the operation: its row. If it runs here, with the edges of its schedule; else it has none. `build` adds to the row what
-/// needs memory, before the row counts. If this throws, the tables are as before.
+/// needs memory, before the row counts. If this throws, the tables are as before, except that a mismatch that was found stays found.
 OperationRow& entered(
     Tables& tables,
     const std::shared_ptr<Operation>& operation,

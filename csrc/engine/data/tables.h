@@ -38,7 +38,7 @@ struct Limits {
   size_t max_ahead = 4096; ///< operations that a peer has not entered, as far as is known, and may have credit for
   size_t max_asking = 64; ///< counted operations, the oldest, in which a rank asks others whether they have entered
   int waiting_after_ms = 2;
-  int standoff_after_ms = 10000; ///< see waiting.cc
+  int deadlock_after_ms = 10000; ///< see waiting.cc
 
   [[nodiscard]] int64_t cost(int64_t nbytes, size_t frames = 1) const noexcept {
     return nbytes + frame_nbytes * static_cast<int64_t>(frames);
@@ -130,7 +130,7 @@ struct AheadOfUs {
   int64_t limit = kNoLimit; ///< credit
   size_t frames = 0; ///< of data
   bool refused = false; ///< it was answered that the operation is not entered here
-  bool answered_late = false; ///< by a stand-off, since it last asked
+  bool answered_late = false; ///< while a deadlock was looked for, since it last asked
 };
 
 /// An operation that other ranks have sent something about, and that is not entered here. It may have ended here long ago.

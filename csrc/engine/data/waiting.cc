@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 using Way = Action::Way;
 
 // When an operation that waits asks all ranks. The first answers may be lost, or be true no more: so once more. And for the last time a
-// little later than the patience of standOff(), so that the answers find it over, also where the other rank counts from the first round.
+// little later than the patience of findDeadlock(), so that the answers find it over, also where the other rank counts from the first round.
 constexpr milliseconds kFirstRound(200);
 constexpr milliseconds kSecondRound(2000);
 constexpr milliseconds kAfterPatience = kFirstRound + milliseconds(50);
@@ -81,7 +81,7 @@ bool asksEveryone(const Tables& tables, const OperationRow& row) noexcept {
 milliseconds nextRound(const Tables& tables, const OperationRow& row) noexcept {
   return row.rounds == 0 ? kFirstRound
       : row.rounds == 1  ? kSecondRound
-                         : milliseconds(tables.limits.standoff_after_ms) + kAfterPatience;
+                         : milliseconds(tables.limits.deadlock_after_ms) + kAfterPatience;
 }
 
 /// All ranks are to be asked now. True once for each round.
@@ -138,8 +138,8 @@ void checkDeadlines(Tables& tables, TimePoint now) {
 // The other rank's operation may have ended without this rank, as that of a root does, or its question may have come very late. So one that
 // brought no frame lately is answered once more: if that rank still waits in it, this answer makes that rank find the two. A frame of this
 // rank's operation reached it a moment ago: the question whose answer led here.
-void standOff(Tables& tables, const OperationRow& row, int peer, TimePoint now) {
-  const auto patience = milliseconds(tables.limits.standoff_after_ms);
+void findDeadlock(Tables& tables, const OperationRow& row, int peer, TimePoint now) {
+  const auto patience = milliseconds(tables.limits.deadlock_after_ms);
   if (waited(row, now) < patience || row.isMessage() || tables.peer(peer).collectives == 0) {
     return;
   }
@@ -273,7 +273,7 @@ void answered(Tables& tables, OperationRow* row, int peer, const FrameHeader& he
   } else {
     earlier->last = std::move(last);
   }
-  standOff(tables, *row, peer, now);
+  findDeadlock(tables, *row, peer, now);
 }
 
 void answerNotEntered(Tables& tables, int peer, uint64_t op_id, Way way) {

@@ -266,6 +266,7 @@ void HostPlane::run(const Done& done, Deadline deadline, int spin_us) {
 }
 
 void HostPlane::sleep(Deadline deadline) noexcept {
+  reportTrouble();
   uint64_t blocked = 0;
   if (step(blocked)) {
     return;
@@ -302,7 +303,8 @@ bool HostPlane::step(uint64_t& blocked) noexcept {
     advance(blocked, moved);
   } catch (...) {
     stopped_ = true;
-    noticeException();
+    trouble_ = std::current_exception();
+    reportTrouble();
     return false;
   }
   return moved;
@@ -418,6 +420,12 @@ TimePoint HostPlane::reportStuck(TimePoint now) noexcept {
     next = std::min(next, entry.report_at);
   }
   return std::min(next, stuck_at_);
+}
+
+void HostPlane::reportTrouble() noexcept {
+  if (trouble_ && reported([&] { events_.notice(ownTrouble(trouble_, identity_)); })) {
+    trouble_ = nullptr;
+  }
 }
 
 uint64_t HostPlane::haveLeft() const noexcept {

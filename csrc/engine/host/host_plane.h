@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -163,6 +164,8 @@ class HostPlane {
   /// called again.
   [[nodiscard]] TimePoint reportStuck(TimePoint now) noexcept;
   [[nodiscard]] TimePoint stuckAt(TimePoint now) const noexcept;
+  /// Reports what has stopped the plane, unless it has been.
+  void reportTrouble() noexcept;
   /// The ranks (bits) that have left in good order.
   [[nodiscard]] uint64_t haveLeft() const noexcept;
   /// Reports that the oldest operation waits for these ranks (bits), which have left.
@@ -217,6 +220,7 @@ class HostPlane {
   TimePoint stuck_at_ = TimePoint::max(); ///< when the oldest is reported if it has not moved until then
   bool stopped_ =
       false; ///< nothing goes on: something was noticed, and the group's failure is to come, or all have ended
+  std::exception_ptr trouble_; ///< what stopped it, until it is reported: there may be no memory for that
 };
 
 } // namespace pycomm

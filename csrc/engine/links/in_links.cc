@@ -40,15 +40,16 @@ void InLinks::adoptShared(int peer, std::unique_ptr<Link> bell) {
 }
 
 void InLinks::open(int peer, std::unique_ptr<Link> link, SharedLink* shared) {
-  std::unique_ptr<InPort>& port = peers_[static_cast<size_t>(peer)].in;
   PortOwner& self = *this;
-  port = std::make_unique<InPort>(self, peer, std::move(link), owner_, buffer_nbytes_);
+  auto port = std::make_unique<InPort>(self, peer, std::move(link), owner_, buffer_nbytes_);
   port->shared = shared;
+  shared_.reserve(shared_.size() + (shared != nullptr ? 1 : 0)); // kept and watched, or neither
+  port->watch(loop_);
   if (shared != nullptr) {
     shared_.push_back(port.get());
   }
-  port->watch(loop_);
-  read(*port);
+  InPort& kept = *(peers_[static_cast<size_t>(peer)].in = std::move(port));
+  read(kept);
 }
 
 // ---- reading

@@ -46,6 +46,9 @@ class InLinks final : private PortOwner {
   [[nodiscard]] bool isReading(int peer) const noexcept {
     return isOpened(peer) && !peers_[static_cast<size_t>(peer)].in->ended;
   }
+  [[nodiscard]] bool hasEnded(int peer) const noexcept {
+    return isOpened(peer) && !isReading(peer);
+  }
   /// Links through shared memory.
   [[nodiscard]] size_t shared() const noexcept {
     return shared_.size();

@@ -106,6 +106,10 @@ class PeerLinks final {
   [[nodiscard]] bool isReading(int peer) const noexcept {
     return in_.isReading(peer);
   }
+  /// The link that the peer opened brings nothing more.
+  [[nodiscard]] bool hasEnded(int peer) const noexcept {
+    return in_.hasEnded(peer);
+  }
   /// Links of both directions that go through shared memory.
   [[nodiscard]] size_t sharedLinks() const noexcept {
     return in_.shared() + out_.shared();

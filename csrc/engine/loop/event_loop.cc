@@ -1,8 +1,6 @@
 #include "engine/loop/event_loop.h"
 
 #include <algorithm>
-#include <exception>
-#include <future>
 #include <utility>
 
 #include "base/native_thread.h"
@@ -73,16 +71,10 @@ void EventLoop::nudge() noexcept {
 }
 
 void EventLoop::run(const std::function<void()>& task) {
-  std::promise<void> done;
-  post([&] {
-    try {
-      task();
-      done.set_value();
-    } catch (...) {
-      done.set_exception(std::current_exception());
-    }
-  });
-  done.get_future().get();
+  TaskQueue::Awaited awaited(task);
+  tasks_.push(awaited);
+  nudge();
+  awaited.wait();
 }
 
 void EventLoop::leave(After after) noexcept {

@@ -10,8 +10,8 @@
 
 #include "base/deadline.h"
 #include "engine/loop/epoll_set.h"
+#include "engine/loop/loop.h"
 #include "engine/loop/loop_ownership.h"
-#include "engine/loop/task_loop.h"
 #include "engine/loop/task_queue.h"
 #include "engine/loop/tickers.h"
 
@@ -45,7 +45,8 @@ class EventLoop final : public TaskLoop {
     return ended_.load(std::memory_order_seq_cst);
   }
 
-  /// Posts `task` and waits until it has run. Not on the loop's thread. Exceptions travel to the caller.
+  /// Has the loop run `task`, after those that this thread has posted, and waits until it has. Not on the loop's thread. Exceptions travel to
+  /// the caller. Takes no memory of its own.
   void run(const std::function<void()>& task);
 
   /// Like post, but wakes nobody: the caller will drive(), or nudge(). Otherwise the task runs up to 1 ms later.

@@ -7,6 +7,7 @@
 
 #include "base/deadline.h"
 #include "engine/loop/staging_pool.h"
+#include "engine/loop/task.h"
 
 namespace pycomm {
 
@@ -97,6 +98,13 @@ class Loop {
  private:
   static constexpr size_t kKeepStagingNbytes = 32 << 20;
   StagingMemory staging_memory_{kKeepStagingNbytes};
+};
+
+/// A loop to which other threads hand tasks. Planes that run on two loops notify each other so.
+class TaskLoop : public Loop {
+ public:
+  /// Runs `task` on the loop's thread, soon. Any thread.
+  virtual void post(Task task) = 0;
 };
 
 } // namespace pycomm

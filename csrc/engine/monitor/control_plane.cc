@@ -293,9 +293,7 @@ void ControlPlane::act() {
        actions = membership_.takeActions()) {
     for (Membership::Action& action : actions) {
       if (action.kind == Membership::Action::Kind::Fail) {
-        const auto why = leaving_.find(identity_.job.inGroup(action.record.peer));
-        const bool explained = action.record.code == ErrorCode::PeerLeft && why != leaving_.end();
-        untold_ = explained ? leftBecause(std::move(action.record), why->second) : std::move(action.record);
+        untold_ = std::move(action.record);
       }
     }
     tellFailure();
@@ -336,7 +334,7 @@ void ControlPlane::leaving(const ErrorRecord& why) {
 
 // Each rank passes it on once.
 void ControlPlane::tellLeaving(int rank, const ErrorRecord& why, int except) {
-  if (!leaving_.emplace(rank, why).second) {
+  if (!membership_.willLeave(rank, why)) {
     return;
   }
   FrameHeader head = header(FrameType::Leaving);

@@ -2,7 +2,6 @@
 
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -116,7 +115,6 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
-  std::map<int, ErrorRecord> leaving_; ///< by rank: why it leaves, of those that have said so
   MissingNeighbours missing_;
   bool open_ = false;
 };

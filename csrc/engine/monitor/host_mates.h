@@ -1,21 +1,52 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/unique_fd.h"
 #include "engine/loop/event_loop.h"
-#include "engine/monitor/memory_offers.h"
 #include "transport/memory/death_watch.h"
 #include "transport/memory/memory_key.h"
+#include "transport/memory/shared_arena.h"
 
 namespace pycomm {
+
+/// The memory of groups that other processes may ask this one for: one or two keys per group that forms. It lives as long as the offer.
+class MemoryOffers {
+ public:
+  using Memory = std::shared_ptr<const SharedArena>;
+
+  /// `memory`: null if there is none.
+  void set(const MemoryKey& key, Memory memory) {
+    remove(key);
+    offers_.emplace_back(key, std::move(memory));
+  }
+  void remove(const MemoryKey& key) noexcept {
+    offers_.erase(
+        std::remove_if(offers_.begin(), offers_.end(), [&](const auto& offer) { return offer.first == key; }),
+        offers_.end());
+  }
+  /// Null if nothing is offered for the key.
+  [[nodiscard]] const Memory* find(const MemoryKey& key) const noexcept {
+    const Memory* found = nullptr;
+    for (const auto& [offered, memory] : offers_) { // to the end: the time does not depend on the key
+      found = offered == key ? &memory : found;
+    }
+    return found;
+  }
+
+ private:
+  std::vector<std::pair<MemoryKey, Memory>> offers_;
+};
 
 /// The other processes of this host that groups share with this one: each is watched (DeathWatch), once however many groups there are.
 ///

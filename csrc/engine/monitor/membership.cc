@@ -1,8 +1,11 @@
 #include "engine/monitor/membership.h"
 
 #include <algorithm>
+#include <set>
 #include <tuple>
 #include <utility>
+
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {
@@ -58,12 +61,12 @@ bool blamesHangingUp(ErrorCode code) {
 
 Membership::Membership(Config config, TimePoint now)
     : config_(std::move(config)),
-      left_(config_.hosts.size(), false),
+      ranks_(config_.hosts.size()),
       heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
   for (const int rank : config_.neighbours) {
-    Neighbour& entry = neighbours_.emplace_back();
-    entry.rank = rank;
-    entry.heard_at = now;
+    Rank& neighbour = ranks_.at(static_cast<size_t>(rank));
+    neighbour.is_neighbour = true;
+    neighbour.heard_at = now;
   }
 }
 
@@ -91,13 +94,20 @@ void Membership::sign(ErrorRecord& record, int peer) const {
   record.group = config_.group;
 }
 
-Membership::Neighbour* Membership::neighbour(int rank) {
-  for (Neighbour& entry : neighbours_) {
-    if (entry.rank == rank) {
-      return &entry;
-    }
+Membership::Rank* Membership::neighbour(int rank) noexcept {
+  Rank* const found = find(rank);
+  return found != nullptr && found->is_neighbour ? found : nullptr;
+}
+
+void Membership::spoke(int rank) noexcept {
+  if (Rank* const found = find(rank)) {
+    found->spoke = true;
   }
-  return nullptr;
+}
+
+bool Membership::hasSpoken(int rank) const noexcept {
+  const Rank* const found = find(config_.job.inGroup(rank));
+  return found != nullptr && found->spoke;
 }
 
 void Membership::flood(const ErrorRecord& record, int except) {
@@ -112,8 +122,8 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   if (failure_ || isExplained(record)) {
     return;
   }
-  spoke_.insert(record.rank);
-  spoke_.insert(config_.job.of(from)); // a rank that passes news on hangs up because of it
+  spoke(config_.job.inGroup(record.rank));
+  spoke(from); // a rank that passes news on hangs up because of it
   if (now >= decideAt()) {
     return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
   }
@@ -164,7 +174,9 @@ void Membership::dropExplained() noexcept {
   const auto explained = [this](const Candidate& candidate) { return isExplained(candidate.record); };
   candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), explained), candidates_.end());
   if (candidates_.empty()) {
-    spoke_.clear(); // of what follows they are not excused
+    for (Rank& rank : ranks_) {
+      rank.spoke = false; // of what follows it is not excused
+    }
   }
 }
 
@@ -190,8 +202,8 @@ void Membership::noticed(ErrorRecord record, TimePoint now) {
 }
 
 void Membership::doubted(ErrorRecord record, TimePoint now) {
-  const Neighbour* const peer = neighbour(config_.job.inGroup(record.peer));
-  if (peer != nullptr && peer->connected && !peer->left) {
+  const Rank* const peer = neighbour(config_.job.inGroup(record.peer));
+  if (peer != nullptr && peer->connected && !peer->over) {
     learn(std::move(record), -1, now);
   }
 }
@@ -202,9 +214,9 @@ void Membership::reported(int from, ErrorRecord record, TimePoint now) {
 }
 
 void Membership::alive(int from, TimePoint now) {
-  if (Neighbour* entry = neighbour(from)) {
-    entry->heard_at = now;
-    entry->connected = true;
+  if (Rank* const rank = neighbour(from)) {
+    rank->heard_at = now;
+    rank->connected = true;
   }
 }
 
@@ -212,10 +224,8 @@ bool Membership::saidGoodbye(int peer, int from) {
   if (hasLeft(peer)) {
     return false;
   }
-  left_[static_cast<size_t>(peer)] = true; // before anything that needs memory: it must not be lost
-  if (Neighbour* entry = neighbour(peer)) {
-    entry->left = true;
-  }
+  Rank& rank = ranks_.at(static_cast<size_t>(peer));
+  rank.left = rank.over = true; // before anything that needs memory: it must not be lost
   if (failure_) {
     if (failure_->peer == config_.job.of(peer) && isExplained(*failure_)) {
       // This rank took the departure for a death. Ranks that learned of the goodbye in time have dropped that report, and must fail, too.
@@ -239,19 +249,27 @@ bool Membership::saidGoodbye(int peer, int from) {
   return true;
 }
 
+bool Membership::willLeave(int peer, const ErrorRecord& why) {
+  std::unique_ptr<const ErrorRecord>& because = ranks_.at(static_cast<size_t>(peer)).leaves_because;
+  if (because != nullptr) {
+    return false;
+  }
+  because = std::make_unique<const ErrorRecord>(why);
+  return true;
+}
+
 bool Membership::isSilent(int peer, TimePoint now) const noexcept {
-  const auto longest = std::chrono::milliseconds(2 * config_.heartbeat_every_ms);
-  return std::any_of(neighbours_.begin(), neighbours_.end(), [&](const Neighbour& entry) {
-    return entry.rank == peer && now - entry.heard_at > longest;
-  });
+  const Rank* const rank = find(peer);
+  return rank != nullptr && rank->is_neighbour &&
+      now - rank->heard_at > std::chrono::milliseconds(2 * config_.heartbeat_every_ms);
 }
 
 void Membership::controlClosed(int peer, const std::string& cause, TimePoint now, bool broke) {
-  Neighbour* entry = neighbour(peer);
-  if (entry == nullptr || hasLeft(peer) || (entry->left && (broke || !doubts(peer)))) {
+  Rank* const rank = neighbour(peer);
+  if (rank == nullptr || rank->left || (rank->over && (broke || !doubts(peer)))) {
     return; // a neighbour that has left, or whose end has been reported
   }
-  entry->left = true;
+  rank->over = true;
   ErrorRecord record;
   record.code = ErrorCode::PeerDead;
   sign(record, peer);
@@ -274,8 +292,7 @@ void Membership::choose() {
     });
   };
   const auto excused = [&](const ErrorRecord& r) {
-    return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
-        (spoke_.count(r.peer) != 0 || was_silent(r.rank));
+    return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank && (hasSpoken(r.peer) || was_silent(r.rank));
   };
   // Where one rank calls something else than all others, they all blame it, and it blames any of them.
   const auto blamed = [&](const ErrorRecord& of) {
@@ -299,13 +316,15 @@ void Membership::choose() {
       best = &candidate.record;
     }
   }
+  ErrorRecord chosen = *best;
+  if (doubtful(chosen)) {
+    chosen.phase = ErrorPhase::Unknown; // no goodbye came
+  }
   Action fail;
   fail.kind = Action::Kind::Fail;
-  fail.record = *best;
-  if (doubtful(fail.record)) {
-    fail.record.phase = ErrorPhase::Unknown; // no goodbye came
-  }
-  ErrorRecord chosen = fail.record;
+  const Rank* const culprit = find(config_.job.inGroup(chosen.peer));
+  const bool explained = chosen.code == ErrorCode::PeerLeft && culprit != nullptr && culprit->leaves_because != nullptr;
+  fail.record = explained ? leftBecause(chosen, *culprit->leaves_because) : chosen;
   actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
   failure_ = std::move(chosen);
 }
@@ -319,8 +338,8 @@ void Membership::tick(TimePoint now) {
     // nothing because it did not read. If the whole group slept, no rank is to blame. The next heartbeat waits until this process has
     // read what arrived in that time: the others may have left, and a heartbeat to them would only bring a reset.
     if (const auto late = now - heartbeat_at_; late >= std::chrono::milliseconds(config_.heartbeat_every_ms)) {
-      for (Neighbour& entry : neighbours_) {
-        entry.heard_at = std::min(now, entry.heard_at + late);
+      for (Rank& rank : ranks_) {
+        rank.heard_at = std::min(now, rank.heard_at + late);
       }
       heartbeat_at_ = now + std::chrono::milliseconds(config_.merge_ms);
       return;
@@ -329,29 +348,27 @@ void Membership::tick(TimePoint now) {
     Action beat;
     beat.kind = Action::Kind::Heartbeat;
     actions_.push_back(std::move(beat));
-    for (Neighbour& entry : neighbours_) {
-      if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      Rank& rank = ranks_[i];
+      if (rank.over || !rank.connected || now - rank.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
         continue;
       }
       // If every other neighbour is silent as well, this rank itself receives nothing: to blame the first of them would
       // be wrong.
       const auto lately = now - std::chrono::milliseconds(config_.dead_after_ms / 2);
-      const auto counts = [&](const Neighbour& other) {
-        return other.rank != entry.rank && other.connected && !other.left;
-      };
-      const bool others = std::any_of(neighbours_.begin(), neighbours_.end(), counts);
-      const bool heard = std::any_of(neighbours_.begin(), neighbours_.end(), [&](const Neighbour& other) {
-        return counts(other) && other.heard_at > lately;
-      });
-      entry.left = true;
+      const auto counts = [&](const Rank& other) { return &other != &rank && other.connected && !other.over; };
+      const bool others = std::any_of(ranks_.begin(), ranks_.end(), counts);
+      const bool heard = std::any_of(
+          ranks_.begin(), ranks_.end(), [&](const Rank& other) { return counts(other) && other.heard_at > lately; });
+      rank.over = true;
       ErrorRecord record;
       record.code = ErrorCode::PeerUnresponsive;
       if (others && !heard) {
-        noticed(cutOff(std::move(record), now - entry.heard_at), now);
+        noticed(cutOff(std::move(record), now - rank.heard_at), now);
         break;
       }
-      sign(record, entry.rank);
-      record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - entry.heard_at).count();
+      sign(record, static_cast<int>(i));
+      record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - rank.heard_at).count();
       record.summary = "Rank " + std::to_string(record.peer) + " on " + record.peer_host + " has been silent for " +
           std::to_string(record.elapsed_ms) + " ms: its process is stopped, or its host or the network is down.";
       record.hint = "check that host and the cable or switch to it; a debugger or Ctrl-Z also stops a rank";

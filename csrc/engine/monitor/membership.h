@@ -2,9 +2,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -82,9 +83,12 @@ class Membership {
   [[nodiscard]] TimePoint nextTick() const noexcept;
 
   /// False for a rank that does not exist: a report may name any.
-  [[nodiscard]] bool hasLeft(int peer) const {
-    return peer >= 0 && static_cast<size_t>(peer) < left_.size() && left_[static_cast<size_t>(peer)];
+  [[nodiscard]] bool hasLeft(int peer) const noexcept {
+    const Rank* const found = find(peer);
+    return found != nullptr && found->left;
   }
+  /// A rank will leave because something else in its process has failed: a report that it has left says so. False if that was known.
+  bool willLeave(int peer, const ErrorRecord& why);
   /// The neighbour has missed a heartbeat: it may be stopped. No failure yet, but nothing should be sent by way of it.
   [[nodiscard]] bool isSilent(int peer, TimePoint now) const noexcept;
   [[nodiscard]] const std::optional<ErrorRecord>& failure() const noexcept {
@@ -95,11 +99,17 @@ class Membership {
   [[nodiscard]] std::vector<ErrorRecord> news() const;
 
  private:
-  struct Neighbour {
-    int rank = -1;
-    TimePoint heard_at;
+  /// All that this rank knows of one rank.
+  struct Rank {
+    bool left = false; ///< it said goodbye
+    bool spoke = false; ///< it reported one of candidates_, its own or another's
+    std::unique_ptr<const ErrorRecord> leaves_because; ///< see willLeave()
+
+    // Of a neighbour:
+    bool is_neighbour = false;
     bool connected = false; ///< heard at least once: before that, the code that connects knows better why it is silent
-    bool left = false; ///< nothing more is expected from it
+    bool over = false; ///< nothing more is expected from it
+    TimePoint heard_at;
   };
   struct Candidate {
     ErrorRecord record;
@@ -128,14 +138,22 @@ class Membership {
   void sign(ErrorRecord& record, int peer) const;
   [[nodiscard]] TimePoint decideAt() const noexcept;
   [[nodiscard]] ErrorRecord cutOff(ErrorRecord record, TimePoint::duration silence) const;
-  Neighbour* neighbour(int rank);
+  /// Null for a rank that does not exist.
+  [[nodiscard]] const Rank* find(int rank) const noexcept {
+    return rank >= 0 && static_cast<size_t>(rank) < ranks_.size() ? &ranks_[static_cast<size_t>(rank)] : nullptr;
+  }
+  [[nodiscard]] Rank* find(int rank) noexcept {
+    return const_cast<Rank*>(std::as_const(*this).find(rank));
+  }
+  /// Null also for a rank without a control link.
+  [[nodiscard]] Rank* neighbour(int rank) noexcept;
+  /// `rank` as records call it.
+  [[nodiscard]] bool hasSpoken(int rank) const noexcept;
+  void spoke(int rank) noexcept; ///< in the group
 
   const Config config_;
-  std::vector<Neighbour> neighbours_;
+  std::vector<Rank> ranks_; ///< by rank
   std::vector<Candidate> candidates_; ///< in the order in which they came
-  std::vector<bool> left_; ///< by rank, neighbour or not: said goodbye
-  std::set<int>
-      spoke_; ///< ranks, as records call them, that reported one of candidates_, their own or another's; -1 for none is harmless
   TimePoint heartbeat_at_;
   std::optional<ErrorRecord> failure_;
   std::vector<Action> actions_;

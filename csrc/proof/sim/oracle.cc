@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "engine/operation/issue_context.h"
-#include "proof/sim/plan_parts.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm::sim {

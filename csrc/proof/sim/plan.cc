@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "proof/sim/plan_parts.h"
-
 namespace pycomm::sim {
 namespace {
 

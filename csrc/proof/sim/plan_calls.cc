@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "engine/operation/issue_context.h"
-#include "proof/sim/plan_parts.h"
+#include "proof/sim/plan.h"
 
 namespace pycomm::sim {
 namespace {

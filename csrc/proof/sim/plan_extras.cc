@@ -5,7 +5,7 @@
 #include "base/codec.h"
 #include "base/error.h"
 #include "engine/data/point_to_point.h"
-#include "proof/sim/plan_parts.h"
+#include "proof/sim/plan.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm::sim {

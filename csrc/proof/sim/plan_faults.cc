@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "proof/sim/plan_parts.h"
+#include "proof/sim/plan.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm::sim {

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "proof/sim/cluster.h"
-#include "proof/sim/plan_parts.h"
 
 namespace pycomm::sim {
 namespace {

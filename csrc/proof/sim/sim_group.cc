@@ -129,17 +129,17 @@ void SimGroup::close(std::function<void()> closed) {
 }
 
 void SimGroup::post(size_t step) {
-  if (step == closing_->steps.size()) {
+  if (step == closing_->steps().size()) {
     closed_();
     return;
   }
-  const auto& run = closing_->steps[step].run;
+  const auto& run = closing_->steps()[step].run;
   const Closing::Body then = [this, step] { post(step + 1); };
   const auto run_to_its_end = [&run, then] {
     run([] {});
     then();
   };
-  switch (closing_->steps[step].on) {
+  switch (closing_->steps()[step].on) {
     case Closing::Step::On::Caller:
       run_to_its_end();
       return;

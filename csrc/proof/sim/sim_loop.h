@@ -4,7 +4,7 @@
 #include <set>
 #include <vector>
 
-#include "engine/loop/task_loop.h"
+#include "engine/loop/loop.h"
 #include "engine/loop/tickers.h"
 #include "proof/sim/random.h"
 #include "proof/sim/timeline.h"

@@ -6,7 +6,6 @@
 #include "engine/data/point_to_point.h"
 #include "engine/operation/issue_context.h"
 #include "proof/sim/oracle.h"
-#include "proof/sim/plan_parts.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm::sim {

@@ -8,8 +8,6 @@
 #include "proof/sim/cluster.h"
 #include "proof/sim/digest.h"
 #include "proof/sim/oracle.h"
-#include "proof/sim/plan_parts.h"
-#include "proof/sim/verdict_parts.h"
 
 namespace pycomm::sim {
 namespace {

@@ -10,6 +10,8 @@ namespace pycomm::sim {
 
 /// The promises that a run broke; empty if it kept all.
 [[nodiscard]] std::vector<std::string> violationsOf(const Run& run);
+/// Of these, that groups failed only if they may, soon enough, and with the right cause, the same on all ranks.
+[[nodiscard]] std::vector<std::string> failureViolations(const Run& run);
 
 /// Of all that a build of the engine may not change unnoticed: every frame, and of each operation its descriptor, input, result, error
 /// and time.

@@ -3,7 +3,7 @@
 #include <optional>
 #include <set>
 
-#include "proof/sim/verdict_parts.h"
+#include "proof/sim/verdict.h"
 
 namespace pycomm::sim {
 namespace {

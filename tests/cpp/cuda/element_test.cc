@@ -1,4 +1,4 @@
-// The kernels' own conversions against those of the numeric floor, which were written apart: bit by bit.
+// The kernels' own conversions against those of the numeric layer, which were written apart: bit by bit.
 #include "cuda/element.h"
 
 #include <gtest/gtest.h>
@@ -52,7 +52,7 @@ void compareWith(DType dtype) {
   }
 }
 
-TEST(Element, ConvertsAsTheNumericFloorDoes) {
+TEST(Element, ConvertsAsTheNumericLayerDoes) {
   compareWith<Half>(DType::Float16);
   compareWith<Bfloat16>(DType::BFloat16);
   compareWith<E4m3>(DType::Float8E4M3);

@@ -1,4 +1,4 @@
-// The reduce kernel's functions on the host, against the numeric floor's reduceMany and against float64.
+// The reduce kernel's functions on the host, against the numeric layer's reduceMany and against float64.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -39,7 +39,7 @@ std::vector<std::byte> noise(size_t nbytes, uint32_t seed) {
   return bytes;
 }
 
-TEST(Reduce, HasTheNumericFloorsBits) {
+TEST(Reduce, HasTheNumericLayersBits) {
   for (const DType dtype : reducible()) {
     for (const ReduceOp op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max}) {
       if (!whyUnsupported(op, dtype).empty()) {

@@ -71,7 +71,7 @@ class Closed : public ::testing::Test {
   }
   void close(bool failed = false) {
     make(failed);
-    for (const Closing::Step& step : closing_->steps) {
+    for (const Closing::Step& step : closing_->steps()) {
       run(step);
     }
     note("closed");
@@ -138,7 +138,7 @@ TEST_F(Closed, OperationsEndBeforeControlLinksSayGoodbye) {
   const auto operation = receive();
   ASSERT_FALSE(operation->done());
   make();
-  for (const Closing::Step& step : closing_->steps) {
+  for (const Closing::Step& step : closing_->steps()) {
     if (step.on == Closing::Step::On::Control) {
       break;
     }
@@ -150,18 +150,18 @@ TEST_F(Closed, OperationsEndBeforeControlLinksSayGoodbye) {
   EXPECT_THAT(steps_, ElementsAre("lane until: data control"));
 }
 
-// Once it is made, nothing of it needs memory before its steps run.
-TEST_F(Closed, AllocatesOnlyTheListOfSteps) {
+// A group that is destroyed without memory must close nevertheless.
+TEST_F(Closed, TakesNoMemory) {
   open();
   openHost();
   ErrorRecord why = reason();
   Closing::Body leave = [] {};
-  failAllocation(2);
+  failAllocation(1);
   Closing closing(planes_, true, std::move(why), std::move(leave));
   const bool struck = allocationFailed();
   failAllocation(0);
   EXPECT_FALSE(struck);
-  EXPECT_EQ(closing.steps.size(), 9U);
+  EXPECT_EQ(closing.steps().size(), 9U);
 }
 
 TEST_F(Closed, WhatWasNeverOpenedIsLeftOut) {

@@ -105,6 +105,32 @@ TEST(NoMemory, WhileTheGroupIsClosed) {
   failEachAllocation(Event::Close, false);
 }
 
+// Nobody could close it again, and its destructor must not throw.
+TEST(NoMemory, OfTheThreadThatClosesTheGroup) {
+  bool struck = true;
+  for (int64_t nth = 1; struck && nth < 100; ++nth) {
+    runRanks(2, [&](Rank& self) {
+      if (self.rank == 1) {
+        return;
+      }
+      std::vector<std::vector<float>> memory;
+      memory.reserve(4);
+      const auto operations = startAlone(self, memory);
+      failAllocation(nth);
+      EXPECT_NO_THROW(self.group.close()) << "allocation " << nth;
+      struck = allocationFailed();
+      failAllocation(0);
+      for (const auto& operation : operations) {
+        EXPECT_TRUE(operation->done()) << operation->label() << ", allocation " << nth;
+      }
+    });
+    if (::testing::Test::HasFailure()) {
+      FAIL() << "allocation " << nth;
+    }
+  }
+  EXPECT_FALSE(struck);
+}
+
 TEST(NoMemory, WhileTheGroupFails) {
   failEachAllocation(Event::Abort, true);
   failEachAllocation(Event::Abort, false);

@@ -66,6 +66,9 @@ class HandLoop final : public Loop {
   void removeTicker(Ticker&) noexcept override {}
   void addBusy(int) noexcept override {}
 
+  [[nodiscard]] bool watches(int fd) const {
+    return handlers_.count(fd) != 0;
+  }
   /// False if nobody watches that descriptor any more.
   bool ready(int fd, uint32_t events) {
     const auto found = handlers_.find(fd);

@@ -55,7 +55,7 @@ def test_a_compiler_may_have_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_pat
     source = tmp_path / "csrc" / "base" / "answer.cc"
     source.parent.mkdir(parents=True)
     source.write_text("int answer() { return 42; }\n")
-    (tmp_path / "csrc" / "floors.txt").write_text("1 base core\n")
+    (tmp_path / "csrc" / "layers.txt").write_text("1 base core\n")
     (tmp_path / "csrc" / "flags.txt").write_text("fake -O0\n")
     launcher = tmp_path / "launcher"
     launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/launched\nexec "$@"\n')

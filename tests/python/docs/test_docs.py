@@ -252,16 +252,31 @@ def test_the_wrappers_page_names_the_range_of_torch() -> None:
 # Tables
 
 
+def assert_defined(files: list[str], functions: list[str]) -> None:
+    """Each function stands in its file; the last file has those that are left."""
+    texts = [read(file) for file in files]
+    for at, function in enumerate(functions):
+        text = texts[min(at, len(texts) - 1)]
+        owner, _, name = function.replace("::", ".").rpartition(".")
+        assert re.search(rf"\b{name}\(", text), f"{function} in {files}"
+        assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
+
+
 def test_contributing_names_functions_that_exist() -> None:
     for _, files, functions in table(
         read("docs/development.md"), "looking for", "file", "function"
     ):
-        texts = [read(file) for file in code(files)]
-        for at, function in enumerate(code(functions)):
-            text = texts[min(at, len(texts) - 1)]  # each in its file, or all in the one
-            owner, _, name = function.replace("::", ".").rpartition(".")
-            assert re.search(rf"\b{name}\(", text), f"{function} in {files}"
-            assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
+        assert_defined(code(files), code(functions))
+
+
+def test_the_ways_through_the_code_name_functions_where_they_are() -> None:
+    chapter = read("docs/architecture.md").split("## Three ways through the code")[1]
+    ways = chapter.split("\n## ")[0].split("\n**")[1:]
+    assert len(ways) == 3
+    for way in ways:
+        for where, functions, _ in table(way, "where", "function", "what happens"):
+            files = [file if file.startswith("pycomm/") else f"csrc/{file}" for file in code(where)]
+            assert_defined(files, code(functions))
 
 
 def test_the_page_of_errors_is_the_docstrings() -> None:

@@ -84,12 +84,23 @@ threading.Thread(target=model(torch.ones(2, 4)).sum().backward, daemon=True).sta
 time.sleep(0.5)
 """
 
+REFUSAL = r"""
+# A rank whose settings are wrong stays two seconds, for the others to read why.
+from pycomm._native import loader
+
+refuse = loader.load().refuse_to_join
+store = dist.FileStore(folder + "/store", 1)
+why = (store, 0, 2, "group", "a test's reason", "localhost", [], False, None)
+threading.Thread(target=refuse, args=why, daemon=True).start()
+time.sleep(1)
+"""
+
 
 @pytest.mark.needs_native
 @pytest.mark.parametrize(
     ("program", "ranks", "want"),
-    [(FUTURE, 1, ""), (TURN, 2, "refused: the process ends")],
-    ids=["future", "turn"],
+    [(FUTURE, 1, ""), (TURN, 2, "refused: the process ends"), (REFUSAL, 1, "")],
+    ids=["future", "turn", "refusal"],
 )
 def test_a_daemon_thread_is_late(program: str, ranks: int, want: str, tmp_path: Path) -> None:
     started = [

@@ -32,9 +32,9 @@ def tool(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-# --- floors ---------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
-FLOORS = """\
+LAYERS = """\
 # a comment
 0 base core
 1 numeric core
@@ -78,15 +78,15 @@ BAD_FILES = {
     "up": (
         "csrc/base/a.h",
         '#include "engine/lane.h"\n',
-        "base [floor 0] must not see engine [floor 2]",
+        "base [layer 0] must not see engine [layer 2]",
     ),
     "sideways": ("csrc/numeric/a.h", '#include "transport/link.h"\n', "must not see transport"),
-    "up a room": (
+    "up a subfolder": (
         "csrc/engine/loop/a.h",
         '#include "engine/links/port.h"\n',
         "engine/loop must not see engine/links",
     ),
-    "into a room beside it": (
+    "into a subfolder beside it": (
         "csrc/engine/host/a.h",
         '#include "engine/monitor/membership.h"\n',
         "engine/host must not see engine/monitor",
@@ -96,15 +96,15 @@ BAD_FILES = {
         '#include "engine/group.h"\n',
         "engine/data must not see engine itself",
     ),
-    "a room of transport": (
+    "a subfolder of transport": (
         "csrc/transport/a.h",
         '#include "transport/net/tcp.h"\n',
         "transport itself must not see transport/net",
     ),
-    "a room that is not listed": (
+    "a subfolder that is not listed": (
         "csrc/engine/attic/a.h",
         "\n",
-        "CPP_ROOMS does not say where engine/attic stands",
+        "CPP_SUBFOLDERS does not say where engine/attic stands",
     ),
     "engine to torch seam": ("csrc/engine/a.cc", '#include "c10d/work.h"\n', "must not see c10d"),
     "test code": ("csrc/c10d/a.cc", '#include "proof/sim/clock.h"\n', "used by nothing else"),
@@ -146,7 +146,7 @@ BAD_FILES = {
     "print": ("csrc/engine/a.cc", 'void f() { std::cerr << "x"; }\n', "prints"),
     "printf": ("csrc/engine/a.cc", 'void f() { printf("x"); }\n', "prints"),
     "getenv": ("csrc/engine/a.cc", 'auto x = std::getenv("X");\n', "reads the environment"),
-    "new folder": ("csrc/rdma/a.cc", "\n", "csrc/floors.txt does not say on which floor rdma is"),
+    "new folder": ("csrc/rdma/a.cc", "\n", "csrc/layers.txt does not say in which layer rdma is"),
     "torch in a C++ test": (
         "tests/cpp/base/a.h",
         "#include <ATen/ATen.h>\n",
@@ -205,7 +205,7 @@ BAD_FILES = {
 
 
 def write_tree(root: Path, files: dict[str, str]) -> None:
-    for name, text in {"csrc/floors.txt": FLOORS, **files}.items():
+    for name, text in {"csrc/layers.txt": LAYERS, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -510,8 +510,8 @@ def test_an_unknown_torch_is_refused_before_the_compiler_starts(
 
 
 def write_sources(root: Path, *names: str) -> None:
-    """A csrc/ with the project's own floors and flags, and these sources."""
-    for table in ("floors.txt", "flags.txt"):
+    """A csrc/ with the project's own layers and flags, and these sources."""
+    for table in ("layers.txt", "flags.txt"):
         (root / "csrc").mkdir(exist_ok=True)
         (root / "csrc" / table).write_text((ROOT / "csrc" / table).read_text())
     for name in names:
@@ -537,7 +537,7 @@ def test_units_have_every_source_once(
         found = [
             name for unit, _ in native.units(tmp_path, kind) for name in included(tmp_path, unit)
         ]
-        folders = [row[1] for row in native.rows(ROOT / "csrc" / "floors.txt") if row[2] == kind]
+        folders = [row[1] for row in native.rows(ROOT / "csrc" / "layers.txt") if row[2] == kind]
         there = [path for folder in folders for path in (ROOT / "csrc" / folder).rglob("*.cc")]
         assert sorted(found) == sorted(str(path.relative_to(ROOT / "csrc")) for path in there)
 
@@ -592,7 +592,7 @@ def names_of_flags(python: str) -> set[str]:
 def test_every_line_of_flags_is_used() -> None:
     native = tool("native")
     names = {row[0] for row in native.rows(ROOT / "csrc" / "flags.txt")}
-    folders = {row[1] for row in native.rows(ROOT / "csrc" / "floors.txt")}
+    folders = {row[1] for row in native.rows(ROOT / "csrc" / "layers.txt")}
     used: set[str] = set()
     for path in [*TOOLS.glob("*.py"), ROOT / "tests" / "rig" / "fake_cuda_device.py"]:
         used |= names_of_flags(path.read_text())
@@ -635,8 +635,8 @@ def test_the_fault_build_links_the_objects_of_the_last_build(
     """Whatever PYCOMM_UNITY is now: the objects of the other way of compiling may be older."""
     native = tool("native")
     monkeypatch.setattr(native, "ROOT", tmp_path)
-    floors = "1 engine core\n2 c10d torch\n"
-    write_tree(tmp_path, {"csrc/floors.txt": floors, "csrc/flags.txt": "all -Wall\n"})
+    layers = "1 engine core\n2 c10d torch\n"
+    write_tree(tmp_path, {"csrc/layers.txt": layers, "csrc/flags.txt": "all -Wall\n"})
     files = ("c10d/work.cc", "c10d/store.cc", "engine/lane.cc")
     write_tree(tmp_path, {f"csrc/{name}": "int number;\n" for name in files})
     torch = native.Torch("2.13.0", ("include",), "lib")
@@ -862,9 +862,9 @@ def test_the_newest_torch_is_one_that_this_python_can_install(
         assert versions.newest() == newest
 
 
-def test_every_floor_is_built_or_private() -> None:
-    floors = tool("check_layers").read_floors(ROOT)
-    assert {floor.kind for floor in floors.values()} <= {
+def test_every_layer_is_built_or_private() -> None:
+    layers = tool("check_layers").read_layers(ROOT)
+    assert {layer.kind for layer in layers.values()} <= {
         "core",
         "proof",
         "cuda",
@@ -872,7 +872,7 @@ def test_every_floor_is_built_or_private() -> None:
         "vendored",
     }
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
-    assert folders <= set(floors)
+    assert folders <= set(layers)
 
 
 # --- what a machine with a GPU runs -----------------------------------------------------------

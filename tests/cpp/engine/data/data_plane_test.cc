@@ -234,7 +234,59 @@ TEST(DataPlaneRefused, WithoutMemoryToRememberItAnOperationEndsAtOnce) {
   EXPECT_GE(at_once, 1);
 }
 
+TEST(DataPlaneRefused, AMismatchThatWasFoundIsReportedEvenIfTheOperationThenGetsNoMemory) {
+  int refused_after = 0;
+  bool struck = true;
+  for (int64_t nth = 1; struck && nth < 200; ++nth) {
+    LoneLane lane(3);
+    lane.receive(1, LoneLane::frameOf(*lane.broadcast(1, Deadline::never(), 11), FrameType::Waiting));
+    lane.receive(2, LoneLane::frameOf(*lane.broadcast(1), FrameType::Waiting));
+    const auto operation = lane.broadcast(1);
+    failAllocation(nth);
+    lane.plane->post(operation);
+    struck = allocationFailed();
+    failAllocation(0);
+    if (lane.noticed.empty()) {
+      ADD_FAILURE() << "allocation " << nth << ": nothing is reported";
+      continue;
+    }
+    const ErrorCode first = lane.noticed.front().code;
+    EXPECT_TRUE(first == ErrorCode::CollectiveMismatch || first == ErrorCode::OutOfMemory);
+    refused_after += struck && first == ErrorCode::CollectiveMismatch && lane.plane->usage().refused == 1 ? 1 : 0;
+  }
+  EXPECT_GE(refused_after, 1);
+}
+
 // ---- links that arrive
+
+/// There is no memory for what it brings.
+class LinkWithoutMemory final : public Link {
+ public:
+  [[nodiscard]] int fd() const noexcept override {
+    return 2000;
+  }
+  [[nodiscard]] Progress tryWrite(const ConstBufferView* /*views*/, size_t /*count*/) override {
+    return {};
+  }
+  [[nodiscard]] Progress tryRead(BufferView /*into*/) override {
+    throw std::bad_alloc();
+  }
+  void shutdownWrite() noexcept override {}
+  [[nodiscard]] std::string describe() const override {
+    return "a link of a test";
+  }
+};
+
+TEST(DataPlaneLinks, OneWhoseFirstReadFindsNoMemoryHasEnded) {
+  LoneLane lane(2);
+  lane.plane->post(lane.message(true));
+  lane.plane->adopt(1, std::make_unique<LinkWithoutMemory>());
+  ASSERT_EQ(lane.noticed.size(), 1U);
+  EXPECT_EQ(lane.noticed[0].code, ErrorCode::OutOfMemory);
+  lane.plane->peerLeft(1);
+  ASSERT_EQ(lane.noticed.size(), 2U) << "nothing more can come from that peer";
+  EXPECT_EQ(lane.noticed[1].code, ErrorCode::PeerLeft) << lane.noticed[1].text();
+}
 
 TEST(DataPlaneLinks, OneThatWasNotTakenForWantOfMemoryMayStillArrive) {
   LoneLane lane(2);
@@ -250,6 +302,26 @@ TEST(DataPlaneLinks, OneThatWasNotTakenForWantOfMemoryMayStillArrive) {
   EXPECT_EQ(lane.noticed[0].code, ErrorCode::OutOfMemory);
   lane.plane->peerLeft(1);
   EXPECT_EQ(lane.noticed.size(), 1U) << "its link has not ended: " << lane.noticed.back().text();
+}
+
+// A link is read, or it is not kept: one that was kept and that the loop does not watch would never end.
+TEST(DataPlaneLinks, OneThatIsKeptIsWatched) {
+  bool struck = true;
+  int refused = 0;
+  for (int64_t nth = 1; struck && nth < 100; ++nth) {
+    LoneLane lane(2);
+    LaneWire in;
+    auto link = std::make_unique<LaneLink>(in, 2000);
+    failAllocation(nth);
+    lane.plane->adopt(1, std::move(link));
+    struck = allocationFailed();
+    failAllocation(0);
+    refused += struck ? 1 : 0;
+    EXPECT_EQ(lane.loop.watches(2000), !struck) << "allocation " << nth;
+    lane.plane->adopt(1, std::make_unique<LaneLink>(in, 2001));
+    EXPECT_EQ(lane.loop.watches(2001), struck) << "allocation " << nth << ": the first one was kept";
+  }
+  EXPECT_GE(refused, 2);
 }
 
 } // namespace

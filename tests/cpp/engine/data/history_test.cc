@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <new>
+#include <vector>
 
 #include "allocations.h"
 #include "engine/data/rank_tables.h"
@@ -109,15 +110,20 @@ TEST_F(HistoryTest, RemembersTheLast256ThatHaveEnded) {
 // Each allocation of an end fails once, while operations are remembered, age and are forgotten.
 TEST_F(HistoryTest, WithoutMemoryNoHalfOfAnOperationIsRemembered) {
   int strikes = 0;
+  std::vector<uint64_t> remembered;
   for (uint64_t i = 0; i < 3 * Tables::kRecent; ++i) {
     enter(derived(i));
     failAllocation(1 + static_cast<int64_t>(i % 4));
     try {
       rank.ended(kDerivedIdBit | i);
+      remembered.push_back(kDerivedIdBit | i);
     } catch (const std::bad_alloc&) {
       ++strikes;
     }
     failAllocation(0);
+    for (const uint64_t op_id : remembered) {
+      ASSERT_TRUE(hasEnded(op_id) || isBehind(op_id)) << op_id << " is forgotten with the end of " << i;
+    }
     ASSERT_EQ(rank.tables.recent.size(), rank.tables.recent_order.size()) << i;
     ASSERT_EQ(rank.tables.forgotten.size(), rank.tables.forgotten_order.size()) << i;
     ASSERT_LE(rank.tables.recent.size(), Tables::kRecent) << i;

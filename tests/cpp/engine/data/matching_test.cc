@@ -393,9 +393,9 @@ TEST(Matching, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
 }
 
 /// Two ranks that wait in different operations, in steps of 50 ms.
-class StandOff {
+class Deadlock {
  public:
-  explicit StandOff() {
+  explicit Deadlock() {
     late_one_.id = {kDerivedIdBit | 77, -1};
   }
   void enterInline() {
@@ -443,10 +443,10 @@ class StandOff {
 };
 
 // The first has asked all it asks. The second finds no fresh question, and answers the old one once more.
-TEST(Matching, AStandOffIsFoundAlsoIfOneRankHasWaitedForLong) {
+TEST(Matching, ADeadlockIsFoundAlsoIfOneRankHasWaitedForLong) {
   for (const int earlier_ms : {0, 150, 5000, 60000}) {
     for (const bool inline_first : {true, false}) {
-      StandOff ranks;
+      Deadlock ranks;
       inline_first ? ranks.enterInline() : ranks.enterLate();
       ranks.run(earlier_ms);
       inline_first ? ranks.enterLate() : ranks.enterInline();
@@ -459,9 +459,9 @@ TEST(Matching, AStandOffIsFoundAlsoIfOneRankHasWaitedForLong) {
 }
 
 // As that of a root does. The other rank is only late for it, because it waits in one that this rank is late for.
-TEST(Matching, AnOperationThatEndedWithoutThisRankIsNoStandOff) {
+TEST(Matching, AnOperationThatEndedWithoutThisRankIsNoDeadlock) {
   for (const int ended_after_ms : {1000, 5000}) {
-    StandOff ranks;
+    Deadlock ranks;
     ranks.enterInline();
     ranks.enterLate();
     ranks.run(ended_after_ms);

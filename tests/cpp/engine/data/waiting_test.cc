@@ -284,7 +284,7 @@ TEST_F(WaitingTest, WhatWasForgottenIsNotSaidToBeMissing) {
 }
 
 /// Two ranks in operations of two names: rank 0 waits in #1 and gets questions about rank 1's operation.
-class StandOffTest : public WaitingTest {
+class DeadlockTest : public WaitingTest {
  protected:
   static constexpr uint64_t kTheirs = kDerivedIdBit | 8;
   void hearOfTheirs(int ms) {
@@ -296,7 +296,7 @@ class StandOffTest : public WaitingTest {
   }
 };
 
-TEST_F(StandOffTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
+TEST_F(DeadlockTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
   enter(1);
   hearOfTheirs(200);
   hearOfTheirs(9900);
@@ -308,7 +308,7 @@ TEST_F(StandOffTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
 }
 
-TEST_F(StandOffTest, OfSeveralTheOldestIsNamed) {
+TEST_F(DeadlockTest, OfSeveralTheOldestIsNamed) {
   const uint64_t mine = kDerivedIdBit | 1;
   roll.posted(OperationId{mine, -1}, barrierOf(), PreparedSchedule(), at(0));
   for (const uint64_t sequence : {2, 4, 7, 9}) {
@@ -323,7 +323,7 @@ TEST_F(StandOffTest, OfSeveralTheOldestIsNamed) {
 }
 
 // The last question to all comes when the other has heard of this operation for that long, also if it heard of it in the first round.
-TEST_F(StandOffTest, TheLastQuestionFindsItOver) {
+TEST_F(DeadlockTest, TheLastQuestionFindsItOver) {
   enter(1);
   for (const int ms : {2, 200, 2000}) {
     roll.tick(at(ms));
@@ -333,7 +333,7 @@ TEST_F(StandOffTest, TheLastQuestionFindsItOver) {
 }
 
 // A root has left its operation long ago, or its question was very late: this rank cannot know. The other does.
-TEST_F(StandOffTest, WhatWasNotHeardOfLatelyIsNoMismatchButIsAnsweredOnceMore) {
+TEST_F(DeadlockTest, WhatWasNotHeardOfLatelyIsNoMismatchButIsAnsweredOnceMore) {
   enter(1);
   hearOfTheirs(0);
   hearOfTheirs(9000);

@@ -1047,6 +1047,27 @@ TEST(HostPlane, CloseRightAfterAFailureKeepsTheCause) {
   EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
 }
 
+TEST(HostPlane, WhatStopsThePlaneIsReportedOnceThereIsMemory) {
+  for (const bool driven : {true, false}) {
+    Host host(2);
+    host.failAllocations(2);
+    const TimePoint began = Clock::now();
+    host.run([&](int rank, HostPlane& plane) {
+      std::atomic<int64_t> counter{0};
+      std::vector<float> mine(static_cast<size_t>(rank) + 1, 1.0F);
+      const Wish wish{Collective::AllReduce, static_cast<int64_t>(mine.size()), ReduceOp::Sum};
+      const auto operation = post(plane, counter, wish, viewOf(mine), viewOf(mine), driven);
+      std::thread control([&] { failNow(plane, host.waitForNotice()); });
+      finish(plane, *operation);
+      control.join();
+      ASSERT_TRUE(operation->error());
+      EXPECT_EQ(operation->error()->code, ErrorCode::CollectiveMismatch) << operation->error()->text();
+    });
+    EXPECT_EQ(host.allocationsToFail(), 0);
+    EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+  }
+}
+
 TEST(HostPlane, AnOperationThatWaitsIsReportedOnceThereIsMemory) {
   for (const bool driven : {true, false}) {
     Host host(2);

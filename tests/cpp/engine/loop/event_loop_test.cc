@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "base/unique_fd.h"
 #include "within.h"
 
@@ -36,6 +37,35 @@ TEST(EventLoop, RunsTasksOfEachThreadInOrder) {
   for (const std::vector<int>& order : seen) {
     ASSERT_EQ(order.size(), 2000U);
     EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  }
+}
+
+// A group closes by tasks that it waits for, also if there is no memory.
+TEST(EventLoop, ToRunATaskAndWaitForItTakesNoMemory) {
+  EventLoop loop("test");
+  std::vector<int> ran;
+  ran.reserve(3);
+  testing::failAllocation(1);
+  for (int i = 0; i < 3; ++i) {
+    loop.run([&] { ran.push_back(i); });
+  }
+  const bool allocated = testing::allocationFailed();
+  testing::failAllocation(0);
+  EXPECT_FALSE(allocated);
+  EXPECT_EQ(ran, (std::vector<int>{0, 1, 2}));
+}
+
+TEST(EventLoop, ATaskThatIsWaitedForRunsAfterThoseBeforeItAndItsExceptionTravels) {
+  EventLoop loop("test");
+  for (int i = 0; i < 200; ++i) {
+    std::atomic<bool> posted_ran{false};
+    loop.post([&] { posted_ran = true; });
+    EXPECT_THROW(
+        loop.run([&] {
+          EXPECT_TRUE(posted_ran);
+          throw std::bad_alloc();
+        }),
+        std::bad_alloc);
   }
 }
 

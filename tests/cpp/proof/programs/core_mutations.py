@@ -338,6 +338,32 @@ MUTATIONS = [
         "Matching.AnOperationThatGetsNoMemoryLeavesNothing",
     ),
     _rule(
+        "15: the oldest that has ended is forgotten without memory",
+        "matching.cc",
+        "    age(tables, oldest->first, oldest->second); "
+        "// first: without memory it stays where it is\n"
+        "    tables.recent.erase(oldest);\n"
+        "    tables.recent_order.pop_front();\n",
+        "    const auto taken = tables.recent.extract(oldest);\n"
+        "    tables.recent_order.pop_front();\n"
+        "    age(tables, taken.key(), taken.mapped());\n",
+        "HistoryTest.WithoutMemoryNoHalfOfAnOperationIsRemembered",
+    ),
+    _rule(
+        "15: a mismatch goes with its operation",
+        "matching.cc",
+        "first + (found == tables.actions.end() ? 0 : 1)",
+        "first",
+        "DataPlaneRefused.AMismatchThatWasFoundIsReportedEvenIfTheOperationThenGetsNoMemory",
+    ),
+    _rule(
+        "15: what stops the host plane is reported once",
+        "host_plane.cc",
+        "  reportTrouble();\n  uint64_t blocked = 0;\n",
+        "  uint64_t blocked = 0;\n",
+        "HostPlane.WhatStopsThePlaneIsReportedOnceThereIsMemory",
+    ),
+    _rule(
         "16: both ends of a message to oneself are one operation",
         "data_plane.cc",
         "    header.op_id ^= PointToPoint::kSelfBit;\n",

@@ -135,7 +135,7 @@ MUTATIONS = [
     Mutation(
         "blame who hung up although it spoke",
         "membership.cc",
-        "(spoke_.count(r.peer) != 0 || was_silent(r.rank));",
+        "(hasSpoken(r.peer) || was_silent(r.rank));",
         "false;",
     ),
     Mutation(
@@ -153,14 +153,14 @@ MUTATIONS = [
     Mutation(
         "never notice silence",
         "membership.cc",
-        "now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)",
-        "now - entry.heard_at < std::chrono::hours(config_.dead_after_ms)",
+        "now - rank.heard_at < std::chrono::milliseconds(config_.dead_after_ms)",
+        "now - rank.heard_at < std::chrono::hours(config_.dead_after_ms)",
     ),
     Mutation(
         "a goodbye does not count",
         "membership.cc",
-        "if (entry == nullptr || hasLeft(peer) || (entry->left && (broke || !doubts(peer)))) {",
-        "left_.assign(left_.size(), false);\n  if (entry == nullptr) {",
+        "if (rank == nullptr || rank->left || (rank->over && (broke || !doubts(peer)))) {",
+        "for (Rank& each : ranks_) {\n    each.left = false;\n  }\n  if (rank == nullptr) {",
     ),
     Mutation(
         "goodbyes are not passed on",
@@ -268,7 +268,7 @@ MUTATIONS = [
     Mutation(
         "a rank that slept counts heartbeats that it did not read as missing",
         "membership.cc",
-        "        entry.heard_at = std::min(now, entry.heard_at + late);\n",
+        "        rank.heard_at = std::min(now, rank.heard_at + late);\n",
         "",
     ),
     Mutation(

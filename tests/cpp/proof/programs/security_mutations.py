@@ -305,7 +305,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory is given for any key",
-        "memory_offers.h",
+        "host_mates.h",
         "found = offered == key ? &memory : found;",
         "found = &memory;\n      static_cast<void>(offered == key);",
         "HostMates.GivesMemoryForItsKeyOnly",

@@ -6,7 +6,6 @@
 
 #include "proof/sim/cluster.h"
 #include "proof/sim/oracle.h"
-#include "proof/sim/plan_parts.h"
 #include "proof/sim/verdict.h"
 
 namespace pycomm::sim {

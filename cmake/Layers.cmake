@@ -1,9 +1,9 @@
-set(PYCOMM_FLOORS_FILE ${PROJECT_SOURCE_DIR}/csrc/floors.txt)
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PYCOMM_FLOORS_FILE})
+set(PYCOMM_LAYERS_FILE ${PROJECT_SOURCE_DIR}/csrc/layers.txt)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PYCOMM_LAYERS_FILE})
 
-# pycomm_floor_folders(<kind> <variable>): the folders of csrc/floors.txt that are of this kind, lowest floor first.
-function(pycomm_floor_folders kind variable)
-  file(STRINGS ${PYCOMM_FLOORS_FILE} lines REGEX "^[0-9]")
+# pycomm_layer_folders(<kind> <variable>): the folders of csrc/layers.txt that are of this kind, lowest layer first.
+function(pycomm_layer_folders kind variable)
+  file(STRINGS ${PYCOMM_LAYERS_FILE} lines REGEX "^[0-9]")
   set(folders)
   foreach(line IN LISTS lines)
     if(line MATCHES "^[0-9]+ +([^ ]+) +${kind} *$")
@@ -33,10 +33,10 @@ function(pycomm_unite name)
   endforeach()
 endfunction()
 
-# pycomm_floor_sources(<kind> <variable>): every .cc file under those folders. The list is looked at again by each
+# pycomm_layer_sources(<kind> <variable>): every .cc file under those folders. The list is looked at again by each
 # build, so that a new file needs no edit here. Each file is told which unit of its folder it is compiled in.
-function(pycomm_floor_sources kind variable)
-  pycomm_floor_folders(${kind} folders)
+function(pycomm_layer_sources kind variable)
+  pycomm_layer_folders(${kind} folders)
   set(sources)
   foreach(folder IN LISTS folders)
     file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/${folder}/*.cc)
