@@ -331,3 +331,22 @@ def test_a_function_hides_no_module() -> None:
     assert callable(pycomm.flight_record)
     assert importlib.util.find_spec("pycomm.flight_record") is None
     assert pycomm.GroupRecord.__name__ == "GroupRecord"
+
+
+def groups_come_and_go(rank: int, size: int) -> int:
+    from pycomm._group import creation
+
+    for _ in range(10):
+        group = dist.new_group(list(range(size)))
+        assert creation.group_timeout(group) > timedelta(0)
+        dist.destroy_process_group(group)
+    kept = len(creation._made_with)
+    other = dist.new_group(list(range(size)), backend="gloo")
+    for ask in (creation.group_timeout, creation.group_options):
+        with pytest.raises(ValueError, match="is not a group of pycomm"):
+            ask(other)
+    return kept
+
+
+def test_of_groups_that_are_gone_no_more_than_the_last_is_remembered() -> None:
+    assert all(kept <= 2 for kept in run_ranks(2, groups_come_and_go, only_pycomm=False).values())
