@@ -3,10 +3,8 @@
 #include <fcntl.h>
 
 #include <thread>
-#include <utility>
 #include <vector>
 
-#include "allocations.h"
 #include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/dtype.h"
@@ -59,15 +57,6 @@ TEST(AbortToken, TheFirstReasonWins) {
   EXPECT_EQ(won, 1);
   EXPECT_TRUE(token.aborted());
   EXPECT_THROW(token.throwIfAborted(), Error);
-}
-
-TEST(AbortToken, AReasonThatIsGivenAwayNeedsNoMemory) {
-  AbortToken token;
-  ErrorRecord reason;
-  reason.code = ErrorCode::ShutDown;
-  reason.summary = "a reason that is longer than a string can be without memory of its own";
-  EXPECT_FALSE(testing::throwsWithoutMemory(1, [&] { EXPECT_TRUE(token.abort(std::move(reason))); }));
-  EXPECT_EQ(token.reason().code, ErrorCode::ShutDown);
 }
 
 TEST(UniqueFd, ClosesOnce) {

@@ -467,6 +467,16 @@ TEST(Door, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
   EXPECT_FALSE(visited.instance->failure());
 }
 
+// The search for members ends in a destructor.
+TEST(AbortToken, AReasonThatIsGivenAwayNeedsNoMemory) {
+  AbortToken token;
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  reason.summary = "a reason that is longer than a string can be without memory of its own";
+  EXPECT_FALSE(testing::throwsWithoutMemory(1, [&] { EXPECT_TRUE(token.abort(std::move(reason))); }));
+  EXPECT_EQ(token.reason().code, ErrorCode::ShutDown);
+}
+
 // A session ends in a destructor.
 TEST(Instance, AMemberThatHangsUpFailsItAlsoWithoutMemory) {
   bool failed = true;
