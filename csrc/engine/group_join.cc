@@ -77,7 +77,8 @@ std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store&
     const ErrorRecord& record = error.record();
     const std::string reason = record.summary + (record.cause.empty() ? "" : " (" + record.cause + ")") +
         (record.hint.empty() ? "" : ". Try there: " + record.hint);
-    postNotice(store, config.rendezvous.group_name, config.rendezvous.life, {config.rendezvous.rank, localHostName(), reason});
+    postNotice(
+        store, config.rendezvous.group_name, config.rendezvous.life, {config.rendezvous.rank, localHostName(), reason});
     throw;
   }
 }

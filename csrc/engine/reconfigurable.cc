@@ -330,8 +330,8 @@ ErrorRecord Reconfigurable::explained(ErrorRecord record, const Instance& instan
     const int peer = instance.job().inGroup(record.peer);
     if (peer >= 0 && peer < instance.size()) {
       record.peer_host = record.peer_host.empty() ? instance.member(peer).host.hostname : record.peer_host;
-      record.summary += "; " + instance.who(peer) +
-          " has not called reconfigure(uuid=" + std::to_string(instance.uuid()) + ")";
+      record.summary +=
+          "; " + instance.who(peer) + " has not called reconfigure(uuid=" + std::to_string(instance.uuid()) + ")";
     }
   }
   return record;

@@ -48,7 +48,8 @@ def launcher_life(store: Any) -> str:
     """Which start of the job this is, if torchrun's ranks meet in ``store``; "" if nobody knows."""
     if not store_outlives_ranks(store):
         return ""
-    run, restart = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return f"{run}.{restart}".replace("/", "_")
 
 

@@ -73,7 +73,8 @@ void Messages::ask(int peer, uint32_t tag) {
   question.root = peer;
   question.tag = tag;
   PeerRow& row = tables_.peer(peer);
-  row.asked = std::min(row.asked + 1, tables_.limits.places()); // however many are lost, what the peer may announce has a bound
+  // However many are lost, what the peer may announce has a bound.
+  row.asked = std::min(row.asked + 1, tables_.limits.places());
   plane_.send(peer, question, false); // it may be lost: the receive asks again
 }
 

@@ -90,8 +90,7 @@ class SendQueue {
     if (ready == ready_.end() && blocked == blocked_.end()) {
       return nullptr;
     }
-    const bool is_ready =
-        ready != ready_.end() && (blocked == blocked_.end() || ready->first < blocked->first);
+    const bool is_ready = ready != ready_.end() && (blocked == blocked_.end() || ready->first < blocked->first);
     return (is_ready ? ready : blocked)->second.first().message.get();
   }
   /// `behind`: the held message that it waits for, which may be itself; null if there is none.

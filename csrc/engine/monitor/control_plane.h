@@ -115,7 +115,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
-  std::vector<Membership::Action> undone_; ///< what membership_ wants, in order; without memory the next tick goes on with it
+  std::vector<Membership::Action> undone_; ///< of membership_, in order; without memory the next tick goes on
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
   std::map<int, ErrorRecord> leaving_; ///< by rank: why it leaves, of those that have said so
   MissingNeighbours missing_;

@@ -178,7 +178,8 @@ class AgreementDriver final : public Engine::Maker {
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   const elastic::Incarnation self_;
   const std::shared_ptr<Inbox> inbox_;
-  const std::map<elastic::Incarnation, int> job_ranks_; ///< of the first members; empty: they are called by their places
+  const std::map<elastic::Incarnation, int>
+      job_ranks_; ///< of the first members; empty: they are called by their places
 
   // The agreement thread's, once that runs:
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were

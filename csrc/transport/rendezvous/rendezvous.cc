@@ -462,7 +462,7 @@ void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept {
     if (store.add(keys + "over", 1) < size) {
       return; // others read yet
     }
-    store.set(keys + kMade, "1"); // before the list goes: whoever asks finds one of the two
+    store.set(keys + kMade, "1"); // before the list goes: a rank that asks finds one of the two
     for (const std::string& round :
          {std::string("member"),
           claim.binding + "address",

@@ -113,8 +113,7 @@ TEST(AgreementDriver, CallsMembersByTheirNumbersInTheJob) {
   };
   onEach(0, [&](Member& one) {
     JoinAbort nobody;
-    const Reconfigurable::Met met =
-        one.members->meet(one.members->plan(1, handles), Deadline::after(10000), nobody);
+    const Reconfigurable::Met met = one.members->meet(one.members->plan(1, handles), Deadline::after(10000), nobody);
     AgreementDriver::Config config;
     config.min_ranks = 2;
     one.driver = AgreementDriver::open(*one.members, met, config, [&] { together.arrive_and_wait(); });

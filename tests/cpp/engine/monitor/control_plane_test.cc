@@ -393,9 +393,7 @@ TEST(ControlPlane, AGoodbyeThatCannotBePassedOnForWantOfMemoryIsPassedOnLater) {
   for (int64_t nth = 2; threw; ++nth) {
     ASSERT_LT(nth, 1000);
     Crossroads self;
-    self.onLoop([&](ControlPlane& plane, auto&) {
-      threw = throwsWithoutMemory(nth, [&] { plane.peerLeft(7); });
-    });
+    self.onLoop([&](ControlPlane& plane, auto&) { threw = throwsWithoutMemory(nth, [&] { plane.peerLeft(7); }); });
     strikes += threw ? 1 : 0;
     for (const int peer : {1, 2, 4, 8, 12, 14, 15}) {
       const FrameHeader passed = self.next(peer);
