@@ -186,9 +186,18 @@ void Messages::beginReceive(const PointToPoint::Match& match) {
   }
   message->identify(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
   plane_.begin(message);
-  tables_.peer(match.from).answered(); // whether a question brought it or not: it takes no place any more
   tables_.receives.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
   lane_.addBusy(-1);
+  const bool from_any = request.peer == PointToPoint::kAnyRank;
+  for (int peer = from_any ? 0 : match.from; peer < (from_any ? identity_.size : match.from + 1); ++peer) {
+    forgetQuestions(tables_.peer(peer));
+  }
+}
+
+void Messages::forgetQuestions(PeerRow& peer) const noexcept {
+  if (peer.receives == 0 && tables_.receives_from_any == 0 && peer.messages == 0) {
+    peer.asked = 0; // all that they have brought is received
+  }
 }
 
 void Messages::ended(const Operation& message) {

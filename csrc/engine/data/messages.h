@@ -95,6 +95,7 @@ class Messages {
   void begin(const std::shared_ptr<Operation>& message, bool announced);
   void beginMatched();
   void beginReceive(const PointToPoint::Match& match);
+  void forgetQuestions(PeerRow& peer) const noexcept;
   [[nodiscard]] bool goesEagerly(const Operation& message) const noexcept;
   [[nodiscard]] bool hasPlace(int peer, const Operation& message) const;
   /// How many messages a question may bring now.

@@ -31,7 +31,7 @@ size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
 void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
     tables_.peer(peer).lacked = waiting::lastText(header, peer, identity_.job);
-    tables_.peer(peer).answered();
+    tables_.peer(peer).asked -= tables_.peer(peer).asked > 0 ? 1 : 0;
     return;
   }
   SendQueue& queue = queueOf(peer);

@@ -203,12 +203,9 @@ struct PeerRow {
   // Places of unexpected operations: matching.h.
   size_t collectives = 0; ///< unexpected operations that it has sent something about
   size_t messages = 0; ///< the same of messages, which have places of their own
-  /// Questions for messages that this rank has sent it, less those that were answered, by "none" or with a message: each may bring one
+  /// Questions for messages that this rank has sent it since it last waited for none, less those that brought none: each may bring one
   /// more than fits. At most Limits::places().
   size_t asked = 0;
-  void answered() noexcept {
-    asked -= asked > 0 ? 1 : 0;
-  }
 };
 
 /// What the owner of the tables has to do, in order.
