@@ -343,6 +343,7 @@ def named_then(
 def post_notice(
     store: torch.distributed.distributed_c10d.Store,
     group_name: str,
+    life: str,
     rank: int,
     host: str,
     reason: str,

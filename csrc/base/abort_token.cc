@@ -1,13 +1,15 @@
 #include "base/abort_token.h"
 
+#include <utility>
+
 namespace pycomm {
 
-bool AbortToken::abort(const ErrorRecord& reason) {
+bool AbortToken::abort(ErrorRecord&& reason) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_.load(std::memory_order_relaxed)) {
     return false;
   }
-  reason_ = reason;
+  reason_ = std::move(reason);
   aborted_.store(true, std::memory_order_release);
   return true;
 }

@@ -13,7 +13,10 @@ namespace pycomm {
 class AbortToken {
  public:
   /// True if this call was the first.
-  bool abort(const ErrorRecord& reason);
+  bool abort(const ErrorRecord& reason) {
+    return abort(ErrorRecord(reason));
+  }
+  bool abort(ErrorRecord&& reason) noexcept;
 
   [[nodiscard]] bool aborted() const noexcept {
     return aborted_.load(std::memory_order_acquire);

@@ -54,6 +54,7 @@ struct NativeOptions {
   std::string why_no_nccl; ///< empty: this rank may
   bool check_call_sites = false;
   bool launcher_restarts = false;
+  std::string launcher_life;
   bool enable_reconfigure = false;
   std::vector<std::string> skipped_folders;
   std::string security;
@@ -81,6 +82,7 @@ struct NativeOptions {
         why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
         launcher_restarts(options["launcher_restarts"].cast<bool>()),
+        launcher_life(options["launcher_life"].cast<std::string>()),
         enable_reconfigure(options["enable_reconfigure"].cast<bool>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()),
         security(options["security"].cast<std::string>()),
@@ -228,6 +230,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     rendezvous.config_digest = digestOf(rendezvous.config_text);
     rendezvous.remark = options.why_no_nccl;
     rendezvous.takeover = options.launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
+    rendezvous.life = options.launcher_life;
     rendezvous.serves_store = servesStore(rendezvous.job.of(rank), options.store_host, options.launcher_restarts);
     rendezvous.deadline = Deadline::after(timeout_ms);
 

@@ -65,14 +65,16 @@ void bindSecret(py::module_& m) {
       "post_notice",
       [](const c10::intrusive_ptr<c10d::Store>& store,
          const std::string& group_name,
+         const std::string& life,
          int rank,
          const std::string& host,
          const std::string& reason) {
         StoreAdapter adapter(store);
-        postNotice(adapter, group_name, {rank, host, reason});
+        postNotice(adapter, group_name, life, {rank, host, reason});
       },
       py::arg("store"),
       py::arg("group_name"),
+      py::arg("life"),
       py::arg("rank"),
       py::arg("host"),
       py::arg("reason"),

@@ -369,7 +369,7 @@ void PycommBackend::reconfigureTo(
     const std::string which = "reconfigure(uuid=" + std::to_string(uuid) + ")";
     {
       const std::lock_guard lock(joining_mutex_);
-      joining_rank_ = plan.rank; // an abort() counts for the new group from here on
+      joining_rank_ = plan.jobRank(); // an abort() counts for the new group from here on
     }
     const auto over = c10::make_scope_exit([&] { (void)endJoining(); });
     uint32_t number = 0;
@@ -388,6 +388,7 @@ void PycommBackend::reconfigureTo(
     }
     RendezvousConfig meeting; // for the text of a signal
     meeting.rank = plan.rank;
+    meeting.job = plan.instance->job();
     Reconfigurable::Met met;
     try {
       joinInterruptibly(meeting, [&](JoinAbort& abort) {
@@ -416,8 +417,8 @@ void PycommBackend::reconfigureTo(
       if (met.group != nullptr) {
         ErrorRecord reason;
         reason.code = ErrorCode::Aborted;
-        reason.peer = plan.rank;
-        reason.summary = "Rank " + std::to_string(plan.rank) + " gave up " + which + " in its last moment.";
+        reason.peer = plan.jobRank();
+        reason.summary = "Rank " + std::to_string(reason.peer) + " gave up " + which + " in its last moment.";
         met.group->abort(reason);
         met.group->close();
       }

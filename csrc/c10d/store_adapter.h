@@ -7,7 +7,8 @@
 namespace pycomm {
 
 /// torch's store behind the rendezvous' interface. Blocks without the interpreter's lock, which the caller must not hold: a store may
-/// be written in Python.
+/// be written in Python. torch bounds no call but wait(): while the store's server is stopped and not ended, set(), has(), add() and remove()
+/// do not return (docs/errors.md).
 class StoreAdapter final : public Store {
  public:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}

@@ -77,7 +77,8 @@ std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store&
     const ErrorRecord& record = error.record();
     const std::string reason = record.summary + (record.cause.empty() ? "" : " (" + record.cause + ")") +
         (record.hint.empty() ? "" : ". Try there: " + record.hint);
-    postNotice(store, config.rendezvous.group_name, {config.rendezvous.rank, localHostName(), reason});
+    postNotice(
+        store, config.rendezvous.group_name, config.rendezvous.life, {config.rendezvous.rank, localHostName(), reason});
     throw;
   }
 }
@@ -157,6 +158,9 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       }
     }
     engine.recorder().failed(log, record);
+    if (claim.generation > 0) {
+      forgetMeeting(store, claim, meeting.size);
+    }
     if (group != nullptr) {
       group->close();
     }

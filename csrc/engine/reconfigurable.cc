@@ -71,6 +71,8 @@ class Search final {
  public:
   Search(std::shared_ptr<Instance> instance, const Visitor& from)
       : instance_(std::move(instance)), from_(from), refusals_(static_cast<size_t>(instance_->size())) {
+    reason_.code = ErrorCode::ShutDown;
+    reason_.summary = "the search for members is over";
     if (instance_->size() > 1) {
       thread_ = startNativeThread("pycomm-search", [this] { run(); });
     }
@@ -80,10 +82,7 @@ class Search final {
       const std::lock_guard<std::mutex> lock(mutex_);
       over_ = true;
     }
-    ErrorRecord reason;
-    reason.code = ErrorCode::ShutDown;
-    reason.summary = "the search for members is over";
-    (void)end_.abort(reason);
+    (void)end_.abort(std::move(reason_));
     changed_.notify_all();
     if (thread_.joinable()) {
       thread_.join();
@@ -140,6 +139,7 @@ class Search final {
   const Visitor from_;
   std::vector<int> refusals_; ///< by rank, in a row
   AbortToken end_;
+  ErrorRecord reason_; ///< of its end; made before, as the destructor may have no memory
   std::mutex mutex_; ///< guards over_
   std::condition_variable changed_;
   bool over_ = false;
@@ -293,8 +293,28 @@ Reconfigurable::Plan Reconfigurable::plan(int64_t uuid, const std::vector<std::s
   if (!used_.insert(uuid).second) {
     refuse("uuid " + std::to_string(uuid) + " was already used by this group", kNewUuid);
   }
-  plan.instance = std::make_shared<Instance>(uuid, std::move(members));
+  JobRanks job = jobRanksOf(members, plan.rank);
+  plan.instance = std::make_shared<Instance>(uuid, std::move(members), std::move(job));
   return plan;
+}
+
+JobRanks Reconfigurable::jobRanksOf(const std::vector<MemberHandle>& members, int rank) {
+  const RendezvousConfig& made = config_.rendezvous;
+  const std::vector<int>& numbers = made.job.numbers();
+  if (job_ranks_.empty() && members.size() == numbers.size() && rank == made.rank) {
+    for (size_t i = 0; i < members.size(); ++i) {
+      job_ranks_.emplace(members[i].incarnation, numbers[i]);
+    }
+  }
+  std::vector<int> by_rank;
+  for (const MemberHandle& member : members) {
+    const auto known = job_ranks_.find(member.incarnation);
+    if (known == job_ranks_.end()) {
+      return {};
+    }
+    by_rank.push_back(known->second);
+  }
+  return JobRanks(std::move(by_rank));
 }
 
 // A rendezvous over torch's store speaks of that.
@@ -307,10 +327,11 @@ ErrorRecord Reconfigurable::explained(ErrorRecord record, const Instance& instan
     record.hint =
         "did every member call reconfigure() with this uuid and this list? Leave out the handles of those that have ended, and call it "
         "again with a new uuid; a longer timeout helps slow members";
-    if (record.peer >= 0 && record.peer < instance.size()) {
-      record.peer_host = record.peer_host.empty() ? instance.member(record.peer).host.hostname : record.peer_host;
-      record.summary += "; " + instance.who(record.peer) +
-          " has not called reconfigure(uuid=" + std::to_string(instance.uuid()) + ")";
+    const int peer = instance.job().inGroup(record.peer);
+    if (peer >= 0 && peer < instance.size()) {
+      record.peer_host = record.peer_host.empty() ? instance.member(peer).host.hostname : record.peer_host;
+      record.summary +=
+          "; " + instance.who(peer) + " has not called reconfigure(uuid=" + std::to_string(instance.uuid()) + ")";
     }
   }
   return record;
@@ -323,7 +344,7 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
   RendezvousConfig& meeting = config.rendezvous;
   meeting.rank = plan.rank;
   meeting.size = instance->size();
-  meeting.job = JobRanks();
+  meeting.job = instance->job();
   meeting.deadline = deadline;
   meeting.serves_store = false;
   meeting.takeover = Takeover::Never;
@@ -367,11 +388,11 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     ErrorRecord record = explained(recordOf(exception, "the group could not be reconfigured"), *instance);
     record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
     record.group = record.group.empty() ? meeting.group_name : record.group;
-    if (record.peer < 0 && record.rank >= 0 && record.rank != plan.rank) { // another one has given up
+    if (record.peer < 0 && record.rank >= 0 && record.rank != plan.jobRank()) { // another one has given up
       record.peer = record.rank;
       record.peer_host = record.host;
     }
-    record.rank = plan.rank;
+    record.rank = plan.jobRank();
     record.host = localHostName();
     if (place == nullptr) {
       instance->fail(record);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -68,9 +69,13 @@ class Reconfigurable {
   struct Plan {
     std::shared_ptr<Instance> instance;
     int rank = -1; ///< this member's place in the list
+    [[nodiscard]] int jobRank() const noexcept {
+      return instance->job().of(rank);
+    }
   };
-  /// Checks the arguments, and from now on the uuid counts as used. `handles`: in the order of ranks. Nothing else happens yet, so a group
-  /// that is there goes on if this throws Error(InvalidArgument | VersionMismatch | ConfigMismatch).
+  /// Checks the arguments, and from now on the uuid counts as used. `handles`: in the order of ranks. If the group was made of ranks of the
+  /// job, the first list of all of them, in their order, says which member is which; later records call each by that number. Else members
+  /// are called by their places in the list. Nothing else happens yet, so a group that is there goes on if this throws Error(InvalidArgument | VersionMismatch | ConfigMismatch).
   [[nodiscard]] Plan plan(int64_t uuid, const std::vector<std::string>& handles);
 
   struct Met {
@@ -85,6 +90,8 @@ class Reconfigurable {
 
  private:
   [[nodiscard]] std::shared_ptr<Door> openDoor();
+  /// With mutex_.
+  [[nodiscard]] JobRanks jobRanksOf(const std::vector<MemberHandle>& members, int rank);
   [[nodiscard]] ErrorRecord explained(ErrorRecord record, const Instance& instance) const;
 
   Engine& engine_;
@@ -92,8 +99,9 @@ class Reconfigurable {
   const ProcessId incarnation_;
   const std::shared_ptr<Door> door_;
   const MemberHandle self_;
-  std::mutex mutex_; ///< guards used_
+  std::mutex mutex_; ///< guards the rest
   std::set<int64_t> used_;
+  std::map<ProcessId, int> job_ranks_; ///< by incarnation: the members' numbers in the job, once they are known
 };
 
 } // namespace pycomm

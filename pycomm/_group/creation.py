@@ -23,7 +23,12 @@ from torch.distributed.constants import default_pg_timeout
 import _pycomm_autoload
 from pycomm import errors
 from pycomm._group import secrets
-from pycomm._group.native_options import native_options, store_host, store_outlives_ranks
+from pycomm._group.native_options import (
+    launcher_life,
+    native_options,
+    store_host,
+    store_outlives_ranks,
+)
 from pycomm._metrics import metrics_file, writer
 from pycomm._native import loader
 from pycomm._native.flight_record import GroupRecord, parse_record
@@ -40,7 +45,11 @@ logger = logging.getLogger("pycomm")
 
 _default_group_options: Options | None = None
 _made_with: dict[str, _MadeWith] = {}
-"""By the group's name; torch has no way to ask a plugin's group for it."""
+"""By the group's name; torch has no way to ask a plugin's group for it.
+
+It does not keep the Python object of a backend either, so no weak key would live as long as the
+group. What groups leave behind goes when the next one is made.
+"""
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.Counter[str]] = (
     weakref.WeakKeyDictionary()
 )
@@ -107,6 +116,7 @@ def create_group(
             extension.arm_fault_points(faults)
         _set_up_logging(extension, resolved, rank)
         timeout_ms = effective_timeout_ms(resolved, group.timeout)
+        _forget_groups_that_are_gone()
         _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, resolved.wire_dtype)
         if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
             compared = preflight(resolved)
@@ -115,6 +125,7 @@ def create_group(
             store_host(group.store),
             list(group.global_ranks_in_group),
             launcher_restarts=store_outlives_ranks(group.store),
+            launcher_life=launcher_life(group.store),
             enable_reconfigure=changes,
         )
     store = group.store
@@ -167,7 +178,8 @@ def _told_to_the_others(extension: ModuleType, group: Any) -> Iterator[None]:
 
 def _tell_the_others(extension: ModuleType, group: Any, error: BaseException) -> None:
     rank, name, why = int(group.group_rank), str(group.group_id), _reason_of(error)
-    extension.post_notice(group.store, name, rank, socket.gethostname(), why)
+    life = launcher_life(group.store)
+    extension.post_notice(group.store, name, life, rank, socket.gethostname(), why)
     if not isinstance(error, Exception):
         return
     # Ranks with a secret believe what has a seal; without one that can be used, this ends here.
@@ -294,22 +306,40 @@ def native_backend(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that a group of pycomm was made with."""
-    return timedelta(milliseconds=_made_with[group.group_name].timeout_ms)
+    """The timeout that a group of pycomm was made with.
+
+    Raises:
+        ValueError: The group is not pycomm's.
+    """
+    return timedelta(milliseconds=_what_made(group).timeout_ms)
 
 
 def group_options(group: dist.ProcessGroup) -> Options:
-    """The options that a group of pycomm was made with."""
-    return _made_with[group.group_name].options
+    """The options that a group of pycomm was made with.
+
+    Raises:
+        ValueError: The group is not pycomm's.
+    """
+    return _what_made(group).options
 
 
 def group_wire_dtype(group: dist.ProcessGroup) -> str:
     """The ``wire_dtype`` of a group; "fp32" for one that is not pycomm's."""
     try:
-        native_backend(group)  # another library's group may have the name of a former one
+        return _what_made(group).wire_dtype
     except ValueError:
         return "fp32"
-    return _made_with[group.group_name].wire_dtype
+
+
+def _what_made(group: dist.ProcessGroup) -> _MadeWith:
+    native_backend(group)  # another library's group may have the name of a former one
+    return _made_with[group.group_name]
+
+
+def _forget_groups_that_are_gone() -> None:
+    names = {group.group_name for group in list(dist.distributed_c10d._world.pg_map)}
+    for name in _made_with.keys() - names:
+        del _made_with[name]
 
 
 def next_number(group: dist.ProcessGroup, what: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ _LOOK_S = 0.25
 _PASSED = "passed"
 _REFUSED = "refused "
 _CAME = "came"
+_first_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""On rank 0: the first call whose keys may still be in the store."""
 
 
 def monitored_barrier(
@@ -102,11 +105,12 @@ class _Round:
             if self._wait_for(self._key("verdict"), grace_s=grace_s):
                 verdict = self._read("verdict")
             else:
-                verdict = self._conclude([0])
+                verdict = self._conclude(self._without_a_key() or [0])
         else:
             came = [self._has_come(peer) for peer in range(self.group.size())]
             verdict = self._conclude([peer for peer, here in enumerate(came) if not here])
-            self._forget_the_last()
+            if all(came):
+                self._forget_earlier()
         if verdict.startswith(_REFUSED):
             raise self._refused(int(verdict[len(_REFUSED) :]))
         if verdict != _PASSED:
@@ -119,6 +123,11 @@ class _Round:
         # The first verdict counts, so that rank 0 cannot pass when it comes after the others left.
         key = self._key("verdict")
         return self._opened(key, self.store.compare_set(key, "", self._sealed(key, verdict)))
+
+    def _without_a_key(self) -> list[int]:
+        """The ranks that have not come; none if all have, and rank 0 does not go on."""
+        ranks = range(self.group.size())
+        return [peer for peer in ranks if not self.store.check([self._key("came", peer)])]
 
     def _has_come(self, peer: int) -> bool:
         if not self._wait_for(self._key("came", peer)):
@@ -223,12 +232,15 @@ class _Round:
         }
         return BY_CODE[code](f"{summary} Try: {hint}", record)
 
-    def _forget_the_last(self) -> None:
-        # Everybody is past the round before this one. Not every store can delete.
-        last = self.number - 1
-        keys = [self._key("came", rank, number=last) for rank in range(self.group.size())]
-        try:
-            for key in [*keys, self._key("verdict", number=last)]:
-                self.store.delete_key(key)
-        except (RuntimeError, NotImplementedError):
-            return
+    def _forget_earlier(self) -> None:
+        # All ranks have come to this round, so each has read the verdicts of the earlier ones. A late
+        # rank needs those: only a complete round may delete them.
+        first = _first_kept.get(self.group, 1)
+        _first_kept[self.group] = self.number
+        for number in range(first, self.number):
+            keys = [self._key("came", rank, number=number) for rank in range(self.group.size())]
+            try:
+                for key in [*keys, self._key("verdict", number=number)]:
+                    self.store.delete_key(key)
+            except (RuntimeError, NotImplementedError):  # not every store can delete
+                return

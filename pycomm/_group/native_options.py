@@ -44,6 +44,15 @@ def store_outlives_ranks(store: Any) -> bool:
     )
 
 
+def launcher_life(store: Any) -> str:
+    """Which start of the job this is, if torchrun's ranks meet in ``store``; "" if nobody knows."""
+    if not store_outlives_ranks(store):
+        return ""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"{run}.{restart}".replace("/", "_")
+
+
 def _base_of(store: Any) -> Any:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -56,6 +65,7 @@ def native_options(
     global_ranks: list[int],
     *,
     launcher_restarts: bool = False,
+    launcher_life: str = "",
     enable_reconfigure: bool = False,
 ) -> dict[str, Any]:
     """The ``options`` of ``create_backend``."""
@@ -79,6 +89,7 @@ def native_options(
         "secret": secret,
         "secret_origin": secret_origin,
         "launcher_restarts": launcher_restarts,
+        "launcher_life": launcher_life,
         "enable_reconfigure": enable_reconfigure,
         "skipped_folders": _FOREIGN_FOLDERS,
     }

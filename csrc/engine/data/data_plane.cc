@@ -60,7 +60,7 @@ void DataPlane::orRefuse(const std::shared_ptr<Operation>& operation, const Body
 
 // ---- operations begin
 
-void DataPlane::post(const std::shared_ptr<Operation>& operation) {
+void DataPlane::takeUp(const std::shared_ptr<Operation>& operation, Was was) {
   const Operation::Request& request = operation->request();
   // What belongs in shared memory comes here only when that is over, which is a little before all else is.
   if (!running() || request.descriptor.algorithm == Algorithm::SharedMemory) {
@@ -71,7 +71,7 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
     orRefuse(operation, [&] {
       PYCOMM_FAULT_POINT("operation.post");
       if (request.descriptor.kind == Collective::Send) {
-        messages_.post(operation);
+        was == Was::Held ? messages_.release(operation) : messages_.post(operation);
         leaving::posted(tables_, request.schedule.get(), request.receives, Clock::now());
         report();
       } else {
@@ -105,12 +105,19 @@ void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
     endAtOnce(*operation);
     return;
   }
-  guarded(-1, [&] { orRefuse(operation, [&] { watched_.hold(operation); }); });
+  guarded(-1, [&] {
+    orRefuse(operation, [&] {
+      if (operation->request().descriptor.kind == Collective::Send) {
+        messages_.hold(operation);
+      }
+      watched_.hold(operation);
+    });
+  });
 }
 
 void DataPlane::release(const std::shared_ptr<Operation>& operation) {
   if (watched_.release(operation)) {
-    post(operation);
+    takeUp(operation, Was::Held);
     return;
   }
   guarded(-1, [&] { // more of the input is here

@@ -66,8 +66,11 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   ~DataPlane() override;
 
   // ---- operations
-  void post(const std::shared_ptr<Operation>& operation);
-  /// Watches over the deadline of an operation whose input is not there yet, until release() posts it; then nothing if it has ended.
+  void post(const std::shared_ptr<Operation>& operation) {
+    takeUp(operation, Was::New);
+  }
+  /// Watches over the deadline of an operation whose input is not there yet, until release() posts it; then nothing if it has ended. A
+  /// message gets its place among those of its peer and tag here.
   void hold(const std::shared_ptr<Operation>& operation);
   void release(const std::shared_ptr<Operation>& operation);
   /// See WatchedOperations, as for the next two.
@@ -159,6 +162,9 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   void orRefuse(const std::shared_ptr<Operation>& operation, const Body& body);
 
   // ---- operations
+  /// A message that was held has its place already.
+  enum class Was : bool { New, Held };
+  void takeUp(const std::shared_ptr<Operation>& operation, Was was);
   void start(const std::shared_ptr<Operation>& operation);
   void finishIfComplete(OperationRow& row);
   /// The deadline of an operation that is entered has passed.

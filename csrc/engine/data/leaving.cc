@@ -61,6 +61,7 @@ std::optional<Suspicion> takeSuspicion(Tables& tables, PeerRow& peer) noexcept {
 
 void goesAway(Tables& tables, PeerRow& peer, Presence how) noexcept {
   tables.away += peer.presence == Presence::Here ? 1 : 0;
+  peer.asked = 0; // it answers no more
   peer.presence = how;
 }
 
@@ -81,7 +82,7 @@ const Operation* firstWith(const Tables& tables, const EdgeOf& edge_of) noexcept
 const Operation* owing(const Tables& tables, int peer) noexcept {
   const Operation* const operation = firstWith(tables, [&](const OperationRow& row) { return row.to(peer); });
   const SendQueue* const queue = tables.peer(peer).queue.get();
-  return operation != nullptr || queue == nullptr ? operation : queue->first();
+  return operation != nullptr || queue == nullptr ? operation : queue->oldest();
 }
 
 /// The first receive from `peer`, or from kAnyRank itself, that has no message yet. One that has a message stays in the table until it has

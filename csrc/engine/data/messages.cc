@@ -46,14 +46,63 @@ SendQueue& Messages::queueOf(int peer) {
   return *queue;
 }
 
+void Messages::hold(const std::shared_ptr<Operation>& message) {
+  const Operation::Request& request = message->request();
+  if (!request.receives) {
+    name(message);
+    queueOf(request.peer).push(message, true);
+    lane_.addBusy(1);
+    return;
+  }
+  held_.emplace(message.get(), std::nullopt);
+  try {
+    postReceive(message);
+  } catch (...) {
+    if (!has(*message)) {
+      held_.erase(message.get());
+    }
+    throw;
+  }
+}
+
+void Messages::release(const std::shared_ptr<Operation>& message) {
+  const Operation::Request& request = message->request();
+  next_deadline_ = std::min(next_deadline_, request.deadline.instant());
+  if (request.receives) {
+    const auto found = held_.extract(message.get());
+    if (!found.empty() && found.mapped()) {
+      beginReceive(*found.mapped());
+    }
+    return;
+  }
+  SendQueue& queue = queueOf(request.peer);
+  queue.release(*message);
+  const uint32_t tag = request.descriptor.tag;
+  if (mostAnnounced(queue) > 0 && queue.takeMissed(tag)) { // its receiver has asked meanwhile
+    if (const std::shared_ptr<Operation> wanted = queue.takeUnder(tag)) {
+      lane_.addBusy(-1);
+      begin(wanted, true);
+    } else {
+      queue.miss(tag); // a message before it is held still
+    }
+  }
+  beginQueued(request.peer);
+}
+
+void Messages::name(const std::shared_ptr<Operation>& send) {
+  const Operation::Request& request = send->request();
+  const PointToPoint::Name name = names_.nameSend(request.peer);
+  send->identify(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
+}
+
 void Messages::postSend(const std::shared_ptr<Operation>& message) {
   const Operation::Request& request = message->request();
   const int peer = request.peer;
-  const PointToPoint::Name name = names_.nameSend(peer);
-  message->identify(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
+  name(message);
   SendQueue& queue = queueOf(peer);
-  const bool wanted = queue.takeMissed(request.descriptor.tag) && mostAnnounced(queue) > 0;
-  const bool has_place = queue.empty() && hasPlace(peer, *message);
+  const bool behind = queue.has(request.descriptor.tag);
+  const bool wanted = !behind && queue.takeMissed(request.descriptor.tag) && mostAnnounced(queue) > 0;
+  const bool has_place = !behind && !queue.isReady() && hasPlace(peer, *message);
   if (wanted || has_place) {
     begin(message, !has_place || !goesEagerly(*message));
     return;
@@ -105,7 +154,7 @@ void Messages::begin(const std::shared_ptr<Operation>& message, bool announced) 
 
 void Messages::beginQueued(int peer) {
   SendQueue* const queue = tables_.peer(peer).queue.get();
-  while (queue != nullptr && !queue->empty() && hasPlace(peer, *queue->first()) && !tables_.failed) {
+  while (queue != nullptr && queue->isReady() && hasPlace(peer, *queue->firstReady()) && !tables_.failed) {
     const std::shared_ptr<Operation> next = queue->takeFirst();
     lane_.addBusy(-1);
     begin(next, !goesEagerly(*next));
@@ -118,17 +167,36 @@ void Messages::beginMatched() {
     if (found == tables_.receives.end()) {
       continue; // it has ended, with the group
     }
-    const std::shared_ptr<Operation> message = found->second;
-    const Operation::Request& request = message->request();
-    std::shared_ptr<const PreparedSchedule> schedule = request.schedule;
-    if (schedule == nullptr) { // from any rank: only now is there an edge
-      schedule = receiveFrom(match.from, identity_, request.descriptor);
+    const std::shared_ptr<Operation> message = found->second; // a copy: beginReceive() takes it out
+    if (const auto held = held_.find(message.get()); held != held_.end()) {
+      held->second = match; // its frames are kept as those of an unexpected message
+    } else {
+      beginReceive(match);
     }
-    message->identify(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
-    plane_.begin(message);
-    tables_.receives.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
-    lane_.addBusy(-1);
-    askSoon(request.peer, request.descriptor.tag); // for the next one
+    askSoon(message->request().peer, message->request().descriptor.tag); // for the next one
+  }
+}
+
+void Messages::beginReceive(const PointToPoint::Match& match) {
+  const std::shared_ptr<Operation> message = tables_.receives.at(match.ticket);
+  const Operation::Request& request = message->request();
+  std::shared_ptr<const PreparedSchedule> schedule = request.schedule;
+  if (schedule == nullptr) { // from any rank: only now is there an edge
+    schedule = receiveFrom(match.from, identity_, request.descriptor);
+  }
+  message->identify(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
+  plane_.begin(message);
+  tables_.receives.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
+  lane_.addBusy(-1);
+  const bool from_any = request.peer == PointToPoint::kAnyRank;
+  for (int peer = from_any ? 0 : match.from; peer < (from_any ? identity_.size : match.from + 1); ++peer) {
+    forgetQuestions(tables_.peer(peer));
+  }
+}
+
+void Messages::forgetQuestions(PeerRow& peer) const noexcept {
+  if (peer.receives == 0 && tables_.receives_from_any == 0 && peer.messages == 0) {
+    peer.asked = 0; // all that they have brought is received
   }
 }
 
@@ -184,11 +252,13 @@ void Messages::endAll(const std::function<void(Operation&)>& end) noexcept {
   for (const auto& entry : unmatched) {
     end(*entry.second);
   }
+  held_.clear();
   for (PeerRow& peer : tables_.peers) {
-    const std::unique_ptr<SendQueue> queue = std::move(peer.queue);
-    while (queue != nullptr && !queue->empty()) {
-      lane_.addBusy(-1);
-      end(*queue->takeFirst());
+    if (const std::unique_ptr<SendQueue> queue = std::move(peer.queue)) {
+      queue->takeAll([&](Operation& message) {
+        lane_.addBusy(-1);
+        end(message);
+      });
     }
   }
 }
@@ -207,14 +277,17 @@ void Messages::checkDeadlines(TimePoint now) {
     if (peer.queue == nullptr) {
       continue;
     }
-    peer.queue->forEach([&](const Operation& message) {
-      if (isOver(message)) {
-        plane_.notice(timedOut(message, 0, 0, message.request().peer, std::nullopt, identity_));
+    peer.queue->forEach([&](const Operation& message, const Operation* behind) {
+      if (&message == behind || !isOver(message)) {
+        return; // the deadline of a held one is that of WatchedOperations
       }
+      plane_.notice(
+          behind != nullptr ? inputLate(*behind, 0, identity_)
+                            : timedOut(message, 0, 0, message.request().peer, std::nullopt, identity_));
     });
   }
   for (const auto& entry : tables_.receives) {
-    if (isOver(*entry.second)) {
+    if (held_.count(entry.second.get()) == 0 && isOver(*entry.second)) {
       plane_.notice(noMessage(*entry.second, entry.first));
     }
   }
@@ -241,7 +314,7 @@ ErrorRecord Messages::noMessage(const Operation& operation, uint64_t ticket) con
 const Operation* Messages::oldest() const noexcept {
   const Operation* oldest = tables_.receives.empty() ? nullptr : tables_.receives.begin()->second.get();
   for (const PeerRow& peer : tables_.peers) {
-    const Operation* const first = peer.queue == nullptr ? nullptr : peer.queue->first();
+    const Operation* const first = peer.queue == nullptr ? nullptr : peer.queue->oldest();
     if (first != nullptr && (oldest == nullptr || first->issuedAt() < oldest->issuedAt())) {
       oldest = first;
     }
@@ -253,7 +326,7 @@ bool Messages::has(const Operation& operation) const noexcept {
   const auto queued = [&](const PeerRow& peer) {
     bool found = false;
     if (peer.queue != nullptr) {
-      peer.queue->forEach([&](const Operation& message) { found = found || &message == &operation; });
+      peer.queue->forEach([&](const Operation& message, const Operation*) { found = found || &message == &operation; });
     }
     return found;
   };

@@ -6,6 +6,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "base/deadline.h"
@@ -21,7 +23,8 @@ namespace pycomm {
 class DataPlane;
 
 /// The point-to-point messages of one group on one rank that have not begun: sends that wait for room at their receiver, and receives
-/// that have no message yet. A message that begins is an operation like any other: the plane runs it.
+/// that have no message yet. A message that begins is an operation like any other: the plane runs it. A message whose tensor is still on a
+/// device is held, and keeps its place: MPI's rule, that messages do not overtake each other, is about the order of the calls.
 ///
 /// A receive that waits asks its sender for a message under its tag, since that message may wait for room which others of its sender
 /// take: after 2 ms, and then each time after eight times as long, up to a second. The sender begins a message under that tag although
@@ -36,6 +39,11 @@ class Messages {
   // ---- events
   /// Begins the message, or keeps it.
   void post(const std::shared_ptr<Operation>& message);
+  /// Gives the message its place among those of its peer and tag. It begins after release(); later ones to that peer under that tag begin
+  /// after it, and later receives get later messages.
+  void hold(const std::shared_ptr<Operation>& message);
+  /// The message may begin. Nothing happens if it has ended.
+  void release(const std::shared_ptr<Operation>& message);
   /// The peer asks for messages under a tag (Waiting of PointToPoint::kAskId), or answers such a question (NotEntered).
   void asked(int peer, const FrameHeader& header);
   /// The header of a frame of a message. If a receive waits for it, that has begun by the time this returns. `running`: that operation is
@@ -81,10 +89,13 @@ class Messages {
 
   /// Messages to that rank.
   [[nodiscard]] SendQueue& queueOf(int peer);
+  void name(const std::shared_ptr<Operation>& send);
   void postSend(const std::shared_ptr<Operation>& message);
   void postReceive(const std::shared_ptr<Operation>& message);
   void begin(const std::shared_ptr<Operation>& message, bool announced);
   void beginMatched();
+  void beginReceive(const PointToPoint::Match& match);
+  void forgetQuestions(PeerRow& peer) const noexcept;
   [[nodiscard]] bool goesEagerly(const Operation& message) const noexcept;
   [[nodiscard]] bool hasPlace(int peer, const Operation& message) const;
   /// How many messages a question may bring now.
@@ -101,6 +112,8 @@ class Messages {
   DataPlane& plane_;
   PointToPoint names_;
   uint64_t next_ticket_ = 1;
+  /// Receives that are held: the message of each, once that has come. Nothing refers to the operation: the tables have it.
+  std::unordered_map<const Operation*, std::optional<PointToPoint::Match>> held_;
   Asks asks_; ///< by when each is due
   std::map<std::pair<int, uint32_t>, Asks::iterator> asks_of_; ///< all of them, by rank and tag
   TimePoint asks_from_{}; ///< none asks before

@@ -31,6 +31,7 @@ size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
 void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
     tables_.peer(peer).lacked = waiting::lastText(header, peer, identity_.job);
+    tables_.peer(peer).asked -= tables_.peer(peer).asked > 0 ? 1 : 0;
     return;
   }
   SendQueue& queue = queueOf(peer);
@@ -71,7 +72,9 @@ void Messages::ask(int peer, uint32_t tag) {
   question.kind = static_cast<uint8_t>(Collective::Send);
   question.root = peer;
   question.tag = tag;
-  ++tables_.peer(peer).asked;
+  PeerRow& row = tables_.peer(peer);
+  // However many are lost, what the peer may announce has a bound.
+  row.asked = std::min(row.asked + 1, tables_.limits.places());
   plane_.send(peer, question, false); // it may be lost: the receive asks again
 }
 

@@ -63,6 +63,7 @@ Tables::Usage Tables::usage() const noexcept {
   usage.forgotten = std::max(forgotten.size(), forgotten_order.size());
   for (const PeerRow& peer : peers) {
     usage.places_taken += peer.collectives + peer.messages;
+    usage.asked += peer.asked;
     usage.unexpected_credit += peer.limits;
     usage.eager_in += peer.eager_in;
     usage.past += peer.past.size();

@@ -203,7 +203,9 @@ struct PeerRow {
   // Places of unexpected operations: matching.h.
   size_t collectives = 0; ///< unexpected operations that it has sent something about
   size_t messages = 0; ///< the same of messages, which have places of their own
-  size_t asked = 0; ///< questions for messages that this rank has sent it: each may bring one more than fits
+  /// Questions for messages that this rank has sent it since it last waited for none, less those that brought none: each may bring one
+  /// more than fits. At most Limits::places().
+  size_t asked = 0;
 };
 
 /// What the owner of the tables has to do, in order.
@@ -293,6 +295,7 @@ struct Tables {
     size_t operations = 0;
     size_t unexpected = 0; ///< operations that are not entered here
     size_t places_taken = 0; ///< of unexpected operations
+    size_t asked = 0; ///< see PeerRow::asked
     size_t unexpected_credit = 0; ///< see PeerRow::limits
     size_t history = 0; ///< operations that have ended and are kept
     size_t forgotten = 0; ///< derived ids of older ones

@@ -27,6 +27,7 @@ std::string heldText(const Usage& usage) {
   check("operations that are entered", tables.operations);
   check("unexpected operations", tables.unexpected);
   check("places of unexpected operations", tables.places_taken);
+  check("unanswered questions for messages", tables.asked);
   check("credit of unexpected operations", tables.unexpected_credit);
   check("bytes in pools", static_cast<uint64_t>(tables.eager_in));
   check("operations ahead", tables.ahead);

@@ -512,7 +512,7 @@ std::string Door::answer(Session& session, const std::vector<std::string>& reque
       return packWords({door_answer::kHere, std::to_string(ready.count), std::to_string(ready.first_missing)});
     }
     if (what == ask::kFail && request.size() == 2) {
-      const auto record = ErrorRecord::deserialize(request[1], instance.size());
+      const auto record = ErrorRecord::deserialize(request[1], instance.size(), instance.job());
       if (record && !instance.fail(*record)) {
         return packWords({door_answer::kComplete});
       }

@@ -1,26 +1,28 @@
 #include "engine/meeting/instance.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 namespace pycomm {
 
-Instance::Instance(int64_t uuid, std::vector<MemberHandle> members)
+Instance::Instance(int64_t uuid, std::vector<MemberHandle> members, JobRanks job)
     : uuid_(uuid),
       members_(std::move(members)),
+      job_(std::move(job)),
       name_(instanceOf(uuid_, members_)),
       entered_(members_.size()),
       told_(members_.size()),
       ready_(members_.size()) {}
 
 std::string Instance::who(int rank) const {
-  return "rank " + std::to_string(rank) + " of the new group (" + member(rank).who() + ")";
+  return job_.text(rank) + " of the new group (" + member(rank).who() + ")";
 }
 
 ErrorRecord Instance::trouble(ErrorCode code, int rank, const std::string& says, const std::string& hint) const {
   ErrorRecord record;
   record.code = code;
-  record.peer = rank;
+  record.peer = job_.of(rank);
   record.peer_host = member(rank).host.hostname;
   record.summary = "reconfigure(uuid=" + std::to_string(uuid_) + "): " + who(rank) + " " + says;
   record.hint = hint;
@@ -109,16 +111,21 @@ bool Instance::hasEntered(int rank) const {
   return entered_.at(static_cast<size_t>(rank));
 }
 
-void Instance::left(int rank) {
-  ErrorRecord why = trouble(
-      ErrorCode::PeerDead,
-      rank,
-      "hung up before all members were ready: its process has ended, or a link to it broke",
-      "look for the first error in that process's log; leave its handle out and call reconfigure() again with a new uuid");
+void Instance::left(int rank) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  entered_.at(static_cast<size_t>(rank)) = false;
-  if (!failure_ && !isComplete()) {
-    failure_ = std::move(why);
+  entered_[static_cast<size_t>(rank)] = false;
+  if (failure_ || isComplete()) {
+    return;
+  }
+  try {
+    failure_ = trouble(
+        ErrorCode::PeerDead,
+        rank,
+        "hung up before all members were ready: its process has ended, or a link to it broke",
+        "look for the first error in that process's log; leave its handle out and call reconfigure() again with a new uuid");
+  } catch (const std::bad_alloc&) {
+    failure_ = noMemoryLeft();
+    failure_->peer = job_.of(rank);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/job_ranks.h"
 #include "transport/rendezvous/member_handle.h"
 
 namespace pycomm {
@@ -20,7 +21,8 @@ namespace pycomm {
 /// or when the first member says so. From then on every call throws the first cause. Any thread.
 class Instance {
  public:
-  Instance(int64_t uuid, std::vector<MemberHandle> members);
+  /// `job`: what records and texts call the members.
+  Instance(int64_t uuid, std::vector<MemberHandle> members, JobRanks job = {});
 
   [[nodiscard]] const std::string& name() const noexcept {
     return name_;
@@ -33,6 +35,9 @@ class Instance {
   }
   [[nodiscard]] const MemberHandle& member(int rank) const {
     return members_.at(static_cast<size_t>(rank));
+  }
+  [[nodiscard]] const JobRanks& job() const noexcept {
+    return job_;
   }
   /// "rank 1 of the new group (host b, pid 77)"
   [[nodiscard]] std::string who(int rank) const;
@@ -56,8 +61,8 @@ class Instance {
   /// A member has a connection to this one. False if it has one already.
   [[nodiscard]] bool enter(int rank);
   [[nodiscard]] bool hasEntered(int rank) const;
-  /// Its connection has ended: a failure, unless all are ready.
-  void left(int rank);
+  /// The connection of a member that has entered has ended: a failure, unless all are ready. Destructors call this.
+  void left(int rank) noexcept;
 
   /// The first cause counts. False if all are ready: then none counts, and the meeting has succeeded.
   bool fail(const ErrorRecord& cause);
@@ -82,6 +87,7 @@ class Instance {
 
   const int64_t uuid_;
   const std::vector<MemberHandle> members_;
+  const JobRanks job_;
   const std::string name_;
   mutable std::mutex mutex_; ///< guards the rest
   std::map<std::string, std::string> values_;

@@ -182,11 +182,11 @@ std::optional<ErrorRecord> refusalIn(
     for (int member = 0; member < instance.size(); ++member) {
       mine += (member == 0 ? "" : "; ") + std::to_string(member) + ": " + instance.member(member).who();
     }
-    record.summary += ". Rank " + std::to_string(rank) + " has " + mine;
+    record.summary += ". Rank " + std::to_string(instance.job().of(rank)) + " has " + mine;
     return record;
   }
   if (what == door_answer::kFailed) {
-    auto record = ErrorRecord::deserialize(wordOf(answer, 1), instance.size());
+    auto record = ErrorRecord::deserialize(wordOf(answer, 1), instance.size(), instance.job());
     return record
         ? *std::move(record)
         : instance.trouble(ErrorCode::ProtocolViolation, to, "has given up for a reason that cannot be read", "");

@@ -288,19 +288,24 @@ void ControlPlane::tellFailure() {
   }
 }
 
+// What throws is done again: ranks pass over a report or a goodbye that they know.
 void ControlPlane::act() {
-  for (std::vector<Membership::Action> actions = membership_.takeActions(); !actions.empty();
-       actions = membership_.takeActions()) {
-    for (Membership::Action& action : actions) {
-      if (action.kind == Membership::Action::Kind::Fail) {
-        untold_ = std::move(action.record);
-      }
+  const auto isFail = [](const Membership::Action& action) { return action.kind == Membership::Action::Kind::Fail; };
+  for (;;) {
+    if (undone_.empty()) {
+      undone_ = membership_.takeActions();
+    }
+    if (undone_.empty()) {
+      return;
+    }
+    if (const auto fail = std::find_if(undone_.begin(), undone_.end(), isFail); fail != undone_.end()) {
+      untold_ = std::move(fail->record);
+      undone_.erase(fail);
     }
     tellFailure();
-    for (const Membership::Action& action : actions) {
-      if (action.kind != Membership::Action::Kind::Fail) {
-        tell(action);
-      }
+    while (!undone_.empty()) {
+      tell(undone_.front());
+      undone_.erase(undone_.begin());
     }
     flushAll();
   }
@@ -362,7 +367,7 @@ std::optional<ErrorRecord> ControlPlane::trouble() const {
 }
 
 TimePoint ControlPlane::nextTick() const noexcept {
-  TimePoint next = untold_ ? TimePoint::min() : membership_.nextTick();
+  TimePoint next = untold_ || !undone_.empty() ? TimePoint::min() : membership_.nextTick();
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
   }

@@ -114,6 +114,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
+  std::vector<Membership::Action> undone_; ///< of membership_, in order; without memory the next tick goes on
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
   MissingNeighbours missing_;
   bool open_ = false;

@@ -37,8 +37,17 @@ Incarnation incarnationOf(const ProcessId& id) {
   return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
 }
 
-bool blamesPeer(const ErrorRecord& record, const View& view, int self) noexcept {
-  return record.peer >= 0 && record.peer != self && static_cast<size_t>(record.peer) < view.members.size();
+/// `peer`: a place in the view, -1 for none.
+bool blamesPeer(int peer, const View& view, int self) noexcept {
+  return peer >= 0 && peer != self && static_cast<size_t>(peer) < view.members.size();
+}
+
+std::map<Incarnation, int> jobRanksIn(const Instance& first) {
+  std::map<Incarnation, int> ranks;
+  for (int rank = 0; rank < first.size() && !first.job().numbers().empty(); ++rank) {
+    ranks.emplace(incarnationOf(first.member(rank).incarnation), first.job().of(rank));
+  }
+  return ranks;
 }
 
 // Of a meeting that did not come about. If another member had no memory, say, that is its own error: here it is a member that did not come.
@@ -149,7 +158,8 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
       config_(config),
       forks_(forkCount()),
       self_(incarnationOf(MemberHandle::parse(members.handle()).incarnation)),
-      inbox_(std::make_shared<Inbox>(*first.instance)) {
+      inbox_(std::make_shared<Inbox>(*first.instance)),
+      job_ranks_(jobRanksIn(*first.instance)) {
   if (first.instance->uuid() < 0) {
     throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
   }
@@ -261,7 +271,7 @@ void AgreementDriver::close() noexcept {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       error_ = error_ ? error_ : why;
-      left.peer = view_.position(self_);
+      left.peer = jobRankOf(view_, self_);
       meeting = meeting_;
     }
     if (meeting != nullptr) {
@@ -316,9 +326,22 @@ std::vector<int> AgreementDriver::firstRanks(const View& view) const {
   return ranks;
 }
 
+// As Reconfigurable::plan() calls them.
+JobRanks AgreementDriver::jobRanksOf(const View& view) const {
+  std::vector<int> by_rank;
+  for (const Incarnation& member : view.members) {
+    const auto known = job_ranks_.find(member);
+    if (known == job_ranks_.end()) {
+      return {};
+    }
+    by_rank.push_back(known->second);
+  }
+  return JobRanks(std::move(by_rank));
+}
+
 std::string AgreementDriver::who(const View& view, const Incarnation& member) const {
   const auto known = members_by_name_.find(member);
-  const int rank = view.position(member);
+  const int rank = jobRankOf(view, member);
   return (rank < 0 ? std::string("a former rank") : "rank " + std::to_string(rank)) +
       (known == members_by_name_.end() ? "" : " (" + known->second.handle.who() + ")");
 }
@@ -505,7 +528,7 @@ void AgreementDriver::processEnded(const Incarnation& name, Member& member, Time
       ErrorCode::PeerDead,
       "The process of " + who(agreement_->view(), name) + " has ended.",
       "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
-  why_->peer = rank;
+  why_->peer = jobRankOf(agreement_->view(), name);
   why_->peer_host = member.handle.host.hostname;
   if (kept) {
     agreement_->certified(name, *kept, now);
@@ -556,7 +579,7 @@ void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
         "The members of an elastic group did not meet " + std::to_string(kMostMeetings) +
             " times in a row, although all of them answer; the last time: " + missed.record.summary,
         "look for the first error in each rank's log, and whether all hosts reach each other; restart from a checkpoint");
-    error.rank = view.position(self_);
+    error.rank = jobRankOf(view, self_);
     error.peer = missed.record.peer;
     error.peer_host = missed.record.peer_host;
     log(LogLevel::Warn, error.text());
@@ -564,7 +587,8 @@ void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
     agreement_->close(now);
   } else if (!is_known) {
     ErrorRecord record = missed.record;
-    record.code = asFailure(record.code, blamesPeer(record, view, view.position(self_)));
+    const int peer = jobRanksOf(view).inGroup(record.peer);
+    record.code = asFailure(record.code, blamesPeer(peer, view, view.position(self_)));
     handleFailure(missed.epoch, record, now);
   }
 }
@@ -580,8 +604,9 @@ void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, T
     return;
   }
   why_ = record;
-  if (blamesPeer(record, view, view.position(self_))) {
-    const Incarnation peer = view.members[static_cast<size_t>(record.peer)]; // a copy: the view may change
+  const int place = jobRanksOf(view).inGroup(record.peer);
+  if (blamesPeer(place, view, view.position(self_))) {
+    const Incarnation peer = view.members[static_cast<size_t>(place)]; // a copy: the view may change
     // The end of a connection is not the end of the process, of which the kernel will say more. So its member is not given up in a hurry.
     const bool is_open = record.code == ErrorCode::PeerDead && members_by_name_.at(peer).witness;
     agreement_->failed(is_open ? ErrorCode::ConnectionReset : record.code, peer, now);
@@ -645,7 +670,7 @@ ErrorRecord AgreementDriver::why(ErrorCode cause, const std::optional<Incarnatio
       "The members of the elastic group change" +
           (is_known ? ": " + who(agreement_->view(), *culprit) + " seems to be gone." : "."),
       "");
-  why.peer = is_known ? agreement_->view().position(*culprit) : -1;
+  why.peer = is_known ? jobRankOf(agreement_->view(), *culprit) : -1;
   return why;
 }
 
@@ -712,7 +737,7 @@ void AgreementDriver::install(const View& view) {
       std::to_string(view.epoch) + ": " + (gone.empty() ? "a connection broke and nobody is gone" : "without " + gone) +
       " (" + errorCodeName(view.cause) + "). " + std::to_string(view.members.size()) + " of " +
       std::to_string(before.members.size()) + " members go on, this one as rank " +
-      std::to_string(view.position(self_));
+      std::to_string(view.position(self_)) + " of the group";
   switch (outcome) {
     case elastic::StepLedger::Outcome::Commit:
       line += "; all of them had finished step " + std::to_string(view.step) + ", which counts";
@@ -748,7 +773,10 @@ void AgreementDriver::raise(const Agreement::Action& action) {
               ", this rank did not reach " + list(action.missing) + " within " + waited +
               ", and it may not go on without more than half of them.",
           "see whether those ranks run and this host reaches theirs; restart from a checkpoint");
-      error.peer = action.missing.empty() ? -1 : view.position(action.missing.front());
+      if (!action.missing.empty()) {
+        error.peer = jobRankOf(view, action.missing.front());
+        error.peer_host = members_by_name_.at(action.missing.front()).handle.host.hostname;
+      }
       break;
     case Agreement::Action::Error::TooFew:
       error = record(
@@ -770,10 +798,7 @@ void AgreementDriver::raise(const Agreement::Action& action) {
       error = record(ErrorCode::ShutDown, "This rank has left the elastic group.", "");
       break;
   }
-  error.rank = view.position(self_);
-  if (error.peer >= 0) {
-    error.peer_host = members_by_name_.at(view.members[static_cast<size_t>(error.peer)]).handle.host.hostname;
-  }
+  error.rank = jobRankOf(view, self_);
   log(isNormalEnd(action) ? LogLevel::Info : LogLevel::Warn, error.text());
   failWith(std::move(error));
 }

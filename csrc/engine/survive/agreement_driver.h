@@ -146,6 +146,11 @@ class AgreementDriver final : public Engine::Maker {
   void wait(TimePoint until);
   [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
   [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
+  /// What records and texts call the members of a view. Any thread.
+  [[nodiscard]] JobRanks jobRanksOf(const elastic::View& view) const;
+  [[nodiscard]] int jobRankOf(const elastic::View& view, const elastic::Incarnation& member) const {
+    return jobRanksOf(view).of(view.position(member));
+  }
   [[nodiscard]] std::string who(const elastic::View& view, const elastic::Incarnation& member) const;
 
   // ---- the groups' thread
@@ -173,6 +178,8 @@ class AgreementDriver final : public Engine::Maker {
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   const elastic::Incarnation self_;
   const std::shared_ptr<Inbox> inbox_;
+  const std::map<elastic::Incarnation, int>
+      job_ranks_; ///< of the first members; empty: they are called by their places
 
   // The agreement thread's, once that runs:
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were

@@ -9,7 +9,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 
-// Each rank has a key of its own: pycomm/<group>/notice/3 = "b\n<reason>"
+// Each rank has a key of its own: pycomm/<group>/notice/3 = "b\n<reason>", and notice/<life>/3 if the life is known.
 
 namespace pycomm {
 namespace {
@@ -21,8 +21,8 @@ constexpr int kMaxLines = 16;
 constexpr size_t kNoticeHostNbytes = 255;
 constexpr size_t kNoticeReasonNbytes = 512;
 
-std::string noticeKey(const std::string& prefix, int rank) {
-  return prefix + "notice/" + std::to_string(rank);
+std::string noticeKey(const std::string& prefix, const std::string& life, int rank) {
+  return prefix + "notice/" + life + (life.empty() ? "" : "/") + std::to_string(rank);
 }
 
 } // namespace
@@ -32,16 +32,21 @@ std::string Notice::text() const {
       " has written into the store that it cannot join: " + reason;
 }
 
-void postNotice(Store& store, const std::string& group_name, const Notice& notice) noexcept {
+void postNotice(Store& store, const std::string& group_name, const std::string& life, const Notice& notice) noexcept {
   try {
-    store.setUnsealed(noticeKey("pycomm/" + group_name + "/", notice.rank), notice.host + "\n" + notice.reason);
+    store.setUnsealed(noticeKey("pycomm/" + group_name + "/", life, notice.rank), notice.host + "\n" + notice.reason);
   } catch (const std::exception&) {
   }
 }
 
-Notices::Notices(Store& store, std::string prefix, int size, JobRanks job)
+void removeNotice(Store& store, const std::string& prefix, const std::string& life, int rank) {
+  (void)store.remove(noticeKey(prefix, life, rank));
+}
+
+Notices::Notices(Store& store, std::string prefix, std::string life, int size, JobRanks job)
     : store_(store),
       prefix_(std::move(prefix)),
+      life_(std::move(life)),
       job_(std::move(job)),
       next_look_(Clock::now() + kFirstNoticeLook),
       logged_(static_cast<size_t>(size)) {}
@@ -72,7 +77,7 @@ void Notices::poll(const IsMissing& is_missing, TimePoint now) {
 std::optional<Notice> Notices::of(int rank) {
   std::optional<std::string> text;
   try {
-    text = store_.findUnsealed(noticeKey(prefix_, rank));
+    text = store_.findUnsealed(noticeKey(prefix_, life_, rank));
   } catch (const Error&) { // somebody has deleted it just now; a lost store is noticed by the caller
   }
   const size_t end = text ? text->find('\n') : std::string::npos;

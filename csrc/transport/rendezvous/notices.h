@@ -12,7 +12,8 @@
 namespace pycomm {
 
 /// A message from a rank that ended before it could join: its secret is unusable, or a signal interrupted it. It cannot be sealed, in a sealed store either, so anybody who reaches
-/// the store can write one; it may also be of an earlier run on the same store. Therefore a notice never ends the wait of another rank: that
+/// the store can write one. If a launcher starts the job again on the same store, each start has notices of its own; without a launcher that
+/// says which start this is, a notice may be of an earlier run. Therefore a notice never ends the wait of another rank: that
 /// rank logs it, and names it if the wait times out.
 struct Notice {
   int rank = -1;
@@ -24,8 +25,11 @@ struct Notice {
   [[nodiscard]] std::string text() const;
 };
 
-/// Writes a notice for the ranks that wait for this one in a group. Ignores a store that fails: this rank raises its own error in any case.
-void postNotice(Store& store, const std::string& group_name, const Notice& notice) noexcept;
+/// Writes a notice for the ranks that wait for this one in a group. `life`: RendezvousConfig::life. Ignores a store that fails: this rank
+/// raises its own error in any case.
+void postNotice(Store& store, const std::string& group_name, const std::string& life, const Notice& notice) noexcept;
+/// For a rank that comes. `prefix`: see Notices.
+void removeNotice(Store& store, const std::string& prefix, const std::string& life, int rank);
 
 /// The notices of one group, as one waiting rank reads them.
 class Notices {
@@ -34,7 +38,7 @@ class Notices {
   using IsMissing = std::function<bool(int rank)>;
 
   /// `store` outlives this. `prefix` begins the group's keys, size is its number of ranks.
-  Notices(Store& store, std::string prefix, int size, JobRanks job = {});
+  Notices(Store& store, std::string prefix, std::string life, int size, JobRanks job = {});
 
   /// Logs a warning for each rank that is missing and has a notice, once, and at most 16 in all: a stranger who writes to the store must not
   /// fill the log. Reads first after 100 ms and then every 500 ms, however often it is called, and of 32 ranks at a time.
@@ -45,6 +49,7 @@ class Notices {
  private:
   Store& store_;
   const std::string prefix_;
+  const std::string life_;
   const JobRanks job_;
   TimePoint next_look_;
   std::vector<bool> logged_; ///< by rank

@@ -291,8 +291,9 @@ class Search {
   [[nodiscard]] std::string keyOf(int64_t number, const std::string& key) const {
     return prefix_ + std::to_string(number) + "/" + key;
   }
+  // The list first: the last rank deletes it after it has written the other.
   [[nodiscard]] bool isComplete(int64_t number) const {
-    return store_.find(keyOf(number, "member/all")).has_value();
+    return store_.find(keyOf(number, "member/all")).has_value() || store_.find(keyOf(number, kMade)).has_value();
   }
   [[nodiscard]] bool isOfAnotherSecret(int64_t number) const {
     const std::string key = keyOf(number, "member/0");

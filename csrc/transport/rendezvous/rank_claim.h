@@ -31,6 +31,9 @@ enum class Takeover : uint8_t {
   FromEndedRun,
 };
 
+/// A key of a generation whose ranks have all met and read what they needed: nobody joins it any more.
+inline constexpr const char* kMade = "made";
+
 /// Claims `rank` of the group whose keys begin with `prefix`. The process that held a rank may claim it again; any
 /// process may once it was given back. That starts the next generation. Otherwise, and if `takeover` does not allow it,
 /// throws Error(DuplicateRank) naming both processes; the holder is not affected.

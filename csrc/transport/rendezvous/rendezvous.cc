@@ -327,7 +327,7 @@ ErrorRecord describe(const std::exception& exception, const RendezvousConfig& co
 /// Ranks of the group do not look yet for errors that this rank could write: it knows no generation.
 void noteIfAborted(Store& store, const RendezvousConfig& config, const AbortToken& abort, const ErrorRecord& record) {
   if (abort.aborted()) {
-    postNotice(store, config.group_name, {config.rank, localHostName(), record.summary});
+    postNotice(store, config.group_name, config.life, {config.rank, localHostName(), record.summary});
   }
 }
 
@@ -345,11 +345,12 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
     noteIfAborted(store, config, abort, record);
     throw Error(std::move(record));
   }
-  Notices notices(store, prefix, config.size, config.job);
+  Notices notices(store, prefix, config.life, config.size, config.job);
   StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin, "", config.job};
   round.notices = &notices;
   const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
   try {
+    removeNotice(store, prefix, config.life, config.rank); // of an earlier run, which could not come
     const int64_t newest_before = follows ? lastClaimOfRankZero(store, prefix) : 0;
     for (;;) {
       try {
@@ -459,8 +460,9 @@ void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept {
   try {
     const std::string keys = keysOf(claim);
     if (store.add(keys + "over", 1) < size) {
-      return; // others read yet, and one that fails is recognized by its record when it tries again
+      return; // others read yet
     }
+    store.set(keys + kMade, "1"); // before the list goes: a rank that asks finds one of the two
     for (const std::string& round :
          {std::string("member"),
           claim.binding + "address",
@@ -470,6 +472,14 @@ void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept {
       // Rank 0's first record stays: ranks with another secret, or of another world size, find out by it.
       for (int rank = round == "member" ? 1 : 0; rank < size; ++rank) {
         (void)store.remove(keys + round + "/" + std::to_string(rank));
+      }
+    }
+    if (store.has(keys + "error")) { // one of them did not make the group, and all know why
+      for (int rank = 0; rank < size; ++rank) {
+        (void)store.remove(keys + "read/" + std::to_string(rank));
+      }
+      for (const std::string& key : {claim.binding + "error", std::string("error"), std::string("errors")}) {
+        (void)store.remove(keys + key);
       }
     }
     (void)store.remove(keys + "over");

@@ -34,6 +34,7 @@ struct RendezvousConfig {
   std::string remark; ///< one line that all ranks get (Member::remark)
   ProcessId process_id; ///< of this process, if the store is sealed
   Takeover takeover = Takeover::Never;
+  std::string life; ///< which start of the job by a launcher this is; "": not known. No '/' in it
   bool serves_store =
       false; ///< the store ends with this process: after a failure it stays until the others know why, at most 2 s
   Deadline deadline = Deadline::never();
@@ -106,8 +107,9 @@ inline constexpr const char* kSharedMemoryRound = "shared_memory";
     const std::string& mine,
     Deadline deadline,
     const AbortToken& abort);
-/// This rank has made the group, and reads no record of it any more. The last rank deletes all of them but rank 0's first one. So what stays
-/// of a group in the store is that one and a claim per rank. Ignores a store that fails.
+/// This rank has met the others, has made the group or knows why it could not, and reads no record of it any more. The last rank deletes all
+/// of them but rank 0's first one, and writes that there was a complete list (kMade). So what stays of a group in the store is these two and a
+/// claim per rank. Ignores a store that fails.
 void forgetMeeting(Store& store, const RankClaim& claim, int size) noexcept;
 /// Throws a failure that another rank has reported with tellFailure().
 void throwIfFailed(Store& store, const RankClaim& claim);

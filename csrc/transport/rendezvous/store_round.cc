@@ -259,7 +259,7 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
   }
   if (missing.empty()) { // all ranks arrived, so rank 0 is the one that did not continue
     record.peer = job.of(0);
-    missing.push_back(std::to_string(record.peer) + " (it came, but does not go on)");
+    missing.push_back(std::to_string(record.peer) + " (it came" + maybeEarlier() + " but does not go on)");
   }
   std::string reasons;
   size_t named = 0;
@@ -291,6 +291,10 @@ bool StoreRound::isMissing(const std::string& key, const Texts& texts, size_t ot
   return texts[other].empty() && !store.has(keyOf(prefix, key, other));
 }
 
+std::string StoreRound::maybeEarlier() const {
+  return over ? ", maybe in an earlier run," : ",";
+}
+
 std::string StoreRound::ofWhich() const {
   const std::string list = job.list();
   return list.empty() ? "" : ": " + list;
@@ -319,7 +323,7 @@ void StoreRound::logSlow(SlowWait& slow, const std::string& key, const Texts& te
   const std::string in_all = " (" + std::to_string(size) + " ranks in all" + ofWhich() + "). ";
   std::string whom;
   if (missing.empty()) {
-    whom = (all ? job.text(0) + " to go on; all ranks have joined"
+    whom = (all ? job.text(0) + " to go on; all ranks have joined" + (over ? ", some maybe in an earlier run" : "")
                 : "ranks from " + std::to_string(job.of(static_cast<int>(looked))) + " on to join") +
         in_all + "Try";
   } else if (missing.size() == 1 && all) {

@@ -34,6 +34,30 @@ class NotInList final : public Error {
   std::vector<std::string> list_;
 };
 
+// All keys of a group in the store. Each begins with pycomm/GROUP/; GENERATION is RankClaim::generation, ROUND is `member`, or with
+// StoreRound::binding before it `address`, `port` or `shared_memory`. "The last": forgetMeeting() on the last rank of those that met.
+//
+//   key                       written by                            deleted by                  belongs to
+//   claim/RANK                a counter: each process that claims   nobody                      the store
+//   owner/RANK/CLAIM          the process with that claim           nobody                      one process and group
+//   end/RANK/CLAIM            the same, when it leaves or was       nobody                      one process and group
+//                             refused
+//   notice/RANK,              a rank that cannot join               that rank when it comes     one start of the job (life), if a
+//   notice/LIFE/RANK                                                                            launcher says which; else the store
+//   GENERATION/ROUND/RANK     each rank                             the last; member/0 stays    one group
+//   GENERATION/ROUND/all,     rank 0                                the last                    one group
+//     …/all/1, …
+//   GENERATION/over           a counter: each rank that has made    the last                    one group
+//                             the group, or could not after it met
+//   GENERATION/made           the last                              nobody                      one group
+//   GENERATION/error,         the rank that fails first, also       the last                    one group
+//     BINDING/error           before all have met
+//   GENERATION/errors         a counter: each rank that fails       the last                    one group
+//   GENERATION/read/RANK      each rank that knows the error        the last                    one group
+//
+// Keys that the last does not delete, as not all ranks met, stay as long as the store. A group's life after that has keys of its own:
+// pycomm/ddp/… (wrapper_store), pycomm/monitored_barrier/… (monitored.py), and those of NCCL's id and of call sites.
+
 /// Exchanges texts in the store between the ranks of one generation of a group. Its references are valid for one call
 /// of meet().
 ///
@@ -97,6 +121,7 @@ struct StoreRound {
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;
   [[nodiscard]] bool isMissing(const std::string& key, const Texts& texts, size_t other) const;
   [[nodiscard]] std::string ofWhich() const; ///< of a group that is not the job: ": 1, 3"
+  [[nodiscard]] std::string maybeEarlier() const; ///< the end of "rank 0 came": its record may be old
   void logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const;
 };
 

@@ -1,10 +1,13 @@
 // What a rank raises if another one has found why the group cannot be made.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <thread>
 #include <vector>
 
+#include "base/fault_point.h"
 #include "ranks.h"
+#include "transport/memory_store.h"
 
 namespace pycomm::testing {
 namespace {
@@ -52,6 +55,34 @@ TEST(JoinErrors, AThirdRankNamesOneOfTheTwo) {
   EXPECT_EQ(error.code, ErrorCode::ConfigMismatch) << error.text();
   EXPECT_EQ(error.rank, 1);
   EXPECT_NE(error.peer, 1) << error.text();
+}
+
+// They have met, and one of them cannot go on.
+TEST(JoinErrors, OneRankThatFailsAfterTheMeetingLeavesNoRecordsOfTheOthers) {
+  MemoryStore store;
+  const std::vector<Group::Config> configs = {groupConfig(0, 3), groupConfig(1, 3), groupConfig(2, 3)};
+  armFaultPoints("group.joined:1:nomem");
+  std::vector<std::thread> ranks;
+  std::atomic<int> failed{0};
+  for (const Group::Config& config : configs) {
+    ranks.emplace_back([&] {
+      Engine engine;
+      try {
+        Group::join(engine, store, config)->close();
+      } catch (const Error&) {
+        ++failed;
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  armFaultPoints("");
+  EXPECT_GE(failed, 1);
+  for (const auto& [key, value] : store.values()) {
+    const bool of_group = key == "pycomm/test/1/member/0" || key == "pycomm/test/1/made";
+    EXPECT_TRUE(of_group || key.rfind("pycomm/test/owner/", 0) == 0 || key.rfind("pycomm/test/end/", 0) == 0) << key;
+  }
 }
 
 } // namespace

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "engine/meeting/door_words.h"
 #include "engine/meeting/meeting_store.h"
 #include "ranks.h"
@@ -103,6 +104,19 @@ std::vector<Outcome> meetAll(
     thread.join();
   }
   return outcomes;
+}
+
+/// Ranks of a job, and the numbers that they have in it.
+std::vector<std::unique_ptr<Process>> processesOfJob(const std::vector<int>& numbers) {
+  std::vector<std::unique_ptr<Process>> made;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    made.push_back(std::make_unique<Process>([&](Group::Config& config) {
+      config.rendezvous.rank = static_cast<int>(i);
+      config.rendezvous.size = static_cast<int>(numbers.size());
+      config.rendezvous.job = JobRanks(numbers);
+    }));
+  }
+  return made;
 }
 
 void expectSums(const std::vector<Process*>& members) {
@@ -453,6 +467,36 @@ TEST(Door, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
   EXPECT_FALSE(visited.instance->failure());
 }
 
+// The search for members ends in a destructor.
+TEST(AbortToken, AReasonThatIsGivenAwayNeedsNoMemory) {
+  AbortToken token;
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  reason.summary = "a reason that is longer than a string can be without memory of its own";
+  EXPECT_FALSE(testing::throwsWithoutMemory(1, [&] { EXPECT_TRUE(token.abort(std::move(reason))); }));
+  EXPECT_EQ(token.reason().code, ErrorCode::ShutDown);
+}
+
+// A session ends in a destructor.
+TEST(Instance, AMemberThatHangsUpFailsItAlsoWithoutMemory) {
+  bool failed = true;
+  for (int64_t nth = 1; failed; ++nth) {
+    ASSERT_LT(nth, 100);
+    MemberHandle first;
+    first.incarnation = newProcessId();
+    MemberHandle second;
+    second.incarnation = newProcessId();
+    Instance instance(1, {first, second});
+    ASSERT_TRUE(instance.enter(1));
+    EXPECT_FALSE(testing::throwsWithoutMemory(nth, [&] { instance.left(1); })) << nth;
+    failed = instance.failure() && instance.failure()->code == ErrorCode::OutOfMemory;
+    ASSERT_TRUE(instance.failure());
+    EXPECT_EQ(instance.failure()->peer, 1);
+    EXPECT_TRUE(failed || instance.failure()->code == ErrorCode::PeerDead);
+    EXPECT_TRUE(failed || nth > 1) << "nothing failed";
+  }
+}
+
 TEST(Door, HangsUpOnALargeRequestBeforeEntryAndOnTwoAtOnce) {
   const Visited visited;
   const auto link = visited.knock();
@@ -505,6 +549,34 @@ TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {
   expectSums(members);
   expectMet(meetAll(members, 2, handles));
   expectSums(members);
+}
+
+TEST(Reconfigurable, RanksOfAJobKeepItsNumbersWhenMembersGo) {
+  const auto made = processesOfJob({2, 5, 7});
+  const std::vector<Process*> all = {made[0].get(), made[1].get(), made[2].get()};
+  for (const Outcome& outcome : meetAll(all, 1, handlesOf(all))) {
+    ASSERT_FALSE(outcome.error) << outcome.error->text();
+  }
+  EXPECT_EQ(all[0]->group->identity().job.numbers(), (std::vector<int>{2, 5, 7}));
+  const std::vector<Process*> rest = {all[1], all[2]};
+  for (const Outcome& outcome : meetAll(rest, 2, handlesOf(rest))) {
+    ASSERT_FALSE(outcome.error) << outcome.error->text();
+  }
+  EXPECT_EQ(all[2]->group->identity().job.numbers(), (std::vector<int>{5, 7}));
+  EXPECT_EQ(all[2]->group->identity().jobRank(), 7);
+  // One of the members does not come.
+  const auto error = meetAll({all[1]}, 3, handlesOf(rest), 500).front().error;
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->rank, 5) << error->text();
+  EXPECT_EQ(error->peer, 7) << error->text();
+  EXPECT_NE(error->summary.find("rank 7 of the new group"), std::string::npos) << error->text();
+  // A process that was not among the first has no number in that job, so members are called by their places.
+  Process late;
+  const std::vector<Process*> with_late = {all[2], &late};
+  for (const Outcome& outcome : meetAll(with_late, 4, handlesOf(with_late))) {
+    ASSERT_FALSE(outcome.error) << outcome.error->text();
+  }
+  EXPECT_EQ(all[2]->group->identity().jobRank(), 0);
 }
 
 } // namespace

@@ -54,6 +54,10 @@ class DirectoryStore : public Store {
     return value;
   }
 
+  bool remove(const std::string& key) override {
+    return ::unlink(pathOf(key).c_str()) == 0;
+  }
+
  private:
   [[nodiscard]] std::string pathOf(std::string key) const {
     for (char& c : key) {

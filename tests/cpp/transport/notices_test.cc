@@ -92,7 +92,7 @@ TEST(Notices, AreLoggedAndNamedAtTheTimeoutAndEndNoWaitBefore) {
     for (const Takeover takeover : {Takeover::Never, Takeover::FromEndedRun}) {
       const LoggedLines collected;
       MemoryStore store; // the rank that posts has no secret
-      postNotice(store, "world", {2, "b", kReason});
+      postNotice(store, "world", "", {2, "b", kReason});
       for (const Outcome& outcome : waitForOthers(store, secret, takeover)) {
         EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
         EXPECT_EQ(outcome.error.peer, 2);
@@ -118,7 +118,7 @@ TEST(Notices, AThousandEndNoWaitAndFillNoLog) {
   const LoggedLines collected;
   MemoryStore store;
   for (int rank = 0; rank < kSize; ++rank) {
-    postNotice(store, "world", {rank, "b", std::string("\x1b[2J") + kReason});
+    postNotice(store, "world", "", {rank, "b", std::string("\x1b[2J") + kReason});
   }
   for (const Outcome& outcome : waitForOthers(store, &jobsSecret(), Takeover::Never, kSize)) {
     EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
@@ -138,7 +138,7 @@ TEST(Notices, AThousandEndNoWaitAndFillNoLog) {
 
 TEST(Notices, OfRankZeroAreNamedByRanksThatFollowIt) {
   MemoryStore store;
-  postNotice(store, "world", {0, "a", kReason});
+  postNotice(store, "world", "", {0, "a", kReason});
   RendezvousConfig config = configOf(1, 2, kShortMs);
   config.takeover = Takeover::FromEndedRun;
   SealedStore sealed(store, jobsSecret());
@@ -152,7 +152,7 @@ TEST(Notices, OfRankZeroAreNamedByRanksThatFollowIt) {
 // It came in the end, or the notice was of an earlier run, or somebody else's.
 TEST(Notices, OfARankThatIsThereAreNotNamed) {
   MemoryStore store;
-  postNotice(store, "world", {1, "b", kReason});
+  postNotice(store, "world", "", {1, "b", kReason});
   for (const Outcome& outcome : waitForOthers(store, nullptr)) {
     EXPECT_EQ(outcome.error.peer, 2);
     EXPECT_THAT(outcome.error.summary, Not(HasSubstr("has written")));
@@ -169,7 +169,7 @@ TEST(Notices, OfStrangersFillNeitherLogNorTerminal) {
   for (int rank = 3; rank < 1000; ++rank) {
     store.set(prefix + std::to_string(rank), "b\nagain");
   }
-  Notices notices(store, "pycomm/world/", 1000);
+  Notices notices(store, "pycomm/world/", "", 1000);
   const TimePoint begin = Clock::now();
   for (int turn = 1; turn < 100; ++turn) {
     notices.poll([](int rank) { return rank != 3; }, begin + std::chrono::seconds(turn));
@@ -189,10 +189,10 @@ TEST(Notices, OfEarlierRunsHideNone) {
   const LoggedLines collected;
   MemoryStore store;
   for (int rank = 0; rank < 100; ++rank) {
-    postNotice(store, "world", {rank, "b", "of an earlier run"});
+    postNotice(store, "world", "", {rank, "b", "of an earlier run"});
   }
-  postNotice(store, "world", {99, "b", kReason});
-  Notices notices(store, "pycomm/world/", 100);
+  postNotice(store, "world", "", {99, "b", kReason});
+  Notices notices(store, "pycomm/world/", "", 100);
   const TimePoint begin = Clock::now();
   for (int turn = 1; turn < 5; ++turn) {
     notices.poll([](int rank) { return rank == 99; }, begin + std::chrono::seconds(turn));
@@ -201,9 +201,35 @@ TEST(Notices, OfEarlierRunsHideNone) {
   EXPECT_THAT(LoggedLines::all().front(), HasSubstr(kReason));
 }
 
+// A launcher has started the job again on the same store, and one rank takes long to come.
+TEST(Notices, OfAnEarlierStartOfTheJobAreNeitherLoggedNorNamed) {
+  const LoggedLines collected;
+  MemoryStore store;
+  postNotice(store, "world", "run.0", {1, "b", kReason});
+  RendezvousConfig config = configOf(0, 2, 600);
+  config.takeover = Takeover::FromEndedRun;
+  config.life = "run.1";
+  const Outcome outcome = tryToMeet(store, config);
+  EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+  EXPECT_THAT(outcome.error.summary, Not(HasSubstr("has written")));
+  EXPECT_TRUE(LoggedLines::all().empty());
+  config.life = "run.0";
+  config.deadline = Deadline::after(600);
+  EXPECT_THAT(tryToMeet(store, config).error.summary, HasSubstr("rank 1 on b has written"));
+}
+
+// Nobody says which start this is: at least one that has come since leaves none for the next.
+TEST(Notices, GoWhenTheirRankComes) {
+  MemoryStore store;
+  postNotice(store, "world", "", {1, "b", kReason});
+  EXPECT_EQ(tryToMeet(store, configOf(1, 2, 100)).error.code, ErrorCode::RendezvousTimeout);
+  Notices notices(store, "pycomm/world/", "", 2);
+  EXPECT_FALSE(notices.of(1));
+}
+
 TEST(Notices, AreNotLookedForWhereNobodyIsLate) {
   MemoryStore store;
-  Notices notices(store, "pycomm/world/", 3);
+  Notices notices(store, "pycomm/world/", "", 3);
   const int64_t calls = store.calls();
   const TimePoint begin = Clock::now();
   for (int turn = 0; turn < 50; ++turn) {

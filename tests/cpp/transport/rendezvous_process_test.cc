@@ -21,6 +21,7 @@ using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::Process;
 using testing::SharedFlag;
+using testing::tryToMake;
 using testing::tryToMeet;
 
 TEST(MeetInProcesses, BringsThreeTogether) {
@@ -102,7 +103,7 @@ RendezvousConfig restarted(int rank, int size, int timeout_ms = 20000) {
 }
 
 Process rankOf(Store& store, const RendezvousConfig& config) {
-  return Process([&store, config] { return tryToMeet(store, config).good(); });
+  return Process([&store, config] { return tryToMake(store, config).good(); });
 }
 
 void killed(Process rank) {
@@ -172,9 +173,9 @@ TEST(MeetAfterARestart, TellsAllRanksOfAFailure) {
   expectRunOf(store, {0, 1, 2});
   RendezvousConfig other = restarted(1, 3);
   other.config_digest = 7;
-  Process two([&] { return tryToMeet(store, restarted(2, 3)).error.code == ErrorCode::ConfigMismatch; });
-  Process one([&] { return tryToMeet(store, other).error.code == ErrorCode::ConfigMismatch; });
-  EXPECT_EQ(tryToMeet(store, restarted(0, 3)).error.code, ErrorCode::ConfigMismatch);
+  Process two([&] { return tryToMake(store, restarted(2, 3)).error.code == ErrorCode::ConfigMismatch; });
+  Process one([&] { return tryToMake(store, other).error.code == ErrorCode::ConfigMismatch; });
+  EXPECT_EQ(tryToMake(store, restarted(0, 3)).error.code, ErrorCode::ConfigMismatch);
   EXPECT_TRUE(one.join());
   EXPECT_TRUE(two.join());
 }
@@ -185,10 +186,10 @@ TEST(MeetAfterARestart, TellsAFailureToARankThatComesAfterIt) {
   expectRunOf(store, {0, 1, 2});
   RendezvousConfig other = restarted(1, 3);
   other.config_digest = 7;
-  Process one([&] { return tryToMeet(store, other).error.code == ErrorCode::ConfigMismatch; });
-  EXPECT_EQ(tryToMeet(store, restarted(0, 3)).error.code, ErrorCode::ConfigMismatch);
+  Process one([&] { return tryToMake(store, other).error.code == ErrorCode::ConfigMismatch; });
+  EXPECT_EQ(tryToMake(store, restarted(0, 3)).error.code, ErrorCode::ConfigMismatch);
   EXPECT_TRUE(one.join());
-  const Outcome late = tryToMeet(store, restarted(2, 3));
+  const Outcome late = tryToMake(store, restarted(2, 3));
   EXPECT_EQ(late.error.code, ErrorCode::ConfigMismatch) << late.error.text();
   EXPECT_EQ(late.error.rank, 0) << "the rank whose error it is";
   EXPECT_WITHIN_MS(late.elapsed_ms, 5000);
@@ -198,14 +199,14 @@ TEST(MeetAfterARestart, TellsAFailureToARankThatComesAfterIt) {
 // Rank 0 alone, whose deadline passed. It is gone, so nobody can know of which run that was.
 void failARun(Store& store) {
   EXPECT_TRUE(Process([&] {
-                return tryToMeet(store, restarted(0, 2, 100)).error.code == ErrorCode::RendezvousTimeout;
+                return tryToMake(store, restarted(0, 2, 100)).error.code == ErrorCode::RendezvousTimeout;
               }).join());
 }
 
 TEST(MeetAfterARestart, NeverBelievesAFailureOfARankZeroThatIsGone) {
   DirectoryStore store;
   failARun(store);
-  const Outcome waited = tryToMeet(store, restarted(1, 2, 500));
+  const Outcome waited = tryToMake(store, restarted(1, 2, 500));
   EXPECT_THAT(
       waited.error.summary,
       HasSubstr(
@@ -243,12 +244,12 @@ TEST(MeetAfterARestart, ARankThatTriesAgainIsNotToldOfItsFirstAttempt) {
   RendezvousConfig other = restarted(1, 2);
   other.config_digest = 7;
   Process one([&] {
-    return tryToMeet(store, other).error.code == ErrorCode::ConfigMismatch && tryToMeet(store, restarted(1, 2)).good();
+    return tryToMake(store, other).error.code == ErrorCode::ConfigMismatch && tryToMake(store, restarted(1, 2)).good();
   });
-  EXPECT_EQ(tryToMeet(store, restarted(0, 2)).error.code, ErrorCode::ConfigMismatch);
+  EXPECT_EQ(tryToMake(store, restarted(0, 2)).error.code, ErrorCode::ConfigMismatch);
   (void)store.get("pycomm/world/owner/1/2", Deadline::after(10000));
   EXPECT_TRUE(store.waitForLooks(20)); // for what the first attempt left, among others
-  EXPECT_TRUE(tryToMeet(store, restarted(0, 2)).good());
+  EXPECT_TRUE(tryToMake(store, restarted(0, 2)).good());
   EXPECT_TRUE(one.join());
 }
 
@@ -256,10 +257,10 @@ TEST(MeetAfterARestart, RefusesARankThatIsAliveOnThisHost) {
   DirectoryStore store;
   Process first = rankOf(store, restarted(1, 2));
   (void)store.get("pycomm/world/owner/1/1", Deadline::after(10000));
-  const Outcome second = tryToMeet(store, restarted(1, 2));
+  const Outcome second = tryToMake(store, restarted(1, 2));
   EXPECT_EQ(second.error.code, ErrorCode::DuplicateRank);
   EXPECT_THAT(second.error.summary, HasSubstr("came first"));
-  EXPECT_TRUE(tryToMeet(store, restarted(0, 2)).good());
+  EXPECT_TRUE(tryToMake(store, restarted(0, 2)).good());
   EXPECT_TRUE(first.join());
 }
 
@@ -302,9 +303,21 @@ TEST(MeetAfterARestart, TakesARankFromAProcessThatNobodyHasReaped) {
 TEST(MeetAfterARestart, SaysSoIfRankZeroDoesNotCome) {
   DirectoryStore store;
   expectRunOf(store, {0, 1});
-  const Outcome outcome = tryToMeet(store, restarted(1, 2, 300));
+  const Outcome outcome = tryToMake(store, restarted(1, 2, 300));
   EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
   EXPECT_THAT(outcome.error.summary, HasSubstr("rank 1 waited for rank 0"));
+  expectRunOf(store, {1, 0}, 100);
+}
+
+// Its rank 0 was killed while the ranks met: its record looks like a new one's.
+TEST(MeetAfterARestart, SaysThatTheRecordOfRankZeroMayBeOld) {
+  DirectoryStore store;
+  Process zero = rankOf(store, restarted(0, 2));
+  (void)store.get("pycomm/world/1/member/0", Deadline::after(10000));
+  killed(std::move(zero));
+  const Outcome outcome = tryToMake(store, restarted(1, 2, 300));
+  EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+  EXPECT_THAT(outcome.error.summary, HasSubstr("missing: 0 (it came, maybe in an earlier run, but does not go on)"));
   expectRunOf(store, {1, 0}, 100);
 }
 
@@ -316,7 +329,7 @@ TEST(MeetAfterARestart, MayBeRepeatedByTheSameProcesses) {
       int64_t last = 0;
       bool good = true;
       for (int group = 0; group < 4; ++group) { // with goodbyes and without
-        const Outcome outcome = tryToMeet(store, restarted(rank, 2));
+        const Outcome outcome = tryToMake(store, restarted(rank, 2));
         good = good && outcome.good() && outcome.met.claim.generation > last;
         last = outcome.met.claim.generation;
         if (group % 2 == 0) {

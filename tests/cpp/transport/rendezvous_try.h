@@ -43,4 +43,13 @@ inline Outcome tryToMeet(Store& store, const RendezvousConfig& config, const Abo
   return outcome;
 }
 
+/// As Group::join() does: it leaves in the store what the product leaves.
+inline Outcome tryToMake(Store& store, const RendezvousConfig& config) {
+  Outcome outcome = tryToMeet(store, config);
+  if (outcome.good()) {
+    forgetMeeting(store, outcome.met.claim, config.size);
+  }
+  return outcome;
+}
+
 } // namespace pycomm::testing

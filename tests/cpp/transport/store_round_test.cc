@@ -73,7 +73,7 @@ TEST(StoreRound, WaitingRanksReadAFewRecordsEach) {
   EXPECT_LT(store.calls() - before, 1000 + 400);
 }
 
-TEST(StoreRound, WhatAGroupLeavesInTheStoreIsOneClaimPerRankAndTheFirstRecord) {
+TEST(StoreRound, WhatAGroupLeavesInTheStoreIsOneClaimPerRankTheFirstRecordAndThatItWasMade) {
   MemoryStore store;
   for (int life = 1; life <= 2; ++life) {
     std::vector<RankClaim> claims(3);
@@ -97,7 +97,8 @@ TEST(StoreRound, WhatAGroupLeavesInTheStoreIsOneClaimPerRankAndTheFirstRecord) {
       leave(store, claim);
     }
     for (const auto& [key, value] : store.values()) {
-      const bool first = key == "pycomm/world/1/member/0" || key == "pycomm/world/2/member/0";
+      const bool first = key == "pycomm/world/1/member/0" || key == "pycomm/world/2/member/0" ||
+          key == "pycomm/world/1/made" || key == "pycomm/world/2/made";
       EXPECT_TRUE(first || key.rfind("pycomm/world/owner/", 0) == 0 || key.rfind("pycomm/world/end/", 0) == 0) << key;
     }
   }

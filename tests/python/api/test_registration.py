@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 import _pycomm_autoload
 import pycomm
 from pycomm._group.creation import store_host
+from pycomm._group.native_options import launcher_life
 
 ROOT = Path(_pycomm_autoload.__file__).resolve().parent
 
@@ -331,3 +332,33 @@ def test_a_function_hides_no_module() -> None:
     assert callable(pycomm.flight_record)
     assert importlib.util.find_spec("pycomm.flight_record") is None
     assert pycomm.GroupRecord.__name__ == "GroupRecord"
+
+
+def groups_come_and_go(rank: int, size: int) -> int:
+    from pycomm._group import creation
+
+    for _ in range(10):
+        group = dist.new_group(list(range(size)))
+        assert creation.group_timeout(group) > timedelta(0)
+        dist.destroy_process_group(group)
+    kept = len(creation._made_with)
+    other = dist.new_group(list(range(size)), backend="gloo")
+    for ask in (creation.group_timeout, creation.group_options):
+        with pytest.raises(ValueError, match="is not a group of pycomm"):
+            ask(other)
+    return kept
+
+
+def test_of_groups_that_are_gone_no_more_than_the_last_is_remembered() -> None:
+    assert all(kept <= 2 for kept in run_ranks(2, groups_come_and_go, only_pycomm=False).values())
+
+
+def test_each_start_of_a_job_by_torchrun_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    assert launcher_life(store) == ""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job/7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert launcher_life(PrefixStore("a", store)) == "job_7.2"
+    assert launcher_life(HashStore()) == "", "that one does not outlive a start"

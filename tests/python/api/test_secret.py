@@ -266,7 +266,7 @@ class Notices:
         self.posted: list[tuple[int, str]] = []
         self._store_is_gone = store_is_gone
 
-    def post_notice(self, _: object, __: str, rank: int, ___: str, why: str) -> None:
+    def post_notice(self, _: object, __: str, life: str, rank: int, ___: str, why: str) -> None:
         if self._store_is_gone:
             raise errors.StoreLostError("the store is gone")
         self.posted.append((rank, why))

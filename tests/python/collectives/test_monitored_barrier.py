@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +94,41 @@ def rank_0_stays_away(rank: int, size: int) -> str:
 def test_rank_0_missing() -> None:
     texts = run_ranks(2, rank_0_stays_away).values()
     assert "rank 0" in texts[1]
+
+
+def test_rank_0_and_another_are_named_on_all_ranks_that_waited() -> None:
+    results = run_ranks(4, some_stay_away, args=([0, 2],)).values()
+    assert [record and record["missing"] for record in results] == [None, [0, 2], None, [0, 2]]
+
+
+def one_is_two_rounds_late(rank: int, size: int) -> None:
+    import pycomm
+
+    seen = []
+    if rank == 1:
+        dist.barrier()
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(pycomm.errors.CollectiveTimeoutError) as caught:
+            pycomm.monitored_barrier(timeout=0.5 if rank == 0 else 5)
+        missing = caught.value.record.missing
+        seen.append((list(missing), time.monotonic() - began < 4))
+    assert seen == [([1], True), ([1], True)]
+    if rank == 0:
+        dist.barrier()
+    pycomm.monitored_barrier(timeout=LONG)
+    dist.barrier()
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    run = pycomm._native.loader.native.group_run(pycomm._group.creation.native_backend())
+    pycomm.monitored_barrier(timeout=LONG)
+    dist.barrier()
+    for number in (1, 2, 3):  # a complete round deletes what all earlier ones have left
+        for key in ("came/0", "came/1", "verdict"):
+            assert not store.check([f"pycomm/monitored_barrier/{run}/{number}/{key}"])
+
+
+def test_a_rank_that_is_two_rounds_late_reads_both_verdicts() -> None:
+    run_ranks(2, one_is_two_rounds_late)
 
 
 def one_dies(rank: int, size: int) -> str:

@@ -269,6 +269,32 @@ def test_a_tensor_that_never_leaves_its_device_ends_at_the_deadline(fake_cuda: P
         assert "the tensor of rank 1" in text and "has not left its device" in text
 
 
+def _held_and_not(rank: int, size: int, library: str) -> list[float]:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    dist.barrier()  # of the default group: both have made the other one
+    arrays = [np.full(10, 1.0 + k if rank == 0 else -1.0, "float32") for k in range(3)]
+    tensors = [torch.from_numpy(arrays[0]), device.tensor(arrays[1]), torch.from_numpy(arrays[2])]
+    device.library.fake_hold(0)
+    call = dist.isend if rank == 0 else dist.irecv
+    # Each rank's tensor on the device is between two on the CPU, all under one tag.
+    works = [call(tensor, 1 - rank, group=group, tag=5) for tensor in tensors]
+    works[0].wait()
+    dist.barrier()
+    time.sleep(0.1)
+    device.library.fake_let_go()
+    for work in works[1:]:
+        work.wait()
+    device.synchronize()
+    dist.destroy_process_group(group)
+    return [float(array[-1]) for array in arrays]
+
+
+def test_a_message_of_the_cpu_does_not_overtake_one_of_the_device(fake_cuda: Path) -> None:
+    for received in run_ranks(2, _held_and_not, args=(str(fake_cuda),)).values():
+        assert received == [1.0, 2.0, 3.0]
+
+
 def _kernels(rank: int, size: int, library: str) -> None:
     table = CudaTable(Path(library))
     device = Device(Path(library))

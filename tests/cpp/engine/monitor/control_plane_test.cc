@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "base/fault_point.h"
 #include "engine/loop/event_loop.h"
 #include "engine/operation/issue_context.h"
@@ -383,6 +384,27 @@ TEST(ControlPlane, AGoodbyeIsPassedOnOnceToAllOthers) {
   EXPECT_EQ(passed.root, 2) << "rank 7's is not told to who told it, nor twice";
   self.sync();
   EXPECT_EQ(self.left, (std::vector<int>{7, 2}));
+}
+
+// Its first allocation is the action itself: without that, the loop that brought the goodbye reports the want of memory.
+TEST(ControlPlane, AGoodbyeThatCannotBePassedOnForWantOfMemoryIsPassedOnLater) {
+  int strikes = 0;
+  bool threw = true;
+  for (int64_t nth = 2; threw; ++nth) {
+    ASSERT_LT(nth, 1000);
+    Crossroads self;
+    self.onLoop([&](ControlPlane& plane, auto&) { threw = throwsWithoutMemory(nth, [&] { plane.peerLeft(7); }); });
+    strikes += threw ? 1 : 0;
+    for (const int peer : {1, 2, 4, 8, 12, 14, 15}) {
+      const FrameHeader passed = self.next(peer);
+      EXPECT_EQ(passed.type, FrameType::Left) << "rank " << peer << ", allocation " << nth;
+      EXPECT_EQ(passed.root, 7);
+    }
+    if (HasFailure()) {
+      return;
+    }
+  }
+  EXPECT_GE(strikes, 1);
 }
 
 TEST(ControlPlane, WhyARankLeavesExplainsItsDepartureAndNoOther) {

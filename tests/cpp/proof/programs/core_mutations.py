@@ -392,6 +392,22 @@ MUTATIONS = [
         "",
         "DigestOfAnOutcome.HasItsDescriptorAndItsName",
     ),
+    # ---- held messages
+    _rule(
+        "16: a send overtakes a held one",
+        "messages.cc",
+        "const bool behind = queue.has(request.descriptor.tag);",
+        "const bool behind = false;",
+        "HeldMessages.ALaterSendOfTheTagDoesNotOvertake",
+        "HeldMessages.ReleasedInAnyOrderTheyKeepTheirs",
+    ),
+    _rule(
+        "16: a held receive begins when its message comes",
+        "messages.cc",
+        "held = held_.find(message.get()); held != held_.end()) {",
+        "held = held_.find(message.get()); false) {",
+        "HeldMessages.ALaterReceiveOfTheTagDoesNotTakeTheMessageOfAHeldOne",
+    ),
     _digest(
         "digest: inputs are left out",
         "verdict.cc",

@@ -304,8 +304,8 @@ MUTATIONS = [
     Mutation(
         "messages wait for nothing",
         "messages.cc",
-        "const bool has_place = queue.empty() && hasPlace(peer, *message);",
-        "const bool has_place = queue.empty();",
+        "const bool has_place = !behind && !queue.isReady() && hasPlace(peer, *message);",
+        "const bool has_place = !behind && !queue.isReady();",
     ),
     Mutation(
         "a receive does not ask for its message",
@@ -349,8 +349,8 @@ MUTATIONS = [
     Mutation(
         "no deadline for a receive from any rank",
         "messages.cc",
-        "    if (isOver(*entry.second)) {\n      plane_.notice(noMessage(",
-        "    if (isOver(*entry.second) && false) {\n      plane_.notice(noMessage(",
+        "isOver(*entry.second)) {\n      plane_.notice(noMessage(",
+        "isOver(*entry.second) && false) {\n      plane_.notice(noMessage(",
     ),
     Mutation(
         "a failure does not reach the data plane",
@@ -374,8 +374,8 @@ MUTATIONS = [
     Mutation(
         "receives that have their message are kept",
         "messages.cc",
-        "    tables_.receives.erase(match.ticket); // only now",
-        "    // only now",
+        "  tables_.receives.erase(match.ticket); // only now",
+        "  // only now",
     ),
     Mutation(
         "tags are kept that nothing waits under",
