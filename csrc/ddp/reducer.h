@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -121,6 +122,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::pair<int, std::vector<int>> members();
   /// Whether this is rank 0, also if members() has one before it that died as the last step was committed.
   [[nodiscard]] bool leads();
+  /// The sums of `values` over the members, as a transaction of its own: a member that dies meanwhile is left out. Collective over those who
+  /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
+  /// step throws; after that the reducer has failed.
+  [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
 
   /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
   /// failed.
@@ -231,7 +236,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void lose(const std::exception& error);
   void endEpoch();
   void adoptMembers();
+  void waitToBegin();
   [[nodiscard]] bool agree();
+  void transact(const std::function<void()>& sum, const std::function<void()>& again);
   [[nodiscard]] bool beginNext();
   void leave() const;
   [[nodiscard]] bool sumAll();

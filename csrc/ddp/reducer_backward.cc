@@ -300,7 +300,7 @@ void Reducer::giveUpWeightless() {
     values.accumulated = 0;
     ++values.passes;
   });
-  weights_->commit(); // a sampler has dealt a batch for it
+  weights_->commit(members_); // a sampler has dealt a batch for it
   if (used_.has_value()) {
     used_->clear();
   }
@@ -440,7 +440,7 @@ bool Reducer::isUsed(size_t index) {
 void Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
-    weights_->commit();
+    weights_->commit(members_);
   }
   if (used_.has_value()) {
     if (pass_.hasStaticGraph()) {

@@ -36,10 +36,11 @@ class StepLog(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number within the model's group."""
+        """This rank's number within the model's group, as in ``StepRecord.members``."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """How many ranks the group had when the model was wrapped."""
 
     @property
     def steps(self) -> int:
@@ -58,7 +59,8 @@ class StepLog(Protocol):
         """
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks."""
+        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks. Not
+        once ranks are gone."""
 
 
 def step_log_of(model: Any) -> StepLog:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,8 +15,11 @@ from pycomm._group.queries import elastic_group
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
+from pycomm.ddp.weights import check_samples
 from pycomm.errors import UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
+
+_Value = TypeVar("_Value", float, torch.Tensor)
 
 logger = logging.getLogger("pycomm")
 _warned = False
@@ -74,8 +78,11 @@ class ElasticGroup:
             torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
     """
 
-    def __init__(self, reducer: Any) -> None:
+    def __init__(self, reducer: Any, *, weighs: bool = False) -> None:
         self._reducer = reducer
+        self._weighs = weighs
+        rank, members = reducer.members()
+        self._number = members[rank]
 
     @property
     def rank(self) -> int:
@@ -108,6 +115,86 @@ class ElasticGroup:
         """Steps that all members have committed."""
         steps: int = self._reducer.stats().steps
         return steps
+
+    def mean(self, value: _Value, *, weight: float | None = None) -> _Value:
+        """The mean of a number, or of each element of a tensor, over the members. It survives
+        deaths: a member that dies meanwhile does not count.
+
+        Takes the place of ``dist.all_reduce(loss)``. Collective: all members call it at the same
+        place of the program, between two backward passes. All of them get the same bits. ::
+
+            loss.backward()
+            optimizer.step()
+            print(model.elastic.mean(loss))
+
+        Args:
+            value: A float; or a tensor of floats of any shape, the same on all members, on the CPU.
+                It is summed in float64.
+            weight: How much this member counts; 0 if its value is not to count at all. None: with
+                the wrapper's ``weight="samples"`` by its samples in the last step, so that a mean
+                loss is that of one process with all batches; else all count alike.
+
+        Returns:
+            A float, or a new tensor of the same shape and dtype without a graph. NaN if no member
+            counts.
+
+        Raises:
+            TypeError: ``value`` is neither a float nor a tensor of floats on the CPU.
+            ValueError: ``weight`` is neither 0 nor a number from 1e-20 to 1e20.
+            CollectiveMismatchError: Shapes differ between members; on all of them. The wrapper has
+                failed then.
+            QuorumLostError, LeftBehindError: As in ``backward()``.
+
+        Threads: that of the training. Blocks, without the interpreter's lock.
+
+        Cost: an all-reduce of 8 bytes per element and 8 more, and a commit round.
+        """
+        tensor = torch.as_tensor(value)
+        if isinstance(value, bool) or not tensor.is_floating_point() or tensor.device.type != "cpu":
+            raise TypeError(
+                "model.elastic.mean() takes a float, or a tensor of floats on the CPU, and got "
+                f"{tensor.dtype} on {tensor.device}. Try: .float().cpu()"
+            )
+        counts = self._last_samples() if weight is None else check_samples("weight", weight)
+        words = torch.zeros(tensor.numel() + 1, dtype=torch.float64)
+        words[-1] = counts
+        if counts:  # else it may be NaN
+            words[:-1] = tensor.detach().flatten().double() * counts
+        sums = self._reducer.sum_of_members(words)
+        means = (sums[:-1] / sums[-1]).reshape(tensor.shape).to(tensor.dtype)
+        found: Any = means if isinstance(value, torch.Tensor) else means.item()
+        return found
+
+    def confirm(self) -> bool:
+        """Whether this rank leads, as the other members have just confirmed.
+
+        A rank that was stopped or cut off does not know that the others have gone on without it,
+        and ``leader`` may still be True there. So ask before you write what another leader may have
+        written. Collective: all members call it at the same place, between two backward passes. ::
+
+            if model.elastic.step % 1000 == 0 and model.elastic.confirm():
+                torch.save(model.module.state_dict(), path)
+
+        A rank that is stopped after this has returned may still write when it wakes: write to a
+        name that holds the step, and rename it into place.
+
+        Raises:
+            LeftBehindError: The others have gone on without this rank.
+            QuorumLostError: As in ``backward()``.
+
+        Threads: that of the training. Blocks, without the interpreter's lock.
+
+        Cost: a commit round, which is an all-reduce of 64 bytes.
+        """
+        self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
+        return self.leader
+
+    def _last_samples(self) -> float:
+        if not self._weighs or (steps := self._reducer.weighed_steps()) == 0:
+            return 1.0
+        ((_, _, rows, members),) = self._reducer.step_rows(steps - 1)
+        samples: float = rows[members.index(self._number)][0]
+        return samples
 
     def __repr__(self) -> str:
         rank, members = self._reducer.members()

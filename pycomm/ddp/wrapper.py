@@ -242,6 +242,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             saved_nbytes=plain - sent,
             exposed_seconds=exposed,
             exposed_seconds_per_step=exposed / max(1, raw.steps),
+            agreeing_seconds=raw.agreeing_ns / 1e9,
+            meeting_seconds=raw.meeting_ns / 1e9,
+            redoing_seconds=raw.redoing_ns / 1e9,
             codec_overflows=self._overflows()
             - self._overflows_before
             + sum(each[3] for each in raw.past),
@@ -507,7 +510,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             cuda_library=str(loader.CUDA_LIBRARY),
             agreement=agreement,
         )
-        self._elastic_group = None if agreement is None else ElasticGroup(self.reducer)
+        self._elastic_group = (
+            None
+            if agreement is None
+            else ElasticGroup(self.reducer, weighs=self._weight is not None)
+        )
         self.logger = native.DdpLogger(self.reducer)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
