@@ -113,13 +113,13 @@ class Deals:
         return self._parts[batch]
 
     def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
-        """What ``resume()`` continues from before this batch, and what is to be put in front of it:
-        parts of earlier batches that nobody has trained."""
+        """What ``resume()`` continues from before this batch, and parts of earlier batches that
+        nobody has trained, and that are not back in the list yet."""
         returned = [*self._carried]
         for loss in losses:
-            if loss.until >= batch:
+            if loss.until > batch:
                 returned += self._untrained(loss, batch)
-        return self._left[batch], returned
+        return self._before(batch, losses), returned
 
     def forget(self, batch: int) -> None:
         """Nobody asks for what was dealt before this batch, but for the position."""

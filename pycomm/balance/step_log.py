@@ -23,6 +23,9 @@ class StepRecord:
     """Of each rank, its compute time in the step before this one, summed over that step's passes:
     from the begin of forward to the end of backward, less the time in which it waited for other
     ranks. NaN if it does not know, as in its first step."""
+    members: Sequence[int]
+    """The ranks themselves, in the order of the two above. A rank has the number that it had when
+    the model was wrapped, also once others are gone."""
 
 
 class StepLog(Protocol):
