@@ -316,12 +316,10 @@ class BalancedSampler(Sampler[list[int]]):
             self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
 
     def _order(self) -> torch.Tensor:
-        return epoch_order(
-            self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle
-        )
+        return epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
 
     def _left(self) -> list[Any]:
-        """What is left of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
+        """The rest of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
         batch = min(self._plan.trained, self._deals.next_batch)
         left, returned = self._deals.left(batch, self._plan.losses)
         first, skipped = Left() if self._begin is None else left

@@ -5,9 +5,9 @@ rank is gone, nobody trains its part of the batches that had been dealt to it as
 first batch that is not, these indices are at the front of what is left of the list. So an epoch of
 which a rank is lost has more batches. If that batch is one of the next epoch, they come there.
 
-Worked example: 12 samples in order, batches of 4, and two ranks with 2 each. Batch 0 is [0 1 | 2 3].
-The second rank dies in batch 1, [4 5 | 6 7], and is dealt batch 2, [8 9 | 10 11], as well. The list
-is at its end, and has then [6 7 10 11]: batch 3 of the first rank.
+Worked example: 12 samples in order, batches of 4, and two ranks with 2 each. Batch 0 is [0 1 |
+2 3]. The second rank dies in batch 1, [4 5 | 6 7], and is dealt batch 2, [8 9 | 10 11], as well.
+The list is at its end, and has then [6 7 10 11]: batch 3 of the first rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.T
 
 
 class Left(NamedTuple):
-    """What is left of an epoch's list."""
+    """The rest of an epoch's list."""
 
     returned: tuple[int, ...] = ()
     """Indices that had been dealt to ranks that are gone; they come first."""
@@ -139,7 +139,7 @@ class Deals:
         return Left((*itertools.chain(*returned), *left.returned), left.skipped)
 
     def _untrained(self, loss: Loss, until: int) -> list[int]:
-        """What was dealt to these ranks in the batches before ``until``, and trained by nobody."""
+        """Their parts of the batches before ``until``, which nobody has trained."""
         found: list[int] = []
         for batch in range(loss.since, until):
             parts = self._parts.get(batch, {})

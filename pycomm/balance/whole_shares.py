@@ -66,9 +66,7 @@ class Limits:
         left = [rank for rank in range(len(self.most)) if rank not in gone]
         most = tuple(self.most[rank] for rank in left)
         fewest = tuple(self.fewest[rank] for rank in left)
-        return dataclasses.replace(
-            self, total=min(self.total, sum(most)), fewest=fewest, most=most
-        )
+        return dataclasses.replace(self, total=min(self.total, sum(most)), fewest=fewest, most=most)
 
 
 def even_shares(limits: Limits) -> tuple[int, ...]:
@@ -124,9 +122,7 @@ def _within(fits: Sequence[Fit], limits: Limits, seconds: float) -> list[int]:
     ]
 
 
-def why_leave_out(
-    fits: Sequence[Fit], limits: Limits, gain: float, members: Sequence[int]
-) -> str:
+def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float, members: Sequence[int]) -> str:
     """A sentence that names a rank without which a step is shorter by the part ``gain``; or "".
 
     ``members``: the numbers of the ranks, in the order of ``fits``.

@@ -216,11 +216,13 @@ def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str
         head = f"{'rank':>4} {'pid':>8}  {'group':<{_NAME}} {'state':<10} {'in':<24} {'for':>9}"
         lines += ["", head]
     before = rows[0] if rows else None
+    named = ""
     for row in rows:
         if before is not None and (row.group, row.run) != (before.group, before.run):
             lines.append("")
-        if len(row.group) > _NAME and (before is row or before.group != row.group):
+        if len(row.group) > _NAME and row.group != named:
             lines.append(f"  {row.group}:"[:_WIDTH])
+        named = row.group
         before = row
         where = row.op or (f"- after {row.last}" if row.last else "-")
         if row.pending > 1:

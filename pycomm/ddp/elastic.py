@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from pycomm._settings import timeout_seconds
 from pycomm.ddp.weights import check_samples
 from pycomm.errors import UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
-
-_Value = TypeVar("_Value", float, torch.Tensor)
 
 logger = logging.getLogger("pycomm")
 _warned = False
@@ -116,7 +114,15 @@ class ElasticGroup:
         steps: int = self._reducer.stats().steps
         return steps
 
-    def mean(self, value: _Value, *, weight: float | None = None) -> _Value:
+    @overload
+    def mean(self, value: float, *, weight: float | None = None) -> float: ...
+
+    @overload
+    def mean(self, value: torch.Tensor, *, weight: float | None = None) -> torch.Tensor: ...
+
+    def mean(
+        self, value: float | torch.Tensor, *, weight: float | None = None
+    ) -> float | torch.Tensor:
         """The mean of a number, or of each element of a tensor, over the members. It survives
         deaths: a member that dies meanwhile does not count.
 
@@ -162,8 +168,7 @@ class ElasticGroup:
             words[:-1] = tensor.detach().flatten().double() * counts
         sums = self._reducer.sum_of_members(words)
         means = (sums[:-1] / sums[-1]).reshape(tensor.shape).to(tensor.dtype)
-        found: Any = means if isinstance(value, torch.Tensor) else means.item()
-        return found
+        return means if isinstance(value, torch.Tensor) else float(means)
 
     def confirm(self) -> bool:
         """Whether this rank leads, as the other members have just confirmed.

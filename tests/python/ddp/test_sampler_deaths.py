@@ -1,4 +1,4 @@
-"""BalancedSampler when ranks die: each index once, equal steps, and the global batch is whole again.
+"""BalancedSampler when ranks die: each index once, equal steps, and whole batches again.
 
 The model is a stand-in, see step_logs.py. Random walks have an oracle of their own: it knows which
 ranks live and what they have trained, and counts indices.

@@ -107,7 +107,9 @@ def test_a_rank_that_delays_the_others_is_named() -> None:
     )
     helps = [Fit(0.1, 0.01), Fit(0.1, 0.1), Fit(0.1, 0.01)]
     assert why_leave_out(helps, limits, 0.02, range(3)) == ""
-    assert why_leave_out([Fit(9.0, 1.0)], Limits.of(4, unit=1, fewest=1, most=[None]), 0.02, [0]) == ""
+    assert (
+        why_leave_out([Fit(9.0, 1.0)], Limits.of(4, unit=1, fewest=1, most=[None]), 0.02, [0]) == ""
+    )
     # The others could not take its share.
     limits = Limits.of(64, unit=1, fewest=1, most=[31, None, 31])
     assert why_leave_out(slow, limits, 0.02, range(3)) == ""

@@ -34,7 +34,7 @@ def means(rank: int, world_size: int) -> None:
     assert (half.dtype, half.shape, half.requires_grad) == (torch.float16, (), False)
     assert group.mean(torch.zeros(0)).shape == (0,)
     assert group.mean(float(rank), weight=rank) == pytest.approx((0 + 1 + 4) / 3)
-    # Who does not count has no say, not even with what is no number.
+    # A rank that does not count has no say, not even with what is no number.
     assert group.mean(math.nan if rank == 1 else 2.0, weight=float(rank != 1)) == 2.0
     assert math.isnan(group.mean(1.0, weight=0))
     for wrong in (torch.tensor(3), "3", True, 1 + 2j, torch.empty(1, device="meta")):
