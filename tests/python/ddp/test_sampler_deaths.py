@@ -71,6 +71,28 @@ def test_what_comes_back_too_late_comes_in_the_next_epoch() -> None:
     assert samplers[0].stats().members == (0,)
 
 
+@pytest.mark.parametrize("trained", [1, 2])
+def test_a_job_that_is_resumed_deals_it_at_once_or_in_the_next_epoch(trained: int) -> None:
+    """The rank dies in the first batch. After the second one the epoch is complete."""
+    job = Job(2)
+    sampler, _ = samplers_of(job, 8, global_batch=4, lookahead=4, shuffle=False)
+    job.members.remove(1)
+    for _ in zip(range(trained), sampler, strict=False):
+        train(job, [2, 2])
+    state = json.loads(json.dumps(sampler.state_dict()))
+    job = Job(1)
+    (resumed,) = samplers_of(job, 8, global_batch=4, lookahead=4, shuffle=False)
+    resumed.load_state_dict(state)
+    epochs: list[list[list[int]]] = [[], []]
+    for epoch, dealt in enumerate(epochs):
+        resumed.set_epoch(epoch)
+        for batch in resumed:
+            dealt.append(batch)
+            train(job, [4])
+    whole = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert epochs == ([[[2, 3, 4, 5]], whole] if trained == 1 else [[], [[2, 3, 6, 7], *whole]])
+
+
 def test_shares_are_those_of_the_ranks_that_are_left() -> None:
     """Each is as large as its rank's speed, and the seconds of one rank stay its own."""
     job, speeds = Job(3), (4.0, 1.0, 2.0)
