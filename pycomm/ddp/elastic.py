@@ -134,7 +134,7 @@ class ElasticGroup:
             print(model.elastic.mean(loss))
 
         Args:
-            value: A float; or a tensor of floats of any shape, the same on all members, on the CPU.
+            value: A number; or a tensor of floats of any shape, the same on all members, on the CPU.
                 It is summed in float64.
             weight: How much this member counts; 0 if its value is not to count at all. None: with
                 the wrapper's ``weight="samples"`` by its samples in the last step, so that a mean
@@ -145,7 +145,7 @@ class ElasticGroup:
             counts.
 
         Raises:
-            TypeError: ``value`` is neither a float nor a tensor of floats on the CPU.
+            TypeError: ``value`` is neither a number nor a tensor of floats on the CPU.
             ValueError: ``weight`` is neither 0 nor a number from 1e-20 to 1e20.
             CollectiveMismatchError: Shapes differ between members; on all of them. The wrapper has
                 failed then.
@@ -155,12 +155,7 @@ class ElasticGroup:
 
         Cost: an all-reduce of 8 bytes per element and 8 more, and a commit round.
         """
-        tensor = torch.as_tensor(value)
-        if isinstance(value, bool) or not tensor.is_floating_point() or tensor.device.type != "cpu":
-            raise TypeError(
-                "model.elastic.mean() takes a float, or a tensor of floats on the CPU, and got "
-                f"{tensor.dtype} on {tensor.device}. Try: .float().cpu()"
-            )
+        tensor = _as_tensor(value)
         counts = self._last_samples() if weight is None else check_samples("weight", weight)
         words = torch.zeros(tensor.numel() + 1, dtype=torch.float64)
         words[-1] = counts
@@ -204,6 +199,21 @@ class ElasticGroup:
     def __repr__(self) -> str:
         rank, members = self._reducer.members()
         return f"ElasticGroup(rank={rank}, members={tuple(members)}, step={self.step})"
+
+
+def _as_tensor(value: object) -> torch.Tensor:
+    """What ``mean()`` takes. TypeError: something else."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.device.type == "cpu":
+            return value
+        what = f"a tensor of {value.dtype} on {value.device}. Try: .float().cpu()"
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.float64)
+    else:
+        what = repr(value)
+    raise TypeError(
+        f"model.elastic.mean() takes a number, or a tensor of floats on the CPU, and got {what}"
+    )
 
 
 def check_elastic(

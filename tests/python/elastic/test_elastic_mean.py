@@ -38,7 +38,7 @@ def means(rank: int, world_size: int) -> None:
     assert group.mean(math.nan if rank == 1 else 2.0, weight=float(rank != 1)) == 2.0
     assert math.isnan(group.mean(1.0, weight=0))
     for wrong in (torch.tensor(3), "3", True, 1 + 2j, torch.empty(1, device="meta")):
-        with pytest.raises(TypeError, match=r"mean\(\) takes a float, or a tensor of floats|str"):
+        with pytest.raises(TypeError, match=r"mean\(\) takes a number, or a tensor of floats"):
             group.mean(wrong)
     with pytest.raises(ValueError, match="weight=-1 is neither 0"):
         group.mean(1.0, weight=-1)
