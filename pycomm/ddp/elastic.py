@@ -68,7 +68,8 @@ class Elastic:
 class ElasticGroup:
     """The ranks that train together now: ``model.elastic``. Any thread may ask.
 
-    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them.
+    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them; but for
+    ``leader``, which may change in ``mean()`` and ``confirm()``, too.
 
     Example::
 

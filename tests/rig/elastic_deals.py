@@ -101,8 +101,14 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
                         mark(f"step {len(means)}")
     except Exception as caught:
         error = describe_exception(caught)
+    late = ""
+    try:
+        pycomm.BalancedSampler(data, global_batch=plan.global_batch, model=model)
+    except pycomm.errors.UnsupportedError as refused:
+        late = str(refused)
     return {
         "members": members,
+        "late": late,
         "epochs": epochs,
         "means": means,
         "error": error,
