@@ -321,6 +321,8 @@ class BalancedSampler(Sampler[list[int]]):
     def _left(self) -> list[Any]:
         """The rest of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
         batch = min(self._plan.trained, self._deals.next_batch)
+        if self._begin is not None:
+            batch = max(batch, self._begin)  # passes of the epoch before may wait for a reduction
         left, returned = self._deals.left(batch, self._plan.losses)
         first, skipped = Left() if self._begin is None else left
         return [list(first), skipped, returned]
