@@ -268,7 +268,8 @@ def make_group(group: Any, elastic: Elastic) -> Any:
         logger.warning(
             "elastic=: steps of the wrapped model survive the death of ranks. The process group "
             "does not: after a death its own collectives raise (dist.all_reduce, dist.barrier). "
-            "Use model.elastic.leader in place of rank 0, and no collectives in the training loop."
+            "Use model.elastic.leader in place of rank 0, and model.elastic.mean() in place of "
+            "dist.all_reduce(); no other collectives in the training loop."
         )
     _warned = True
     return made
