@@ -74,7 +74,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, passes of each rank, [(weight, last_compute_ns) of each rank]).
+/// A list of (step, passes of each rank, [(weight, last_compute_ns) of each rank], members).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -86,7 +86,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
     for (const PassWeights::Row& row : step.rows) {
       rows.append(py::make_tuple(row.weight, row.last_compute_ns));
     }
-    found.append(py::make_tuple(step.index, step.passes, rows));
+    found.append(py::make_tuple(step.index, step.passes, rows, step.members));
   }
   return found;
 }
@@ -241,6 +241,9 @@ void bindReducer(py::module_& m) {
       .def_readonly("redone_steps", &ReducerStats::redone_steps)
       .def_readonly("lost_ranks", &ReducerStats::lost_ranks)
       .def_readonly("epochs", &ReducerStats::epochs)
+      .def_readonly("agreeing_ns", &ReducerStats::agreeing_ns)
+      .def_readonly("meeting_ns", &ReducerStats::meeting_ns)
+      .def_readonly("redoing_ns", &ReducerStats::redoing_ns)
       .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes)
       .def_property_readonly(
           "past", [](const ReducerStats& stats) { // (ranks, wire_nbytes, gradient_nbytes, codec_overflows)
@@ -345,6 +348,7 @@ void bindReducer(py::module_& m) {
       .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
       .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
       .def("leads", torch::wrap_pybind_function_no_gil(&Reducer::leads))
+      .def("sum_of_members", torch::wrap_pybind_function_no_gil(&Reducer::sumOfMembers), py::arg("values"))
       .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed

@@ -62,6 +62,7 @@ ElasticGroup::ElasticGroup(
     }
   });
   backend_->closeFirst(driver_);
+  entitle();
 }
 
 ElasticGroup::~ElasticGroup() {
@@ -94,7 +95,16 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
   backend_->takeOver(epoch.met);
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
   present_ = epoch;
+  entitle();
   return true;
+}
+
+void ElasticGroup::entitle() const {
+  std::string ranks;
+  for (const int member : present_.members) {
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(member);
+  }
+  present_.met.group->identity().title->set("elastic epoch " + std::to_string(present_.number) + ": " + ranks);
 }
 
 bool ElasticGroup::begin() {

@@ -36,11 +36,16 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] std::vector<int> members() const override {
     return present_.members;
   }
+  [[nodiscard]] int64_t meetingNs() const override {
+    return present_.meeting_ns;
+  }
   void close() noexcept override;
 
  private:
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
+  /// What status and errors call the present group: its epoch and members.
+  void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if
   /// it has failed.
   [[nodiscard]] std::optional<ErrorRecord> commitRound();

@@ -281,8 +281,9 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
   return sum_.weight == 0.0 ? 0.0 : ranks * static_cast<double>(passes) * sum_.unit / total;
 }
 
-void PassWeights::commit() {
+void PassWeights::commit(std::vector<int> members) {
   endPass();
+  step_.members = std::move(members);
   last_compute_ns_ = compute_ns_;
   unsynced_ += sum_.weight;
   steps_.push_back(std::move(step_));

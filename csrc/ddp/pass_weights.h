@@ -53,6 +53,7 @@ class PassWeights {
     int64_t index = 0; ///< from 0
     int64_t passes = 0; ///< of each rank
     std::vector<Row> rows; ///< by rank of the group
+    std::vector<int> members; ///< by rank as well: StepAgreement::members(); empty without one
   };
 
   /// A forward pass that a backward pass goes through.
@@ -116,8 +117,8 @@ class PassWeights {
   /// Waits for the rows, and returns the ratio; nothing if no rank has any weight. Throws the operation's error, and one of its own if ranks
   /// have different numbers of passes.
   [[nodiscard]] std::optional<double> await(const JobRanks& job);
-  /// The step is over, also if no rank has any weight: it is on record.
-  void commit();
+  /// The step is over, also if no rank has any weight: it is on record. `members`: see Step.
+  void commit(std::vector<int> members);
   /// The pass under way reduces nothing, and no pass is accumulated.
   void giveUp();
   /// As constructed.

@@ -330,8 +330,11 @@ std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
 }
 
 double Reducer::weightUnsynced() {
-  const std::lock_guard lock(mutex_);
-  return weights().unsynced();
+  if (const std::unique_lock turn = turnUnlessReducing(); turn.owns_lock()) {
+    return weights().unsynced();
+  }
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.unsynced;
 }
 
 void Reducer::setWeightUnsynced(double weight) {
@@ -340,8 +343,11 @@ void Reducer::setWeightUnsynced(double weight) {
 }
 
 PassWeights::Accumulated Reducer::weighed() {
-  const std::lock_guard lock(mutex_);
-  return weights().accumulated();
+  if (const std::unique_lock turn = turnUnlessReducing(); turn.owns_lock()) {
+    return weights().accumulated();
+  }
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.weighed;
 }
 
 int64_t Reducer::weighedSteps() {
@@ -350,8 +356,11 @@ int64_t Reducer::weighedSteps() {
 }
 
 int64_t Reducer::lastComputeNs() {
-  const std::lock_guard lock(mutex_);
-  return weights().lastComputeNs();
+  if (const std::unique_lock turn = turnUnlessReducing(); turn.owns_lock()) {
+    return weights().lastComputeNs();
+  }
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.last_compute_ns;
 }
 
 void Reducer::setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns) {
@@ -545,6 +554,13 @@ void Reducer::show() {
   shown_.rank = rank_;
   shown_.leads = group_.rank() == 0;
   shown_.members = members_;
+}
+
+void Reducer::showWeights() {
+  const std::lock_guard lock(shown_mutex_);
+  shown_.weighed = weights_->accumulated();
+  shown_.last_compute_ns = weights_->lastComputeNs();
+  shown_.unsynced = weights_->unsynced();
 }
 
 void Reducer::showBuckets() {

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -104,6 +105,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setWeightUnsynced(double weight);
   /// Steps on record.
   [[nodiscard]] int64_t weighedSteps();
+  /// During a backward pass that reduces as before it, as these three are part of a checkpoint.
   [[nodiscard]] PassWeights::Accumulated weighed();
   [[nodiscard]] int64_t lastComputeNs();
   void setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns);
@@ -121,6 +123,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::pair<int, std::vector<int>> members();
   /// Whether this is rank 0, also if members() has one before it that died as the last step was committed.
   [[nodiscard]] bool leads();
+  /// The sums of `values` over the members, as a transaction of its own: a member that dies meanwhile is left out. Collective over those who
+  /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
+  /// step throws; after that the reducer has failed.
+  [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
 
   /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
   /// failed.
@@ -231,7 +237,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void lose(const std::exception& error);
   void endEpoch();
   void adoptMembers();
+  void waitToBegin();
   [[nodiscard]] bool agree();
+  void transact(const std::function<void()>& sum, const std::function<void()>& again);
   [[nodiscard]] bool beginNext();
   void leave() const;
   [[nodiscard]] bool sumAll();
@@ -253,10 +261,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     int rank = 0;
     bool leads = false; ///< rank 0 of the newest members
     std::vector<int> members; ///< with a StepAgreement
+    PassWeights::Accumulated weighed; ///< before the last pass that reduced; this and the next two if ranks are weighed
+    int64_t last_compute_ns = PassWeights::kUnknown;
+    double unsynced = 0;
     std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
     bool reduces = false; ///< a pass that reduces is under way
   };
   void show(); ///< with the turn
+  void showWeights(); ///< likewise
   void showBuckets(); ///< likewise
   void showIfIdle();
   [[nodiscard]] std::unique_lock<PassLock> turnUnlessReducing();

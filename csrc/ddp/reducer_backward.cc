@@ -195,6 +195,9 @@ void Reducer::beginPass() {
   }
   pass_.begin();
   if (weights_.has_value()) {
+    if (pass_.reducing()) {
+      showWeights();
+    }
     weights_->begin(forward_weight_, trained(), pass_.reducing());
   }
   show();
@@ -300,7 +303,7 @@ void Reducer::giveUpWeightless() {
     values.accumulated = 0;
     ++values.passes;
   });
-  weights_->commit(); // a sampler has dealt a batch for it
+  weights_->commit(members_); // a sampler has dealt a batch for it
   if (used_.has_value()) {
     used_->clear();
   }
@@ -440,7 +443,7 @@ bool Reducer::isUsed(size_t index) {
 void Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
-    weights_->commit();
+    weights_->commit(members_);
   }
   if (used_.has_value()) {
     if (pass_.hasStaticGraph()) {

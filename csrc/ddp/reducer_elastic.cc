@@ -12,7 +12,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/wait_point.h"
+#include "c10d/call_tag.h"
 #include "c10d/python_errors.h"
+#include "c10d/raising.h"
 #include "c10d/without_gil.h"
 #include "ddp/reducer.h"
 
@@ -35,12 +38,18 @@ bool Reducer::leads() {
 
 // A pass that reduces begins.
 void Reducer::beginStep() {
-  lost_ = nullptr;
-  const bool before = std::exchange(changed_, false);
-  if (agreement_->begin() || before) {
+  waitToBegin();
+  if (std::exchange(changed_, false)) {
     adoptMembers();
   }
   launchFirst();
+}
+
+void Reducer::waitToBegin() {
+  lost_ = nullptr;
+  const int64_t before = nowNs();
+  changed_ = agreement_->begin() || changed_;
+  stats_.agreeing_ns += nowNs() - before;
 }
 
 void Reducer::launchFirst() {
@@ -88,6 +97,7 @@ void Reducer::adoptMembers() {
   members_ = std::move(members);
   rank_ = group_.rank();
   ++stats_.epochs;
+  stats_.meeting_ns += agreement_->meetingNs();
   // Those who are gone may have been the only ones to use some.
   state_.change([](SharedValues& values) { values.knows_used = false; });
   makeBuckets();
@@ -97,22 +107,75 @@ void Reducer::adoptMembers() {
 // All gradients have come. Returns once all members have all sums of the step; false if no rank has any weight.
 bool Reducer::agree() {
   try {
-    bool any = sumAll();
-    StepAgreement::Outcome outcome = agreement_->end(lost_);
-    while (outcome == StepAgreement::Outcome::Redo) {
-      redo();
-      any = sumAll();
-      outcome = agreement_->end(lost_);
-    }
-    if (lost_ != nullptr) {
-      throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
-    }
-    changed_ = outcome == StepAgreement::Outcome::CommitLast && beginNext();
+    bool any = true;
+    transact([&] { any = sumAll(); }, [this] { redo(); });
     return any;
   } catch (const std::exception& error) {
     fail(pipeline_->awaited(), error);
     throw;
   }
+}
+
+// Returns when all members have what sum() waits for. After a failure again() comes first, in the group of those who are left.
+void Reducer::transact(const std::function<void()>& sum, const std::function<void()>& again) {
+  const auto end = [this] {
+    const int64_t before = nowNs();
+    const StepAgreement::Outcome outcome = agreement_->end(lost_);
+    stats_.agreeing_ns += nowNs() - before;
+    return outcome;
+  };
+  sum();
+  StepAgreement::Outcome outcome = end();
+  while (outcome == StepAgreement::Outcome::Redo) {
+    const int64_t before = nowNs();
+    again();
+    sum();
+    stats_.redoing_ns += nowNs() - before;
+    outcome = end();
+  }
+  if (lost_ != nullptr) {
+    throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
+  }
+  if (outcome == StepAgreement::Outcome::CommitLast && beginNext()) {
+    changed_ = true;
+  }
+}
+
+// Nothing of a step changes, buckets included, so the next one adopts members that change here.
+at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
+  return raising([&] {
+    const std::lock_guard lock(mutex_);
+    throwIfUnfinished();
+    TORCH_CHECK(agreement_ != nullptr, "the members of a group are summed over with elastic= only");
+    at::Tensor sums;
+    try {
+      waitToBegin();
+      const auto sum = [&] {
+        sums = values.clone();
+        if (sums.numel() == 0) {
+          return;
+        }
+        std::vector<at::Tensor> tensors{sums};
+        const CallTag about(CallTag::of("a mean over the members"));
+        try {
+          const auto work = group_.get()->allreduce(tensors);
+          beforeWait();
+          work->wait();
+        } catch (const std::exception& error) {
+          lose(error);
+        }
+      };
+      transact(sum, [this] {
+        lost_ = nullptr;
+        changed_ = true;
+      });
+    } catch (const std::exception& error) {
+      fail("a mean over the members was being computed", error);
+      throw;
+    }
+    show();
+    return sums;
+  });
 }
 
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <vector>
 
@@ -37,6 +38,11 @@ class StepAgreement {
   /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are
   /// 0, 1, 2, ... and {0, 2} says that 1 has gone.
   [[nodiscard]] virtual std::vector<int> members() const = 0;
+
+  /// How long the present members took to meet, since they were known; 0 for the first ones.
+  [[nodiscard]] virtual int64_t meetingNs() const {
+    return 0;
+  }
 
   /// Leaves the group. begin() and end() throw from now on.
   virtual void close() noexcept = 0;

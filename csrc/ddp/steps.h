@@ -33,6 +33,9 @@ struct ReducerStats {
   int64_t redone_steps = 0; ///< times that all buckets of a step were summed again
   int64_t lost_ranks = 0;
   int64_t epochs = 0; ///< groups so far, the present one included
+  int64_t agreeing_ns = 0; ///< waited for the other members, and for those who are left to meet
+  int64_t meeting_ns = 0; ///< of these groups, but the first, how long their members took to meet
+  int64_t redoing_ns = 0; ///< summed again
   /// What the epochs that are over have counted.
   struct Epoch {
     int size = 0; ///< its ranks

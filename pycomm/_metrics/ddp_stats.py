@@ -82,6 +82,14 @@ class DDPStats:
     """With ``elastic``: ranks that have gone since the model was wrapped."""
     epochs: int
     """With ``elastic``: the groups that there have been, the present one included; else 0."""
+    agreeing_seconds: float
+    """With ``elastic``: time in which steps and ``mean()`` waited until all members had finished,
+    or, after a failure, until those who are left had agreed and had met."""
+    meeting_seconds: float
+    """With ``elastic``: time that the members of new groups took to meet. Training waits for it as
+    a part of ``agreeing_seconds``, unless it computes meanwhile."""
+    redoing_seconds: float
+    """With ``elastic``: time in which steps were summed again."""
     shared_nbytes: int
     """Of the buckets as they are now, what the other ranks of this host reach in place; 0 where the
     ranks are on several hosts, or share no memory."""

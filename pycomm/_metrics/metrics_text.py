@@ -65,6 +65,19 @@ METRICS: dict[str, tuple[str, str]] = {
         _COUNTER,
         "Ranks that have gone since the model was wrapped (elastic).",
     ),
+    "pycomm_ddp_agreeing_seconds_total": (
+        _COUNTER,
+        "Time that steps waited for all members, and after a failure for those who are left "
+        "(elastic).",
+    ),
+    "pycomm_ddp_meeting_seconds_total": (
+        _COUNTER,
+        "Time that members of new groups took to meet (elastic).",
+    ),
+    "pycomm_ddp_redoing_seconds_total": (
+        _COUNTER,
+        "Time in which steps were summed again (elastic).",
+    ),
 }
 
 

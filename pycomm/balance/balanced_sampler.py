@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from pycomm._saved_state import check_options, part_of
-from pycomm.balance.deal import epoch_order, rank_part
-from pycomm.balance.share_plan import LEAST_GAIN, SharePlan
+from pycomm.balance.deal import Deals, Left, epoch_order
+from pycomm.balance.share_plan import LEAST_GAIN, Change, SharePlan
 from pycomm.balance.step_log import step_log_of
 from pycomm.balance.whole_shares import Limits, even_shares, step_seconds, why_leave_out
 from pycomm.errors import ConfigMismatchError
@@ -39,8 +41,9 @@ _LARGEST = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class SamplerStats:
-    """What a ``BalancedSampler`` deals, and why. Tuples are by rank; but for ``epoch`` and
-    ``cursor``, all of it concerns the time since the sampler was made or its state was saved.
+    """What a ``BalancedSampler`` deals, and why. Tuples are in the order of ``members``; but for
+    ``epoch`` and ``cursor``, all of it concerns the time since the sampler was made or its state
+    was saved.
 
     Example::
 
@@ -55,6 +58,8 @@ class SamplerStats:
     """Batches that were trained."""
     changes: int
     """Times that shares changed."""
+    members: tuple[int, ...]
+    """The ranks that are left, by the numbers that they had when the model was wrapped."""
     shares: tuple[int, ...]
     """Samples per batch, as decided last: they hold at the latest ``lookahead`` batches later."""
     fixed_seconds: tuple[float, ...]
@@ -77,6 +82,10 @@ class BalancedSampler(Sampler[list[int]]):
     together. An epoch has each index once, but for the remainder that does not fill a step. Shares
     begin equal. They follow from the compute time of each rank's earlier steps, which the model's
     ranks exchange anyway, and change only for a predicted gain above 2 %.
+
+    With ``elastic`` ranks may die. From ``lookahead`` batches after that on, the others have
+    ``global_batch`` samples together again. What the dead rank had been dealt and has not trained
+    is dealt again, in further batches.
 
     Example::
 
@@ -107,6 +116,7 @@ class BalancedSampler(Sampler[list[int]]):
         ValueError: An argument is out of range, no shares are allowed, or the dataset is shorter
             than one step.
         ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all.
+        UnsupportedError: The model has lost ranks, with which to compare arguments.
 
     The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, or
     if the model makes more passes than batches were dealt.
@@ -167,11 +177,12 @@ class BalancedSampler(Sampler[list[int]]):
         self._plan = SharePlan(self._limits, lookahead)
         self._next_step = self._log.steps
         self._epoch = 0
+        self._deals = Deals(self._length)
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
         self._loaded_epoch = 0
         self._loaded_complete = False  # the state that was loaded is that of an epoch's end
         self._deal_nothing = False
-        self._told_shares = even_shares(self._limits)
+        self._told = self._plan.newest
         self._told_advice = ""
 
     @property
@@ -180,7 +191,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on all ranks."""
+        """Batches of a whole epoch, the same on all ranks. An epoch with a death has more."""
         return self._length // self._global_batch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -190,18 +201,21 @@ class BalancedSampler(Sampler[list[int]]):
         were trained and ``set_epoch`` was not called since, the next epoch begins.
         """
         now = self._now()
-        if self._begin is None:
-            self._begin = now
-        elif self._is_complete(now):
+        if self._is_complete(now):
             if self._deal_nothing:
                 self._deal_nothing = self._loaded_complete = False
                 return
             self._start(self._epoch + 1)
+        if self._begin is None:
             self._begin = now
-        begin, rank = self._begin, self._log.rank
-        order = epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
-        for step in range(now - begin, len(self)):
-            yield rank_part(order, step, self._shares_of(begin + step), rank)
+            self._deals.start(now, self._order())
+        self._check_dealt(self._deals.next_batch)
+        for batch in itertools.count(now):
+            change = self._shares_of(batch)
+            parts = self._deals.deal(batch, change, self._plan.losses)
+            if parts is None:
+                return
+            yield parts[self._log.rank]
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, on all ranks alike; in one that is under way it keeps the position.
@@ -229,19 +243,20 @@ class BalancedSampler(Sampler[list[int]]):
         """Counters and estimates so far, equal on ranks that are at the same step."""
         self._read()
         plan = self._plan
-        shares, fits = plan.newest.shares, plan.fits() or []
-        even = even_shares(self._limits)
+        (_, shares, members), fits = plan.newest, plan.fits() or []
+        even = even_shares(plan.limits)
         return SamplerStats(
             epoch=self._epoch,
             cursor=self._cursor(),
             batches=plan.trained,
             changes=plan.changes,
+            members=members,
             shares=shares,
             fixed_seconds=tuple(fit.fixed for fit in fits),
             seconds_per_sample=tuple(fit.per_sample for fit in fits),
             step_seconds=step_seconds(fits, shares) if fits else None,
             even_step_seconds=step_seconds(fits, even) if fits else None,
-            advice=why_leave_out(fits, self._limits, LEAST_GAIN),
+            advice=self._advice(),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,6 +269,7 @@ class BalancedSampler(Sampler[list[int]]):
             "options": self._options(),
             "epoch": self._epoch,
             "cursor": self._cursor(),
+            "left": self._left(),
             "plan": self._plan.state(),
         }
 
@@ -261,7 +277,7 @@ class BalancedSampler(Sampler[list[int]]):
         """Continues where ``state_dict()`` was taken. Collective: call it on all ranks.
 
         The position also holds for another number of ranks, or other limits of shares; then shares
-        begin equal.
+        begin equal. So they do if ranks had died.
 
         Raises:
             ValueError: The state is of another dataset, ``global_batch``, ``seed`` or ``shuffle``;
@@ -272,8 +288,10 @@ class BalancedSampler(Sampler[list[int]]):
         mine = self._options()
         check_options(saved, {name: mine[name] for name in _ORDER})
         epoch, cursor = int(part_of(state, "epoch")), int(part_of(state, "cursor"))
+        plan, (first, skipped, returned) = part_of(state, "plan"), part_of(state, "left")
         digest = hashlib.blake2b(
-            json.dumps([saved, part_of(state, "plan")], sort_keys=True).encode(), digest_size=8
+            json.dumps([saved, plan, first, skipped, returned], sort_keys=True).encode(),
+            digest_size=8,
         )
         self._compare(
             {
@@ -282,16 +300,32 @@ class BalancedSampler(Sampler[list[int]]):
                 "the loaded state": int.from_bytes(digest.digest(), "little") >> 1,
             }
         )
-        if saved == mine:
-            self._plan = SharePlan.load(state["plan"], self._limits, self._lookahead)
+        if saved == mine and plan is not None:
+            self._plan = SharePlan.load(plan, self._limits, self._lookahead)
         else:
             self._plan = SharePlan(self._limits, self._lookahead)
         self._next_step = self._log.steps
-        self._told_shares = self._plan.newest.shares
+        self._told = self._plan.newest
         self._start(epoch)
-        self._begin = self._plan.trained - cursor
+        now = self._plan.trained
+        self._begin = now - cursor
+        self._deals.resume(now, self._order(), Left(tuple(first), skipped), returned)
         self._loaded_epoch = epoch
-        self._loaded_complete = cursor >= len(self)
+        self._loaded_complete = self._is_complete(now)
+        if not self._loaded_complete:
+            self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
+
+    def _order(self) -> torch.Tensor:
+        return epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
+
+    def _left(self) -> list[Any]:
+        """The rest of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
+        batch = min(self._plan.trained, self._deals.next_batch)
+        if self._begin is not None:
+            batch = max(batch, self._begin)  # passes of the epoch before may wait for a reduction
+        left, returned = self._deals.left(batch, self._plan.losses)
+        first, skipped = Left() if self._begin is None else left
+        return [list(first), skipped, returned]
 
     def _start(self, epoch: int) -> None:
         self._epoch = epoch
@@ -307,18 +341,26 @@ class BalancedSampler(Sampler[list[int]]):
     def _cursor(self) -> int:
         if self._begin is None:
             return 0
-        return min(max(0, self._plan.trained - self._begin), len(self))
+        return max(0, min(self._plan.trained, self._deals.next_batch) - self._begin)
 
     def _is_complete(self, now: int) -> bool:
-        return self._begin is not None and now - self._begin >= len(self)
+        if self._begin is None:
+            return False
+        batch = min(now, self._deals.next_batch)
+        return not self._deals.has(batch, self._plan.decided(batch), self._plan.losses)
 
-    def _shares_of(self, batch: int) -> tuple[int, ...]:
+    def _check_dealt(self, batch: int) -> int:
+        """How many batches are trained; RuntimeError if these are more than were dealt."""
         if (now := self._now()) > batch:
             raise RuntimeError(
                 f"the model of BalancedSampler has made {now} backward passes, and its loader has "
                 f"dealt {batch} batches: shares and the position follow from the passes. Try: one "
-                "backward pass per batch, and no other training of this model while the loop runs"
+                "backward pass per batch, and no other training of this model in the epoch"
             )
+        return now
+
+    def _shares_of(self, batch: int) -> Change:
+        now = self._check_dealt(batch)
         shares = self._plan.shares_of(batch)
         if shares is None:
             raise RuntimeError(
@@ -340,28 +382,42 @@ class BalancedSampler(Sampler[list[int]]):
         for record in log.records(self._next_step):
             plan.add(record)
             self._next_step += 1
-        if plan.changes != changes and log.rank == 0:
+        self._deals.forget(min([plan.timed, *(each.since for each in plan.losses)]))
+        if plan.changes != changes and log.rank == plan.newest.members[0]:
             self._tell()
 
     def _tell(self) -> None:
-        """Logs shares that have changed by more than a tenth, and new advice."""
-        fits, (batch, shares) = self._plan.fits() or [], self._plan.newest
-        before = self._told_shares
-        if any(abs(a - b) > _TOLD * b for a, b in zip(shares, before, strict=True)):
+        """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""
+        fits, told, now = self._plan.fits(), self._told, self._plan.newest
+        if now.members != told.members:
+            less = self._plan.limits.total < self._global_batch
+            logger.log(
+                logging.WARNING if less else logging.INFO,
+                "from batch %d on ranks %s train on %s samples (before: ranks %s on %s)%s",
+                now.batch,
+                *(_listed(each) for each in (now.members, now.shares, told.members, told.shares)),
+                ": max_batch of these ranks allows no more" if less else "",
+            )
+            self._told = now
+        elif any(abs(a - b) > _TOLD * b for a, b in zip(now.shares, told.shares, strict=True)):
             logger.info(
                 "from batch %d on the ranks train on %s samples (before: %s): a step computes for "
                 "%.3g s instead of %.3g s",
-                batch,
-                ", ".join(map(str, shares)),
-                ", ".join(map(str, before)),
-                step_seconds(fits, shares),
-                step_seconds(fits, before),
+                now.batch,
+                _listed(now.shares),
+                _listed(told.shares),
+                step_seconds(fits or [], now.shares),
+                step_seconds(fits or [], told.shares),
             )
-            self._told_shares = shares
-        advice = why_leave_out(fits, self._limits, LEAST_GAIN)
+            self._told = now
+        advice = self._advice()
         if advice and not self._told_advice:
             logger.info("%s", advice)
             self._told_advice = advice
+
+    def _advice(self) -> str:
+        plan = self._plan
+        return why_leave_out(plan.fits() or [], plan.limits, LEAST_GAIN, plan.newest.members)
 
     def _options(self) -> dict[str, Any]:
         limits = self._limits
@@ -393,6 +449,10 @@ class BalancedSampler(Sampler[list[int]]):
 
 _ORDER = ("length", "global_batch", "seed", "shuffle")
 """Options that decide in which step an index is dealt."""
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _length_of(dataset: Any) -> int:

@@ -1,11 +1,25 @@
-"""Which samples of a dataset each rank trains on, as a function of seed, epoch, step and shares."""
+"""Which samples of a dataset each rank trains on: an epoch's order, cut by the shares of batches.
+
+A batch takes the next indices of the epoch's list, and its shares cut them among the ranks. If a
+rank is gone, nobody trains its part of the batches that had been dealt to it as well. From the
+first batch that is not, these indices are at the front of what is left of the list. So an epoch of
+which a rank is lost has more batches. If that batch is one of the next epoch, they come there.
+
+Worked example: 12 samples in order, batches of 4, and two ranks with 2 each. Batch 0 is [0 1 |
+2 3]. The second rank dies in batch 1, [4 5 | 6 7], and is dealt batch 2, [8 9 | 10 11], as well.
+The list is at its end, and has then [6 7 10 11]: batch 3 of the first rank.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+from pycomm.balance.share_plan import Change, Loss
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
@@ -20,12 +34,115 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.T
     return torch.randperm(length, generator=generator)
 
 
-def rank_part(order: torch.Tensor, step: int, shares: Sequence[int], rank: int) -> list[int]:
-    """A rank's indices: step k has the k-th piece of the order, cut into the ranks' shares.
+class Left(NamedTuple):
+    """The rest of an epoch's list."""
 
-    The pieces do not depend on shares or on the number of ranks. Example, 8 samples in order,
-    shares 3 and 1: step 0 is [0 1 2 | 3], and step 1 is [4 5 6 | 7].
+    returned: tuple[int, ...] = ()
+    """Indices that had been dealt to ranks that are gone; they come first."""
+    skipped: int = 0
+    """Then the epoch's order, without as many at its begin."""
+
+
+class Deals:
+    """The batches of one rank's loader: what each rank has of them, also of those to come.
+
+    Pure. A batch's deal depends on the order, and on the ``Change`` and ``Loss`` records up to it.
+    So ranks that deal a batch at different times deal alike.
     """
-    begin = step * sum(shares) + sum(shares[:rank])
-    part: list[int] = order[begin : begin + shares[rank]].tolist()
-    return part
+
+    def __init__(self, length: int) -> None:
+        self._order = torch.arange(length)
+        self._carried: tuple[int, ...] = ()
+        self._left: dict[int, Left] = {0: Left()}  # before each batch
+        self._parts: dict[int, dict[int, list[int]]] = {}  # of each batch, by member
+        self._next = 0
+
+    @property
+    def next_batch(self) -> int:
+        """The batch after the one that was dealt last."""
+        return self._next
+
+    def start(self, batch: int, order: torch.Tensor) -> None:
+        """This batch is the first of another epoch."""
+        self._order = order
+        self._put(batch, Left(self._carried))
+        self._carried = ()
+
+    def resume(self, batch: int, order: torch.Tensor, left: Left, returned: Sequence[int]) -> None:
+        """This batch is the next one of an epoch of which so much is left.
+
+        Args:
+            batch: Its number.
+            order: Of the epoch.
+            left: As ``left()`` returned it.
+            returned: The same.
+        """
+        self._order = order
+        self._parts = {}
+        self._put(batch, left)
+        self._carried = tuple(returned)
+
+    def has(self, batch: int, change: Change, losses: Sequence[Loss]) -> bool:
+        """Whether the epoch has this batch."""
+        left = self._before(batch, losses)
+        return len(left.returned) + len(self._order) - left.skipped >= sum(change.shares)
+
+    def deal(
+        self, batch: int, change: Change, losses: Sequence[Loss]
+    ) -> dict[int, list[int]] | None:
+        """The indices of each of the change's members; None if the epoch is at its end.
+
+        Args:
+            batch: ``next_batch``, or one before: then that and later ones are dealt anew.
+            change: Its shares.
+            losses: All whose ``until`` is this batch.
+        """
+        if not self.has(batch, change, losses):
+            return None
+        left = self._before(batch, losses)
+        total = sum(change.shares)
+        first = left.returned[:total]
+        skipped = left.skipped + total - len(first)
+        indices = [*first, *self._order[left.skipped : skipped].tolist()]
+        ends = list(itertools.accumulate(change.shares))
+        self._parts[batch] = {
+            member: indices[end - share : end]
+            for member, share, end in zip(change.members, change.shares, ends, strict=True)
+        }
+        self._put(batch + 1, Left(left.returned[total:], skipped))
+        return self._parts[batch]
+
+    def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
+        """What ``resume()`` continues from before this batch, and parts of earlier batches that
+        nobody has trained, and that are not back in the list yet."""
+        returned = [*self._carried]
+        for loss in losses:
+            if loss.until > batch:
+                returned += self._untrained(loss, batch)
+        return self._before(batch, losses), returned
+
+    def forget(self, batch: int) -> None:
+        """Nobody asks for what was dealt before this batch, but for the position."""
+        batch = min(batch, self._next)
+        for earlier in [each for each in self._left if each < batch]:
+            del self._left[earlier]
+        for earlier in [each for each in self._parts if each < batch]:
+            del self._parts[earlier]
+
+    def _put(self, batch: int, left: Left) -> None:
+        self._left[batch] = left
+        self._next = batch
+
+    def _before(self, batch: int, losses: Sequence[Loss]) -> Left:
+        left = self._left[batch]
+        returned = [self._untrained(each, batch) for each in losses if each.until == batch]
+        return Left((*itertools.chain(*returned), *left.returned), left.skipped)
+
+    def _untrained(self, loss: Loss, until: int) -> list[int]:
+        """Their parts of the batches before ``until``, which nobody has trained."""
+        found: list[int] = []
+        for batch in range(loss.since, until):
+            parts = self._parts.get(batch, {})
+            for member in loss.members:
+                found += parts.get(member, [])
+        return found

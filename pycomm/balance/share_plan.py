@@ -8,6 +8,10 @@ as none runs ahead further than lookahead allows; one that does gets an error, a
 Worked example, lookahead 4, batches 0, 1, 2 …, one per step. Batches 0 to 3 have even shares. Step
 0 decides batch 4, and its seconds are on record with step 1. A loader that is two batches ahead
 pulls batch 4 before batch 2 is trained: step 1 is on record, so that is early enough.
+
+A rank that is missing from a step is gone. Like all that a step decides, this holds from
+``lookahead`` batches later on: until then batches are dealt to the rank that is gone as well, and
+nobody trains its part of them (``Loss``).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 from pycomm.balance.step_log import StepRecord
 from pycomm.balance.step_times import Fit, StepTimes
 from pycomm.balance.whole_shares import Limits, best_shares, even_shares, step_seconds
+from pycomm.errors import UnsupportedError
 
 LEAST_GAIN = 0.02
 """Shares change for a predicted gain above this, so that each batch size is met rarely."""
@@ -35,10 +40,21 @@ change of speeds or shares on, until so many steps with these shares are known; 
 
 
 class Change(NamedTuple):
-    """Shares, and the first batch that has them."""
+    """Shares, the first batch that has them, and whose they are."""
 
     batch: int
     shares: tuple[int, ...]
+    members: tuple[int, ...]
+    """In the order of the shares: see ``StepRecord.members``."""
+
+
+class Loss(NamedTuple):
+    """Ranks that are gone: they train no batch from ``since`` on, and are dealt none from ``until``
+    on."""
+
+    members: tuple[int, ...]
+    since: int
+    until: int
 
 
 class SharePlan:
@@ -52,8 +68,11 @@ class SharePlan:
     def __init__(self, limits: Limits, lookahead: int) -> None:
         self._limits = limits
         self._lookahead = lookahead
-        self._times = [StepTimes() for _ in limits.most]
-        self._changes = [Change(0, even_shares(limits))]
+        members = tuple(range(len(limits.most)))
+        self._times = {member: StepTimes() for member in members}
+        self._changes = [Change(0, even_shares(limits), members)]
+        self._losses: list[Loss] = []
+        self._whole = True
         self._count = 0
         self._busy = _BUSY
         self._trained = 0
@@ -80,30 +99,55 @@ class SharePlan:
         """The last change that was decided, for a batch that may be still to come."""
         return self._changes[-1]
 
+    @property
+    def limits(self) -> Limits:
+        """Which shares are allowed to those who are left."""
+        return self._limits
+
+    @property
+    def losses(self) -> list[Loss]:
+        """Those whose ranks may still be dealt a batch that is not on record, the oldest first."""
+        return self._losses
+
     def fits(self) -> list[Fit] | None:
-        """Each rank's fit; None before all have one."""
-        fits = [times.fit() for times in self._times]
+        """The fit of each of the newest members; None before all have one."""
+        fits = [times.fit() for times in self._times.values()]
         known = [fit for fit in fits if fit is not None]
         return known if len(known) == len(fits) else None
 
     def add(self, record: StepRecord) -> None:
-        """Takes the next record: it has the seconds of the step before it."""
+        """Takes the next record: it has the seconds of the step before it.
+
+        Raises:
+            UnsupportedError: A rank has joined; nothing was changed.
+        """
+        if joined := [each for each in record.members if each not in self._times]:
+            raise UnsupportedError(
+                f"BalancedSampler cannot deal to ranks that have joined ({joined}) yet. Try: save "
+                "its state, and restart the job with all ranks"
+            )
         if self._open is not None:
-            self._close(self._open, record.last_seconds)
+            self._close(self._open, dict(zip(record.members, record.last_seconds, strict=True)))
         self._open = record
+        if len(record.members) < len(self._times):
+            self._lose(record)
         self._trained += record.passes
 
-    def shares_of(self, batch: int) -> tuple[int, ...] | None:
+    def shares_of(self, batch: int) -> Change | None:
         """The shares of a batch; None if a step that may decide them is not on record yet."""
         if batch - self._lookahead >= self._timed:
             return None
-        return self._in_effect(batch)
+        return self.decided(batch)
 
-    def _in_effect(self, batch: int) -> tuple[int, ...]:
-        return next(each.shares for each in reversed(self._changes) if each.batch <= batch)
+    def decided(self, batch: int) -> Change:
+        """The shares of a batch, if no step decides others that is not on record yet."""
+        return next(each for each in reversed(self._changes) if each.batch <= batch)
 
-    def state(self) -> dict[str, Any]:
-        """What ``load`` continues from: plain numbers, strings, lists and dicts."""
+    def state(self) -> dict[str, Any] | None:
+        """What ``load`` continues from: plain numbers, strings, lists and dicts. None once ranks
+        are gone: those that continue are numbered anew, and nobody knows which is which."""
+        if not self._whole:
+            return None
         opened = self._open
         return {
             "trained": self._trained,
@@ -111,7 +155,7 @@ class SharePlan:
             "busy": self._busy,
             "count": self._count,
             "changes": [[each.batch, list(each.shares)] for each in self._changes],
-            "times": [times.state() for times in self._times],
+            "times": [times.state() for times in self._times.values()],
             "open": None if opened is None else [opened.passes, list(opened.samples)],
         }
 
@@ -121,35 +165,55 @@ class SharePlan:
         plan = cls(limits, lookahead)
         plan._trained, plan._timed = int(state["trained"]), int(state["timed"])
         plan._count, plan._busy = int(state["count"]), int(state["busy"])
+        members = tuple(plan._times)
         plan._changes = [
-            Change(int(batch), tuple(int(share) for share in shares))
+            Change(int(batch), tuple(int(share) for share in shares), members)
             for batch, shares in state["changes"]
         ]
-        plan._times = [StepTimes.load(each) for each in state["times"]]
+        plan._times = dict(enumerate(StepTimes.load(each) for each in state["times"]))
         if (opened := state["open"]) is not None:
             passes, samples = opened
-            plan._open = StepRecord(int(passes), [float(each) for each in samples], ())
+            plan._open = StepRecord(int(passes), [float(each) for each in samples], (), members)
         return plan
 
-    def _close(self, record: StepRecord, seconds: Sequence[float]) -> None:
+    def _close(self, record: StepRecord, seconds: Mapping[int, float]) -> None:
         batches = range(self._timed, self._timed + record.passes)
         self._timed += record.passes
-        dealt = [self._in_effect(batch) for batch in batches]
-        in_samples = math.isclose(math.fsum(record.samples), len(batches) * self._limits.total)
-        for rank, times in enumerate(self._times):
+        changes = [self.decided(batch) for batch in batches]
+        dealt = [dict(zip(each.members, each.shares, strict=True)) for each in changes]
+        sizes = {member: sum(each[member] for each in dealt) for member in record.members}
+        in_samples = math.isclose(math.fsum(record.samples), sum(sizes.values()))
+        for member, samples in zip(record.members, record.samples, strict=True):
             # Samples of another unit, such as tokens, say nothing about what is dealt.
-            size = record.samples[rank] if in_samples else sum(shares[rank] for shares in dealt)
-            took = seconds[rank]
-            if record.samples[rank] > 0 and math.isfinite(took) and took > 0:
-                times.add(size / len(batches), took / len(batches))
+            size = samples if in_samples else sizes[member]
+            took = seconds.get(member, math.nan)  # of a rank that is gone nobody knows
+            if samples > 0 and math.isfinite(took) and took > 0:
+                self._times[member].add(size / len(batches), took / len(batches))
         self._busy -= 1
         if self._busy >= 0 or self._busy % _QUIET == 0:
             self._decide(batches[-1] + self._lookahead)
         while len(self._changes) > 1 and self._changes[1].batch <= self._timed:
             self._changes.pop(0)
+        self._losses = [each for each in self._losses if each.until >= self._timed]
+
+    def _lose(self, record: StepRecord) -> None:
+        """Shares its samples out among those who are left: they have a step on record."""
+        before = list(self._times)
+        gone = tuple(each for each in before if each not in record.members)
+        until = self._trained + record.passes - 1 + self._lookahead
+        self._losses.append(Loss(gone, self._trained, until))
+        self._whole = False
+        self._limits = self._limits.without([before.index(each) for each in gone])
+        self._times = {member: self._times[member] for member in record.members}
+        fits = self.fits()
+        shares = best_shares(fits, self._limits) if fits else even_shares(self._limits)
+        self._changes.append(Change(until, shares, tuple(self._times)))
+        self._count += 1
+        self._busy = self._lookahead + _BUSY
 
     def _decide(self, batch: int) -> None:
-        changed = [times.refit() for times in self._times]  # of all, so no any() around it
+        # Of all, so no any() around it.
+        changed = [times.refit() for times in self._times.values()]
         if any(changed):
             self._busy = self._lookahead + _BUSY
         fits = self.fits()
@@ -162,7 +226,7 @@ class SharePlan:
         # 2 ln N is 1.4 log2 N, which needs no logarithm that another C library may round otherwise.
         errors = _ERRORS + math.sqrt(1.4 * (len(fits) - 1).bit_length())
         if gain > LEAST_GAIN + errors * max(fit.error for fit in fits):
-            self._changes.append(Change(batch, shares))
+            self._changes.append(Change(batch, shares, tuple(self._times)))
             self._count += 1
             self._busy = self._lookahead + _BUSY
 

@@ -23,6 +23,9 @@ class StepRecord:
     """Of each rank, its compute time in the step before this one, summed over that step's passes:
     from the begin of forward to the end of backward, less the time in which it waited for other
     ranks. NaN if it does not know, as in its first step."""
+    members: Sequence[int]
+    """The ranks themselves, in the order of the two above. A rank has the number that it had when
+    the model was wrapped, also once others are gone."""
 
 
 class StepLog(Protocol):
@@ -36,10 +39,11 @@ class StepLog(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number within the model's group."""
+        """This rank's number within the model's group, as in ``StepRecord.members``."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """How many ranks the group had when the model was wrapped."""
 
     @property
     def steps(self) -> int:
@@ -58,7 +62,8 @@ class StepLog(Protocol):
         """
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks."""
+        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks. Not
+        once ranks are gone."""
 
 
 def step_log_of(model: Any) -> StepLog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pycomm.balance.step_times import Fit
 
@@ -60,6 +60,14 @@ class Limits:
             )
         return cls(total, unit, (least,) * ranks, tuple(min(each, total) for each in limits))
 
+    def without(self, gone: Collection[int]) -> Limits:
+        """The limits of the others, if the ranks at these positions are gone. If they cannot take
+        the whole total, it shrinks to what they can."""
+        left = [rank for rank in range(len(self.most)) if rank not in gone]
+        most = tuple(self.most[rank] for rank in left)
+        fewest = tuple(self.fewest[rank] for rank in left)
+        return dataclasses.replace(self, total=min(self.total, sum(most)), fewest=fewest, most=most)
+
 
 def even_shares(limits: Limits) -> tuple[int, ...]:
     """As equal as the limits allow; of equal ranks, the first ones take more."""
@@ -114,25 +122,24 @@ def _within(fits: Sequence[Fit], limits: Limits, seconds: float) -> list[int]:
     ]
 
 
-def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float) -> str:
-    """A sentence that names a rank without which a step is shorter by the part ``gain``; or ""."""
+def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float, members: Sequence[int]) -> str:
+    """A sentence that names a rank without which a step is shorter by the part ``gain``; or "".
+
+    ``members``: the numbers of the ranks, in the order of ``fits``.
+    """
     if len(fits) < 2:
         return ""
     shares = best_shares(fits, limits)
     now = step_seconds(fits, shares)
     worst = max(range(len(fits)), key=lambda rank: fits[rank].seconds(shares[rank]))
-    others = [rank for rank in range(len(fits)) if rank != worst]
-    most = tuple(limits.most[rank] for rank in others)
-    if sum(most) < limits.total:
+    rest = limits.without([worst])
+    if rest.total < limits.total:
         return ""
-    rest = dataclasses.replace(
-        limits, fewest=tuple(limits.fewest[rank] for rank in others), most=most
-    )
-    without = [fits[rank] for rank in others]
+    without = [fit for rank, fit in enumerate(fits) if rank != worst]
     then = step_seconds(without, best_shares(without, rest))
     if then > (1.0 - gain) * now:
         return ""
     return (
-        f"rank {worst} is better left out: with it a step takes {now:.3g} s, and {then:.3g} s "
-        "without it"
+        f"rank {members[worst]} is better left out: with it a step takes {now:.3g} s, and "
+        f"{then:.3g} s without it"
     )

@@ -17,6 +17,7 @@ from pycomm.trace.findings import seconds_text
 from pycomm.trace.process_reports import Report, reports
 
 _WIDTH = 79
+_NAME = 14  # of a group, in its column
 _LONGEST_S = 1e6
 
 
@@ -212,19 +213,24 @@ def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str
     count = f"{len(found)} process{'es' * (len(found) != 1)}"
     lines = [f"pycomm status: {count} of {_user()} on this host"]
     if rows:
-        lines += ["", f"{'rank':>4} {'pid':>8}  {'group':<14} {'state':<10} {'in':<24} {'for':>9}"]
+        head = f"{'rank':>4} {'pid':>8}  {'group':<{_NAME}} {'state':<10} {'in':<24} {'for':>9}"
+        lines += ["", head]
     before = rows[0] if rows else None
+    named = ""
     for row in rows:
         if before is not None and (row.group, row.run) != (before.group, before.run):
             lines.append("")
+        if len(row.group) > _NAME and row.group != named:
+            lines.append(f"  {row.group}:"[:_WIDTH])
+        named = row.group
         before = row
         where = row.op or (f"- after {row.last}" if row.last else "-")
         if row.pending > 1:
             where += f" +{row.pending - 1}"
         waited = "" if row.for_s is None else seconds_text(round(row.for_s * NS_PER_S))
         lines.append(
-            f"{row.rank:>4} {row.pid:>8}  {row.group[:14]:<14} {row.state:<10} {where[:24]:<24} "
-            f"{waited:>9}"
+            f"{row.rank:>4} {row.pid:>8}  {row.group[:_NAME]:<{_NAME}} {row.state:<10} "
+            f"{where[:24]:<24} {waited:>9}"
         )
     for problem in problems or ["Nothing waits for long."]:
         lines += ["", *textwrap.wrap(problem, _WIDTH, break_long_words=False)]

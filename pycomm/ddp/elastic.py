@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, overload
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,6 +15,7 @@ from pycomm._group.queries import elastic_group
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
+from pycomm.ddp.weights import check_samples
 from pycomm.errors import UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
@@ -66,7 +68,8 @@ class Elastic:
 class ElasticGroup:
     """The ranks that train together now: ``model.elastic``. Any thread may ask.
 
-    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them.
+    It changes inside ``backward()`` and ``no_batch()`` only, on the thread that calls them; but for
+    ``leader``, which may change in ``mean()`` and ``confirm()``, too.
 
     Example::
 
@@ -74,8 +77,11 @@ class ElasticGroup:
             torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
     """
 
-    def __init__(self, reducer: Any) -> None:
+    def __init__(self, reducer: Any, *, weighs: bool = False) -> None:
         self._reducer = reducer
+        self._weighs = weighs
+        rank, members = reducer.members()
+        self._number = members[rank]
 
     @property
     def rank(self) -> int:
@@ -109,9 +115,106 @@ class ElasticGroup:
         steps: int = self._reducer.stats().steps
         return steps
 
+    @overload
+    def mean(self, value: float, *, weight: float | None = None) -> float: ...
+
+    @overload
+    def mean(self, value: torch.Tensor, *, weight: float | None = None) -> torch.Tensor: ...
+
+    def mean(
+        self, value: float | torch.Tensor, *, weight: float | None = None
+    ) -> float | torch.Tensor:
+        """The mean of a number, or of each element of a tensor, over the members. It survives
+        deaths: a member that dies meanwhile does not count.
+
+        Takes the place of ``dist.all_reduce(loss)``. Collective: all members call it at the same
+        place of the program, between two backward passes. All of them get the same bits. ::
+
+            loss.backward()
+            optimizer.step()
+            print(model.elastic.mean(loss))
+
+        Args:
+            value: A number; or a tensor of floats of any shape, the same on all members, on the CPU.
+                It is summed in float64.
+            weight: How much this member counts; 0 if its value is not to count at all. None: with
+                the wrapper's ``weight="samples"`` by its samples in the last step, so that a mean
+                loss is that of one process with all batches; else all count alike.
+
+        Returns:
+            A float, or a new tensor of the same shape and dtype without a graph. NaN if no member
+            counts.
+
+        Raises:
+            TypeError: ``value`` is neither a number nor a tensor of floats on the CPU.
+            ValueError: ``weight`` is neither 0 nor a number from 1e-20 to 1e20.
+            CollectiveMismatchError: Shapes differ between members; on all of them. The wrapper has
+                failed then.
+            QuorumLostError, LeftBehindError: As in ``backward()``.
+
+        Threads: that of the training. Blocks, without the interpreter's lock.
+
+        Cost: an all-reduce of 8 bytes per element and 8 more, and a commit round.
+        """
+        tensor = _as_tensor(value)
+        counts = self._last_samples() if weight is None else check_samples("weight", weight)
+        words = torch.zeros(tensor.numel() + 1, dtype=torch.float64)
+        words[-1] = counts
+        if counts:  # else it may be NaN
+            words[:-1] = tensor.detach().flatten().double() * counts
+        sums = self._reducer.sum_of_members(words)
+        means = (sums[:-1] / sums[-1]).reshape(tensor.shape).to(tensor.dtype)
+        return means if isinstance(value, torch.Tensor) else float(means)
+
+    def confirm(self) -> bool:
+        """Whether this rank leads, as the other members have just confirmed.
+
+        A rank that was stopped or cut off does not know that the others have gone on without it,
+        and ``leader`` may still be True there. So ask before you write what another leader may have
+        written. Collective: all members call it at the same place, between two backward passes. ::
+
+            if model.elastic.step % 1000 == 0 and model.elastic.confirm():
+                torch.save(model.module.state_dict(), path)
+
+        A rank that is stopped after this has returned may still write when it wakes: write to a
+        name that holds the step, and rename it into place.
+
+        Raises:
+            LeftBehindError: The others have gone on without this rank.
+            QuorumLostError: As in ``backward()``.
+
+        Threads: that of the training. Blocks, without the interpreter's lock.
+
+        Cost: a commit round, which is an all-reduce of 64 bytes.
+        """
+        self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
+        return self.leader
+
+    def _last_samples(self) -> float:
+        if not self._weighs or (steps := self._reducer.weighed_steps()) == 0:
+            return 1.0
+        ((_, _, rows, members),) = self._reducer.step_rows(steps - 1)
+        samples: float = rows[members.index(self._number)][0]
+        return samples
+
     def __repr__(self) -> str:
         rank, members = self._reducer.members()
         return f"ElasticGroup(rank={rank}, members={tuple(members)}, step={self.step})"
+
+
+def _as_tensor(value: object) -> torch.Tensor:
+    """What ``mean()`` takes. TypeError: something else."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.device.type == "cpu":
+            return value
+        what = f"a tensor of {value.dtype} on {value.device}. Try: .float().cpu()"
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.float64)
+    else:
+        what = repr(value)
+    raise TypeError(
+        f"model.elastic.mean() takes a number, or a tensor of floats on the CPU, and got {what}"
+    )
 
 
 def check_elastic(
@@ -165,7 +268,8 @@ def make_group(group: Any, elastic: Elastic) -> Any:
         logger.warning(
             "elastic=: steps of the wrapped model survive the death of ranks. The process group "
             "does not: after a death its own collectives raise (dist.all_reduce, dist.barrier). "
-            "Use model.elastic.leader in place of rank 0, and no collectives in the training loop."
+            "Use model.elastic.leader in place of rank 0, and model.elastic.mean() in place of "
+            "dist.all_reduce(); no other collectives in the training loop."
         )
     _warned = True
     return made

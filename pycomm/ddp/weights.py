@@ -120,12 +120,19 @@ class _WrapperLog:
                 passes=passes,
                 samples=[weight for weight, _ in rows],
                 last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns in rows],
+                members=members or range(len(rows)),
             )
-            for _, passes, rows in found
+            for _, passes, rows, members in found
         ]
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        group = self._wrapper.process_group
+        group, elastic = self._wrapper.process_group, self._wrapper.elastic
+        if elastic is not None and elastic.size < self.world_size:
+            raise UnsupportedError(
+                f"BalancedSampler compares its arguments over all {self.world_size} ranks, of "
+                f"which {elastic.size} are left. Try: make it, or load its state, right after the "
+                "model was wrapped, and keep it over all epochs"
+            )
         slots = torch.zeros(self.world_size, len(numbers), dtype=torch.int64)
         slots[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         slots = slots.to(device_of(group))
@@ -141,7 +148,6 @@ class Weighed(TorchDDP):
     _sync_every: int
     _weight: str | None = None
     _hand_over_buffers: Any
-    _not_elastic: Any
     _forward_weight = 1.0
     _counted = False
     _before_forward: Any = None
@@ -216,12 +222,10 @@ class Weighed(TorchDDP):
         """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``.
 
         Raises:
-            UnsupportedError: With ``sync_every`` or ``elastic``, and for parameters on a CUDA
-                device.
+            UnsupportedError: With ``sync_every``, and for parameters on a CUDA device.
         """
         if self._weight is None:
             return None
-        self._not_elastic("BalancedSampler", "batches of chosen sizes")
         if self._sync_every > 1:
             raise UnsupportedError(
                 "BalancedSampler cannot follow a wrapper with sync_every yet, whose steps only the "

@@ -242,6 +242,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             saved_nbytes=plain - sent,
             exposed_seconds=exposed,
             exposed_seconds_per_step=exposed / max(1, raw.steps),
+            agreeing_seconds=raw.agreeing_ns / 1e9,
+            meeting_seconds=raw.meeting_ns / 1e9,
+            redoing_seconds=raw.redoing_ns / 1e9,
             codec_overflows=self._overflows()
             - self._overflows_before
             + sum(each[3] for each in raw.past),
@@ -272,7 +275,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has the
         loss that this rank has not sent yet: a float32 tensor per parameter name. Save and load it
         on every rank, since each has its own.
-        During a backward pass it comes without residuals, as if the step had been dropped.
+        During a backward pass that reduces it is the one of before the pass, without residuals.
 
         A wrapper of the same options that loads it continues bit by bit as this one would.
         """
@@ -507,7 +510,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             cuda_library=str(loader.CUDA_LIBRARY),
             agreement=agreement,
         )
-        self._elastic_group = None if agreement is None else ElasticGroup(self.reducer)
+        self._elastic_group = (
+            None
+            if agreement is None
+            else ElasticGroup(self.reducer, weighs=self._weight is not None)
+        )
         self.logger = native.DdpLogger(self.reducer)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,

@@ -77,7 +77,12 @@ class GroupLog:
     def train(self, samples: int) -> None:
         exchanged = self.gather([samples, self._seconds])
         self._records.append(
-            StepRecord(1, [each for each, _ in exchanged], [each for _, each in exchanged])
+            StepRecord(
+                1,
+                [each for each, _ in exchanged],
+                [each for _, each in exchanged],
+                range(self.world_size),
+            )
         )
         self._seconds = 1.0 + SPEEDS[self.rank] * samples
 

@@ -28,20 +28,26 @@ class Job:
         gather: Callable[[int, Sequence[int]], list[list[int]]] | None = None,
     ) -> None:
         self.world_size = world_size
+        self.members = list(range(world_size))
+        """Those that live: a test takes others out between two steps."""
         self.records: list[StepRecord] = []
         self.logs = [RankLog(self, rank) for rank in range(world_size)]
-        self._seconds: Sequence[float] = [math.nan] * world_size
+        self._seconds: Sequence[float] = [math.nan] * world_size  # by member, also of the dead
         self.gather = gather or (lambda rank, numbers: [list(numbers)] * world_size)
 
     def train(self, samples: Sequence[float], seconds: Sequence[float], *, passes: int = 1) -> None:
-        """A step of all ranks: it is on record on each once ``returned`` is called there."""
-        self.records.append(StepRecord(passes, list(samples), list(self._seconds)))
+        """A step of all who live: it is on record on each once ``returned`` is called there.
+
+        Samples and seconds are of all ranks, also of those that are dead.
+        """
+        numbers = [[each[member] for member in self.members] for each in (samples, self._seconds)]
+        self.records.append(StepRecord(passes, *numbers, list(self.members)))
         self._seconds = seconds
 
     def returned(self) -> None:
         """On all ranks, backward has returned."""
-        for log in self.logs:
-            log.returned()
+        for member in self.members:
+            self.logs[member].returned()
 
     def restarted(self) -> Job:
         """The job in new processes: the wrappers are new, and know the last step's seconds."""
@@ -101,7 +107,12 @@ class StoreLog:
         exchanged = self._exchange([samples, self._seconds])
         self._seconds = seconds
         self._records.append(
-            StepRecord(1, [each for each, _ in exchanged], [each for _, each in exchanged])
+            StepRecord(
+                1,
+                [each for each, _ in exchanged],
+                [each for _, each in exchanged],
+                range(self.world_size),
+            )
         )
 
     def records(self, since: int) -> Sequence[StepRecord]:

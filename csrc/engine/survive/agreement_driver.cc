@@ -394,6 +394,7 @@ void AgreementDriver::refuseUndelivered() const {
 
 bool AgreementDriver::finished(uint64_t epoch) {
   refuseInChild();
+  PYCOMM_FAULT_POINT("survive.finished");
   const std::lock_guard<std::mutex> lock(mutex_);
   if (ledger_.mayCommit()) {
     refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
@@ -405,6 +406,7 @@ bool AgreementDriver::finished(uint64_t epoch) {
 
 bool AgreementDriver::committed(uint64_t epoch) {
   refuseInChild();
+  PYCOMM_FAULT_POINT("survive.committed");
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool counts = ledger_.commit(epoch);
   undelivered_ = undelivered_ && !counts;
@@ -904,7 +906,9 @@ void AgreementDriver::meetNow(const Job& job) {
     const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), handles);
     made.number = job.view.epoch;
     made.members = firstRanks(job.view);
+    const TimePoint began = Clock::now();
     made.met = members_.meet(plan, Deadline::after(patience_ms), *abort);
+    made.meeting_ns = std::chrono::nanoseconds(Clock::now() - began).count();
   } catch (const std::exception& exception) {
     failure = recordOf(exception, "the members of the next epoch did not meet");
   }

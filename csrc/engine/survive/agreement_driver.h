@@ -73,6 +73,7 @@ class AgreementDriver final : public Engine::Maker {
     uint64_t number = 0;
     Reconfigurable::Met met;
     std::vector<int> members; ///< by rank: the rank that each had in the first epoch
+    int64_t meeting_ns = 0; ///< how long meet() took, of those after the first
   };
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.

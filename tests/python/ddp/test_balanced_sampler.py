@@ -158,7 +158,10 @@ def test_passes_of_a_step_that_is_not_complete_count_for_the_epoch_and_not_for_t
     for sampler in three.samplers:
         next(iter(sampler))  # of the next epoch, and not the two again
     assert three.samplers[0].stats().epoch == 1
-    assert three.restarted(lookahead=8).samplers[0].stats().cursor == 0  # it has begun
+    resumed, fresh = three.restarted(lookahead=8), Three(lookahead=8)
+    assert resumed.samplers[0].stats().cursor == 0  # it has begun
+    fresh.set_epoch(1)
+    assert set(indices(resumed.epoch(1))) == set(indices(fresh.epoch(1)))
 
 
 @pytest.mark.parametrize("trained", [0, 1, 3, 7, 8, 11])

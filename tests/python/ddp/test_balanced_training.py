@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -114,8 +115,6 @@ class VirtualTimes:
         return getattr(self._log, name)
 
     def records(self, since: int) -> list[Any]:
-        from pycomm.balance.step_log import StepRecord
-
         found = self._log.records(0)
         told = []
         for step in range(since, len(found)):
@@ -123,7 +122,7 @@ class VirtualTimes:
             if step > 0:
                 each = next(s for begin, s in reversed(self._per_sample) if step - 1 >= begin)
                 seconds = [1.0 + b * n for b, n in zip(each, found[step - 1].samples, strict=True)]
-            told.append(StepRecord(found[step].passes, found[step].samples, seconds))
+            told.append(dataclasses.replace(found[step], last_seconds=seconds))
         return told
 
 

@@ -63,8 +63,9 @@ class Run:
         job = Job(ranks)
         for step in range(steps):
             true = next(each for begin, each in reversed(worlds) if step >= begin)
-            shares = self.plan.shares_of(step)
-            assert shares is not None
+            change = self.plan.shares_of(step)
+            assert change is not None
+            shares = change.shares
             best = step_seconds(true, best_shares(true, limits))
             self.shares.append(shares)
             self.quality.append(best / step_seconds(true, shares))
@@ -153,9 +154,9 @@ def steps_of(plan: SharePlan, steps: int) -> Iterator[StepRecord]:
     """Of a job whose ranks change their speeds, in numbers that every Python computes alike."""
     job, value = Job(2), 1
     for step in range(steps):
-        shares = plan.shares_of(plan.trained)
-        assert shares is not None
-        took = []
+        change = plan.shares_of(plan.trained)
+        assert change is not None
+        took, shares = [], change.shares
         for share, speed in zip(shares, (1, 3) if step < 100 else (2, 1), strict=True):
             value = value * 1103515245 % 2**31
             took.append((7 + speed * share) * (1 + value / 2**31 / 8))

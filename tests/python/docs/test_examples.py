@@ -117,7 +117,7 @@ SHORT = {
     "elastic.py": [
         r"rank 1: 60 steps, members \(1, 2\), (\d+\.\d+)\n(.*\n)?rank 2: 60 steps, .*, \1\n"
         r"|rank 2: 60 steps, members \(1, 2\), (\d+\.\d+)\n(.*\n)?rank 1: 60 steps, .*, \3\n",
-        f"rank 1 is the leader: {PERCENT}",
+        rf"rank 1 is the leader: loss \d\.\d{{3}}, {PERCENT}",
     ],
     "failures.py": [
         r"rank 0: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",

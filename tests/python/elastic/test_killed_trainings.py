@@ -55,6 +55,9 @@ def survivors(results: RankResults, dead: Sequence[int]) -> list[dict[str, Any]]
         assert value["bits"] == values[0]["bits"]
         assert value["members"] == values[0]["members"]
         assert value["stats"]["lost_ranks"] == len(results) - len(value["members"][-1])
+        assert value["stats"]["agreeing_seconds"] > 0
+        redone = value["stats"]["redone_steps"]
+        assert (value["stats"]["redoing_seconds"] > 0) == (redone > 0)
     before = tuple(range(len(results)))
     for members in values[0]["members"]:
         assert set(left) <= set(members) <= set(before)  # nobody comes back

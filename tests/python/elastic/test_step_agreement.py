@@ -296,6 +296,22 @@ def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
     assert survivors(results, [2])[0]["left"] == [0, 1]
 
 
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.parametrize("struck", [0, 2])
+@pytest.mark.parametrize(("point", "with_it"), [("finished", 8), ("committed", 9)])
+def test_a_rank_dies_at_an_end_of_its_commit_round(
+    tmp_path: Path, point: str, with_it: int, struck: int
+) -> None:
+    """Of its ninth step: before the round nobody may commit with it, after it all do."""
+    plan = Plan(steps=30, struck=(struck, f"survive.{point}:9:kill"))
+    with start_with_faults(3, tmp_path, plan) as running:
+        results = running.collect(60)
+    left = [rank for rank in range(3) if rank != struck]
+    assert survivors(results, [struck])[0]["members"] == (
+        [[0, 1, 2]] * with_it + [left] * (30 - with_it)
+    )
+
+
 # --- a member's own trouble -----------------------------------------------------------------------
 
 
