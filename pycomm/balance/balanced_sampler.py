@@ -173,6 +173,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._deal_nothing = False
         self._told_shares = even_shares(self._limits)
         self._told_advice = ""
+        self._log.follow(self)
 
     @property
     def sampler(self) -> BalancedSampler:
@@ -227,7 +228,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def stats(self) -> SamplerStats:
         """Counters and estimates so far, equal on ranks that are at the same step."""
-        self._read()
+        self.read_steps()
         plan = self._plan
         shares, fits = plan.newest.shares, plan.fits() or []
         even = even_shares(self._limits)
@@ -249,7 +250,7 @@ class BalancedSampler(Sampler[list[int]]):
 
         Take it between steps. It is the same on all ranks, so one rank may save it for all.
         """
-        self._read()
+        self.read_steps()
         return {
             "options": self._options(),
             "epoch": self._epoch,
@@ -301,7 +302,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _now(self) -> int:
         """How many batches were put through backward, those of an unfinished step too."""
-        self._read()
+        self.read_steps()
         return self._plan.trained + self._log.pending_passes
 
     def _cursor(self) -> int:
@@ -332,16 +333,28 @@ class BalancedSampler(Sampler[list[int]]):
             )
         return shares
 
-    def _read(self) -> None:
+    def read_steps(self) -> None:
+        """For the model, which drops the records of old steps."""
         log, plan = self._log, self._plan
         if log.steps == self._next_step:
             return
         changes = plan.changes
-        for record in log.records(self._next_step):
-            plan.add(record)
-            self._next_step += 1
+        if not self._is_idle():
+            for record in log.records(self._next_step):
+                plan.add(record)
+                self._next_step += 1
+                if self._is_idle():
+                    break
+        if log.steps != self._next_step and self._is_idle():
+            # Another loader's, and every rank leaves out the same ones, however late it looks.
+            plan.interrupt()
+            self._next_step = log.steps
         if plan.changes != changes and log.rank == 0:
             self._tell()
+
+    def _is_idle(self) -> bool:
+        """All batches of an epoch are trained, and the next one has not begun."""
+        return self._begin is None or self._plan.trained - self._begin >= len(self)
 
     def _tell(self) -> None:
         """Logs shares that have changed by more than a tenth, and new advice."""
