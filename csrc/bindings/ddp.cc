@@ -128,8 +128,7 @@ void setWeighed(
     bool cannot_follow,
     bool stray,
     int64_t last_compute_ns) {
-  PassWeights::Accumulated sum{
-      weight, unit, passes, alike, {}, trained, compute_ns, gap_ns, cannot_follow, stray};
+  PassWeights::Accumulated sum{weight, unit, passes, alike, {}, trained, compute_ns, gap_ns, cannot_follow, stray};
   for (const ReducedParam& param : reducer.params()) {
     const auto found = held.extract(param.name);
     const auto holds = found.empty() ? PassWeights::Holds::Other

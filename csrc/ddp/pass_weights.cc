@@ -409,6 +409,14 @@ void PassWeights::reset() {
   last_compute_ns_ = kUnknown;
 }
 
+PassWeights::Accumulated PassWeights::accumulated() const {
+  Accumulated sum = sum_;
+  if (pass_began_.ns != 0) { // the last pass, whose end shows when another one begins
+    sum.compute_ns += WaitClock::busyNs(pass_began_, last_gradient_);
+  }
+  return sum;
+}
+
 void PassWeights::setAccumulated(Accumulated sum) noexcept {
   set_.reset();
   entered_.reset();

@@ -80,7 +80,7 @@ class PassWeights {
   [[nodiscard]] std::optional<double> pending() const noexcept {
     return set_ == nullptr ? std::nullopt : std::optional(set_->weight);
   }
-  /// The program is through with what it does between two passes.
+  /// The program has ended its own work between two passes.
   void gapEnds() noexcept;
   /// A forward pass begins to compute. True if so many steps have ended since it last was that readers of steps() must look before some are
   /// dropped.
@@ -182,9 +182,7 @@ class PassWeights {
     bool cannot_follow = false;
     bool stray = false;
   };
-  [[nodiscard]] const Accumulated& accumulated() const noexcept {
-    return sum_;
-  }
+  [[nodiscard]] Accumulated accumulated() const;
   /// A checkpoint is loaded: what was set for the next pass is forgotten.
   void setAccumulated(Accumulated sum) noexcept;
 

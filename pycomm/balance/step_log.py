@@ -27,7 +27,7 @@ class StepRecord:
 
 
 class StepReader(Protocol):
-    """Who reads the records of a log."""
+    """A sampler: it reads the records of a log."""
 
     def read_steps(self) -> None:
         """Takes the records that there are."""
@@ -64,8 +64,8 @@ class StepLog(Protocol):
         """The records of the steps number ``since``, ``since + 1`` … ``steps - 1``, in this order.
 
         Raises:
-            LookupError: The first of them is no longer kept. At least 4,096 are. It does not concern
-                readers that ``follow``.
+            LookupError: The first of them is no longer kept. At least 4,096 are, and all that those
+                who ``follow`` have not read.
             RuntimeError: The ranks have used up different numbers of batches.
         """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
@@ -37,17 +38,18 @@ _LEAST, _MOST = 1e-20, 1e20
 
 def check_samples(what: str, number: object) -> float:
     """The number; ValueError unless it is 0 or from ``_LEAST`` to ``_MOST``."""
-    value = number.item() if isinstance(number, torch.Tensor) else number
-    if not isinstance(value, numbers.Real):
-        try:
-            value = operator.index(value)  # type: ignore[arg-type]  # of an array, too
-        except TypeError:
-            value = math.nan
-    if isinstance(value, bool) or not (value == 0 or _LEAST <= value <= _MOST):
+    given = number.item() if isinstance(number, torch.Tensor) else number
+    value = math.nan
+    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        value = float(given)
+    elif not isinstance(given, bool):
+        with contextlib.suppress(TypeError):
+            value = float(operator.index(given))  # type: ignore[arg-type]  # of an array, too
+    if not (value == 0 or _LEAST <= value <= _MOST):
         raise ValueError(
             f"{what}={number!r} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
         )
-    return float(value)
+    return value
 
 
 def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:

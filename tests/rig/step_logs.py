@@ -13,7 +13,6 @@ from typing import Any
 
 from pycomm.balance.step_log import StepReader, StepRecord
 
-
 KEPT = 4096
 
 

@@ -56,11 +56,11 @@ def wide(tensor: torch.Tensor) -> Array:
     return found.copy()
 
 
-def own_gradients(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Gradients:
+def own_gradients(net: nn.Module, loss: Callable[..., torch.Tensor], *args: Any) -> Gradients:
     """Of one rank, in the model's own dtypes: what it has to average."""
     single = copy.deepcopy(net)
     single.zero_grad()
-    loss(single).backward()
+    loss(single, *args).backward()
     return {n: wide(p.grad) for n, p in single.named_parameters() if p.grad is not None}
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 
-GLOBAL_BATCH, STEPS, LOOKAHEAD = 12, 20, 4
+GLOBAL_BATCH, STEPS, LOOKAHEAD = 12, 21, 4
 
 
 def inputs_of(indices: list[int]) -> torch.Tensor:

@@ -103,7 +103,7 @@ def own_share(
     if samples == 0:
         return 0.0, {}
     batch = batch_of(rank, step, samples, dtype)
-    return float(samples), weighed_means.own_gradients(net, lambda model: loss_of(model, batch))
+    return float(samples), weighed_means.own_gradients(net, loss_of, batch)
 
 
 def off_by_parameter(
@@ -151,17 +151,13 @@ def encoded_passes(rank: int, world_size: int) -> dict[str, float]:
             for number in range(passes):
                 weights = [WEIGHTS[(r + step) % 4][number] for r in range(world_size)]
                 batches = [
-                    batch_of(r, passes * step + number, 5, torch.float32)
-                    for r in range(world_size)
+                    batch_of(r, passes * step + number, 5, torch.float32) for r in range(world_size)
                 ]
                 model.samples = weights[rank]
                 loss_of(model, batches[rank]).backward()
                 of_step.append(
                     [
-                        (
-                            float(weight),
-                            weighed_means.own_gradients(net, lambda m, b=batch: loss_of(m, b)),
-                        )
+                        (float(weight), weighed_means.own_gradients(net, loss_of, batch))
                         for weight, batch in zip(weights, batches, strict=True)
                     ]
                 )

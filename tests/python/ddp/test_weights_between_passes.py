@@ -464,7 +464,7 @@ def test_a_state_between_passes_with_other_weights_is_refused() -> None:
 
 
 def of_unmarked(rank: int, world_size: int) -> dict[str, str]:
-    """What is known of a pass in no_sync() whose graph is not marked goes into a checkpoint."""
+    """A pass in no_sync() whose graph is not marked is noted in a checkpoint."""
     found = {}
     for loads in (False, True):
         model = wrap(Hidden(), weight="samples")

@@ -84,13 +84,9 @@ def of_all_shapes(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
             else:
                 shape.loss(model, parts[rank]).backward()
             shares = [
-                (
-                    float(len(part)),
-                    weighed_means.own_gradients(net, lambda m, b=part: shape.loss(m, b))
-                    if len(part)
-                    else {},
-                )
+                (float(len(part)), weighed_means.own_gradients(net, shape.loss, part))
                 for part in parts
+                if len(part)
             ]
             off = weighed_means.errors(
                 model.module, weighed_means.means([shares]), ranks=world_size
@@ -98,7 +94,7 @@ def of_all_shapes(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
             worst = max(worst, *off.values())
             if normed or name == "alternating":  # its graph follows from the batch's first sample
                 continue
-            whole = weighed_means.own_gradients(net, lambda m: shape.loss(m, torch.cat(parts)))
+            whole = weighed_means.own_gradients(net, shape.loss, torch.cat(parts))
             for key, mine in model.module.named_parameters():
                 right = whole.get(key)
                 if right is None or not right.size:
@@ -304,9 +300,7 @@ def loaded_scale(rank: int, world_size: int) -> float:
     net = make_net(torch.float32)
     model = wrap(copy.deepcopy(net), weight="samples", wire_dtype="fp16")
     scales = {name: 126 for name, _ in model.module.named_parameters()}
-    model.load_communication_state_dict(
-        {"accumulated": 0, "unsynced": 0, "fp16_exponents": scales}
-    )
+    model.load_communication_state_dict({"accumulated": 0, "unsynced": 0, "fp16_exponents": scales})
     model.samples = float(rank == 0)
     batch = batch_of(rank, 0, 5, torch.float32)
     tiny = 2.0**-121.5 / float(alone(net, batch_of(0, 0, 5, torch.float32)).abs().max())

@@ -60,8 +60,9 @@ TEST_F(UnexpectedTest, AReportNamesTheFirstOperation) {
   enter(7);
   rank.asked(1, headerOf(kDerivedIdBit | 5, Collective::AllReduce), now);
   usage.tables = rank.usage();
-  EXPECT_NE(heldText(usage).find("(the first is derived operation 5, all_reduce, of rank 1, 0 frames, answered)"),
-            std::string::npos)
+  EXPECT_NE(
+      heldText(usage).find("(the first is derived operation 5, all_reduce, of rank 1, 0 frames, answered)"),
+      std::string::npos)
       << heldText(usage);
 }
 
