@@ -12,7 +12,7 @@ import torch
 from ddp_rig import wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 GLOBAL_BATCH, STEPS, LOOKAHEAD = 12, 21, 4
 
@@ -88,3 +88,29 @@ def test_a_batch_that_one_rank_alone_skips_is_a_named_error_on_all() -> None:
     found = ranks.run_ranks(2, skips_alone, timeout_s=60, preload=ranks.TORCH_DDP)
     for text in found.values():
         assert "has used up 1 batches on rank 0 of the model's group and 2 on rank 1" in text
+
+
+def idle(rank: int, world_size: int) -> list[int]:
+    """More steps with another loader than the wrapper keeps on record."""
+    import pycomm
+
+    model = wrap(nn.Linear(1, 1, dtype=torch.float64), weight="samples")
+    sampler = pycomm.BalancedSampler(range(120), global_batch=12, model=model, lookahead=LOOKAHEAD)
+    dealt = []
+    for epoch in range(2):
+        dealt.append(0)
+        for batch in sampler:
+            model(inputs_of(batch)).mean().backward()
+            model.zero_grad()
+            dealt[-1] += len(batch)
+        for _ in range(4200 if epoch == 0 else 0):
+            model(inputs_of([1])).mean().backward()
+            model.zero_grad()
+    return [*dealt, sampler.stats().batches, model.step_log.steps]
+
+
+def test_a_sampler_that_was_idle_for_thousands_of_steps_goes_on() -> None:
+    found = ranks.run_ranks(2, idle, timeout_s=200, preload=ranks.TORCH_DDP)
+    first, second = found.values()
+    assert [a + b for a, b in zip(first[:2], second[:2], strict=True)] == [120, 120]
+    assert first[2:] == second[2:] == [20, 4220]
