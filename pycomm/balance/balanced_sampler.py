@@ -108,8 +108,8 @@ class BalancedSampler(Sampler[list[int]]):
             than one step.
         ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all.
 
-    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, or
-    if the model makes more passes than batches were dealt.
+    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
+    the model makes more passes than batches were dealt, or if only some ranks drop a pass.
 
     Threads: use it from one, which is the loader's: workers do not call it.
 
