@@ -6,12 +6,14 @@ import copy
 import itertools
 import math
 import time
+from datetime import timedelta
 from typing import Any
 
 import ddp_shapes
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import weighed_means
 from ddp_rig import all_ranks, wrap
 from torch import nn
@@ -447,6 +449,38 @@ def at_other_times(rank: int, world_size: int) -> list[str]:
 def test_bits_do_not_depend_on_when_the_weights_come(world_size: int) -> None:
     found = ranks.run_ranks(world_size, at_other_times, timeout_s=100, preload=ranks.TORCH_DDP)
     assert list(found.values()) == [[]] * world_size
+
+
+def blocked(rank: int, world_size: int) -> float:
+    """Rank 0 waits in the middle of backward until rank 1 reduces a bucket, for which that one needs
+    rank 0's weight."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    store = dist.distributed_c10d._get_default_store()
+    net = make_net()
+    model = wrap(copy.deepcopy(net), weight="samples")
+
+    def reduces(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
+        if rank == 1:
+            store.set("rank 1 reduces", "")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, reduces)
+    if rank == 0:
+        model.module[0].weight.register_post_accumulate_grad_hook(
+            lambda _: store.wait(["rank 1 reduces"], timedelta(seconds=20))
+        )
+    sizes = (3, 5)
+    loss_of(model, batch_of(rank, 0, sizes[rank])).backward()
+    parts = [batch_of(r, 0, sizes[r]) for r in range(world_size)]
+    return off_by(gradients(model), alone(net, torch.cat(parts)))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_rank_that_blocks_in_backward_has_sent_its_weight(transport: str) -> None:
+    env = {"PYCOMM_TRANSPORT": transport}
+    found = ranks.run_ranks(2, blocked, timeout_s=60, preload=ranks.TORCH_DDP, env=env)
+    assert max(found.values()) < 1e-13
 
 
 def kept_without_samples(rank: int, world_size: int) -> list[bool]:
