@@ -452,8 +452,8 @@ def test_bits_do_not_depend_on_when_the_weights_come(world_size: int) -> None:
 
 
 def blocked(rank: int, world_size: int) -> float:
-    """Rank 0 waits in the middle of backward until rank 1 reduces a bucket, for which that one needs
-    rank 0's weight."""
+    """Rank 0 waits in the middle of backward until rank 1 reduces a bucket, which needs rank 0's
+    weight."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     store = dist.distributed_c10d._get_default_store()
