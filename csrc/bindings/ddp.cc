@@ -74,7 +74,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, passes of each rank, [(weight, last_compute_ns) of each rank], members).
+/// A list of (step, passes of each rank, [(weight, last_compute_ns, trained) of each rank], members).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -84,7 +84,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
   for (const PassWeights::Step& step : steps) {
     py::list rows;
     for (const PassWeights::Row& row : step.rows) {
-      rows.append(py::make_tuple(row.weight, row.last_compute_ns));
+      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.trained));
     }
     found.append(py::make_tuple(step.index, step.passes, rows, step.members));
   }
@@ -93,7 +93,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
 
 using Held = std::map<std::string, bool>; // by name: whether .grad is zeros of a pass without weight
 
-std::tuple<double, double, int64_t, bool, Held> weighed(Reducer& reducer) {
+std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool, bool> weighed(Reducer& reducer) {
   const PassWeights::Accumulated sum = reducer.weighed();
   Held held;
   for (size_t index = 0; index < sum.holds.size(); ++index) {
@@ -101,7 +101,17 @@ std::tuple<double, double, int64_t, bool, Held> weighed(Reducer& reducer) {
       held[reducer.params()[index].name] = sum.holds[index] == PassWeights::Holds::Zeros;
     }
   }
-  return {sum.weight, sum.unit, sum.passes, sum.alike, held};
+  return {
+      sum.weight,
+      sum.unit,
+      sum.passes,
+      sum.alike,
+      held,
+      sum.trained,
+      sum.compute_ns,
+      sum.gap_ns,
+      sum.cannot_follow,
+      sum.stray};
 }
 
 void setWeighed(
@@ -111,8 +121,13 @@ void setWeighed(
     int64_t passes,
     bool alike,
     Held held,
+    int64_t trained,
+    int64_t compute_ns,
+    int64_t gap_ns,
+    bool cannot_follow,
+    bool stray,
     int64_t last_compute_ns) {
-  PassWeights::Accumulated sum{weight, unit, passes, alike, {}};
+  PassWeights::Accumulated sum{weight, unit, passes, alike, {}, trained, compute_ns, gap_ns, cannot_follow, stray};
   for (const ReducedParam& param : reducer.params()) {
     const auto found = held.extract(param.name);
     const auto holds = found.empty() ? PassWeights::Holds::Other
@@ -302,6 +317,11 @@ void bindReducer(py::module_& m) {
           py::arg("passes"),
           py::arg("alike"),
           py::arg("holds"),
+          py::arg("trained"),
+          py::arg("compute_ns"),
+          py::arg("gap_ns"),
+          py::arg("cannot_follow"),
+          py::arg("stray"),
           py::arg("last_compute_ns"))
       .def("weighed_steps", torch::wrap_pybind_function_no_gil(&Reducer::weighedSteps))
       .def("last_compute_ns", torch::wrap_pybind_function_no_gil(&Reducer::lastComputeNs))

@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "base/fault_point.h"
+#include "base/wait_clock.h"
 #include "base/wait_point.h"
 #include "c10d/named_future.h"
 #include "c10d/python_errors.h"
@@ -366,6 +368,10 @@ void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds
     beforeWait();
     return raising([&] { return group.wait(operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
   };
+  std::optional<WaitClock::Waiting> waiting;
+  if (!operation.done()) {
+    waiting.emplace();
+  }
   while (!ended()) {
     if (deadline.expired()) {
       ErrorRecord record;

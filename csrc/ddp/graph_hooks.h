@@ -78,11 +78,14 @@ class BackwardCall {
   std::weak_ptr<const std::atomic<bool>> over_; ///< the queued callback has it
 };
 
+struct SaidWeight;
+
 /// What the graph of one forward pass tells the backward passes that go through it.
 struct ForwardMark {
   bool reduces = true; ///< false: the forward pass was in no_sync()
-  double weight = 1.0; ///< see PassWeights
-  int64_t number = 0; ///< of the forward passes of one reducer
+  double weight = 1.0; ///< as the batch was counted: see PassWeights
+  std::shared_ptr<SaidWeight> said; ///< what counts in its place, if the program has said something
+  int64_t number = 0; ///< of the forward passes of one PassWeights, from 1
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
 };
 

@@ -19,14 +19,14 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kWords = 3; // of a row
+constexpr int64_t kWords = 4; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
 
 std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
   const auto* word = words.const_data_ptr<int64_t>();
   std::vector<PassWeights::Row> rows;
   for (int64_t at = 0; at < words.numel(); at += kWords) {
-    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2]});
+    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2], word[at + 3]});
   }
   return rows;
 }
@@ -53,6 +53,14 @@ bool isZeros(const at::Tensor& tensor) {
   return tensor.is_sparse() ? tensor._nnz() == 0 : !tensor.ne(0).any().item<bool>();
 }
 
+// Of 2 the smaller one.
+int64_t medianOf(const std::deque<int64_t>& values) {
+  std::vector<int64_t> sorted(values.begin(), values.end());
+  const auto middle = sorted.begin() + (static_cast<std::ptrdiff_t>(sorted.size()) - 1) / 2;
+  std::nth_element(sorted.begin(), middle, sorted.end());
+  return *middle;
+}
+
 } // namespace
 
 PassWeights::PassWeights(const std::vector<ReducedParam>& params)
@@ -60,17 +68,58 @@ PassWeights::PassWeights(const std::vector<ReducedParam>& params)
       narrow_(std::any_of(params.begin(), params.end(), [](const auto& each) { return each.dtype == at::kHalf; })),
       kept_(params.size()) {}
 
-void PassWeights::forwardBegan() noexcept {
-  forward_began_ns_ = nowNs();
+void PassWeights::set(std::optional<double> weight) {
+  set_ = weight.has_value() ? std::make_shared<SaidWeight>(SaidWeight{*weight, forwards_}) : nullptr;
 }
 
-void PassWeights::enter(Forward forward, const std::vector<bool>& trained) {
+void PassWeights::gapEnds() noexcept {
+  if (pass_began_.ns != 0) { // of a pass that did not reduce
+    endPass();
+    gap_began_ = last_gradient_;
+  }
+  if (gap_began_.ns != 0) {
+    sum_.gap_ns += WaitClock::busyNs(std::exchange(gap_began_, {}), WaitClock::now());
+  }
+}
+
+bool PassWeights::forwardBegan() noexcept {
+  gapEnds();
+  forward_began_ = WaitClock::now();
+  const bool many = step_count_ - shown_steps_ >= static_cast<int64_t>(kStepsKept / 4);
+  shown_steps_ = many ? step_count_ : shown_steps_;
+  return many;
+}
+
+void PassWeights::marked(ForwardMark& mark) {
+  mark.number = ++forwards_;
+  if (set_ != nullptr) {
+    mark.said = set_;
+    set_->taken = true;
+  }
+}
+
+double PassWeights::weightOf(ForwardMark& mark) const {
+  if (set_ != nullptr && set_->after == mark.number && (mark.number == forwards_ || mark.said == nullptr)) {
+    mark.said = set_;
+  }
+  TORCH_CHECK(
+      mark.said == nullptr || mark.said->counted_for == 0 || mark.said->counted_for == mark.number,
+      "weight=\"samples\" does not know the weight of this backward pass: model.samples was set between its forward pass and the one before, "
+      "and has counted for that one. Set model.samples before each forward()");
+  return mark.said != nullptr ? mark.said->weight : mark.weight;
+}
+
+void PassWeights::enter(ForwardMark& mark, const std::vector<bool>& trained) {
+  const double now = weightOf(mark);
+  enter(Entered{now, mark.said, mark.number}, trained);
+}
+
+void PassWeights::enter(Entered entered, const std::vector<bool>& trained) {
   const at::NoGradGuard no_grad;
-  const double now = set_.has_value() && forward.last ? *set_ : forward.weight;
-  entered_ = now;
-  if ((sum_.passes > 0 || cannot_follow_) && forgotten(trained)) {
-    stray_ = cannot_follow_ = false;
-    sum_ = {};
+  const double now = entered.weight;
+  entered_ = std::move(entered);
+  if ((sum_.passes > 0 || sum_.cannot_follow) && forgotten(trained)) {
+    forget();
   }
   drops_ = now == 0.0;
   share_ = 1.0;
@@ -88,20 +137,41 @@ void PassWeights::enter(Forward forward, const std::vector<bool>& trained) {
 }
 
 void PassWeights::enterWithoutBatch(const std::vector<bool>& trained) {
-  set_ = 0.0;
-  forward_began_ns_ = 0;
-  enter({0.0, true}, trained);
+  set_.reset();
+  forward_began_ = {};
+  enter(Entered{}, trained);
 }
 
 // By zero_grad(): no .grad is left.
 bool PassWeights::forgotten(const std::vector<bool>& trained) const {
+  const ReducedParam* left = nullptr;
+  const ReducedParam* gone = nullptr;
   for (size_t param = 0; param < params_.size(); ++param) {
     const bool held = !sum_.holds.empty() && sum_.holds[param] != Holds::Other;
-    if ((held || trained[param]) && params_[param].tensor.grad().defined()) {
-      return false;
+    const bool has = params_[param].tensor.grad().defined();
+    if ((held || trained[param]) && has) {
+      left = &params_[param];
+    }
+    if (held && trained[param] && !has) {
+      gone = &params_[param];
     }
   }
-  return true;
+  TORCH_CHECK(
+      gone == nullptr || left == nullptr,
+      "weight=\"samples\" cannot weigh passes of which a part is gone: since the last pass, .grad of '",
+      gone == nullptr ? "" : gone->name,
+      "' was set to None, and that of '",
+      left == nullptr ? "" : left->name,
+      "' was not. Call model.zero_grad(), which forgets all of them, or none between passes that accumulate");
+  return left == nullptr;
+}
+
+void PassWeights::forget() {
+  Accumulated none;
+  none.trained = sum_.trained; // their batches were dealt, and took their time
+  none.compute_ns = sum_.compute_ns;
+  none.gap_ns = sum_.gap_ns;
+  sum_ = std::move(none);
 }
 
 void PassWeights::keepGradients(const std::vector<bool>& trained) {
@@ -150,12 +220,12 @@ void PassWeights::takeZerosBack() {
 
 void PassWeights::begin(double weight, const std::vector<bool>& trained, bool reduces) {
   TORCH_CHECK(
-      !stray_,
+      !sum_.stray,
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
       "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
   const at::NoGradGuard no_grad;
   const bool known = entered_.has_value();
-  const double now = known ? *entered_ : set_.value_or(weight);
+  const double now = known ? entered_->weight : pending().value_or(weight);
   TORCH_CHECK(
       known || sum_.passes == 0 || (now == sum_.unit && now != 0.0),
       "weight=\"samples\" cannot weigh accumulated passes apart whose weights differ (",
@@ -163,38 +233,58 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
       " and ",
       now,
       "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
+  if (known && entered_->said != nullptr && entered_->said->after == entered_->forward) {
+    entered_->said->counted_for = entered_->forward;
+  }
+  if (set_ != nullptr && (!known || set_->taken || set_ == entered_->said)) {
+    set_.reset();
+  }
+  drops_ = now == 0.0;
   if (!known) {
     share_ = 1.0;
     std::fill(kept_.begin(), kept_.end(), at::Tensor());
+    drops_ = drops_ && dropsUnmarked(trained, reduces);
   }
   entered_.reset();
-  set_.reset();
-  drops_ = now == 0.0;
   sum_.weight += now;
   ++sum_.passes;
-  sum_.unit = drops_ || share_ != 1.0 ? sum_.unit : now;
+  ++sum_.trained;
+  sum_.unit = now == 0.0 || share_ != 1.0 ? sum_.unit : now;
   sum_.holds.resize(params_.size(), Holds::Other);
   if (reduces) {
     takeZerosBack();
   } else if (drops_) {
     leaveZeros(trained);
   }
-  endPass();
-  last_gradient_ns_ = nowNs();
-  const int64_t forward_began_ns = std::exchange(forward_began_ns_, 0);
-  pass_began_ns_ = forward_began_ns != 0 ? forward_began_ns : last_gradient_ns_;
+  gapEnds(); // of a pass without a forward pass
+  last_gradient_ = WaitClock::now();
+  const WaitClock::Instant forward_began = std::exchange(forward_began_, {});
+  pass_began_ = forward_began.ns != 0 ? forward_began : last_gradient_;
+}
+
+// Whether came() takes this pass's gradients out of .grad. Their first has been added already, so what that parameter's .grad held before is
+// known only if all were without one. Else they stay: a reduction packs zeros in their place, and no other pass may follow.
+bool PassWeights::dropsUnmarked(const std::vector<bool>& trained, bool reduces) const {
+  size_t with_grad = 0;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    with_grad += trained[param] && params_[param].tensor.grad().defined() ? 1 : 0;
+  }
+  TORCH_CHECK(
+      with_grad <= 1 || reduces,
+      "weight=\"samples\" cannot take the gradients of a pass without samples out of .grad, which held something before: forward() has to "
+      "return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made; or call model.zero_grad() before it");
+  return with_grad <= 1;
 }
 
 void PassWeights::endPass() noexcept {
-  if (pass_began_ns_ != 0) {
-    compute_ns_ += last_gradient_ns_ - pass_began_ns_;
-    pass_began_ns_ = 0;
+  if (pass_began_.ns != 0) {
+    sum_.compute_ns += WaitClock::busyNs(std::exchange(pass_began_, {}), last_gradient_);
   }
 }
 
 void PassWeights::came(size_t param) {
-  last_gradient_ns_ = nowNs();
-  if (!sum_.holds.empty() && sum_.holds[param] == Holds::Other) {
+  last_gradient_ = WaitClock::now();
+  if (!sum_.holds.empty() && sum_.holds[param] == Holds::Other && params_[param].tensor.grad().defined()) {
     sum_.holds[param] = Holds::Sum;
   }
   if (!drops_ && share_ == 1.0) {
@@ -236,6 +326,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
   row[0] = std::bit_cast<int64_t>(sum_.weight);
   row[1] = sum_.passes;
   row[2] = last_compute_ns_;
+  row[3] = sum_.trained;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
   const CallTag about(CallTag::of("the weights of ranks"));
@@ -284,7 +375,14 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
 void PassWeights::commit(std::vector<int> members) {
   endPass();
   step_.members = std::move(members);
-  last_compute_ns_ = compute_ns_;
+  if (sum_.gap_ns > 0) { // 0: before the first step
+    gaps_ns_.push_back(sum_.gap_ns);
+  }
+  if (gaps_ns_.size() > kGapsKept) {
+    gaps_ns_.pop_front();
+  }
+  last_compute_ns_ = sum_.compute_ns + (gaps_ns_.empty() ? 0 : medianOf(gaps_ns_));
+  gap_began_ = WaitClock::now();
   unsynced_ += sum_.weight;
   steps_.push_back(std::move(step_));
   if (steps_.size() > kStepsKept) {
@@ -296,10 +394,9 @@ void PassWeights::commit(std::vector<int> members) {
 
 void PassWeights::giveUp() {
   endPass();
-  compute_ns_ = 0;
   sum_ = {};
   share_ = 1.0;
-  drops_ = weightless_ = stray_ = cannot_follow_ = false;
+  drops_ = weightless_ = false;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
 }
 
@@ -308,7 +405,24 @@ void PassWeights::reset() {
   entered_.reset();
   work_.reset();
   giveUp();
+  gap_began_ = {};
+  gaps_ns_.clear();
   last_compute_ns_ = kUnknown;
+}
+
+PassWeights::Accumulated PassWeights::accumulated() const {
+  Accumulated sum = sum_;
+  if (pass_began_.ns != 0) { // the last pass, whose end shows when another one begins
+    sum.compute_ns += WaitClock::busyNs(pass_began_, last_gradient_);
+  }
+  return sum;
+}
+
+void PassWeights::setAccumulated(Accumulated sum) noexcept {
+  set_.reset();
+  entered_.reset();
+  pass_began_ = forward_began_ = gap_began_ = {};
+  sum_ = std::move(sum);
 }
 
 std::vector<PassWeights::Step> PassWeights::steps(int64_t since) const {

@@ -6,14 +6,25 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/job_ranks.h"
+#include "base/wait_clock.h"
+#include "ddp/graph_hooks.h"
 #include "ddp/reducer_options.h"
 
 namespace pycomm {
+
+/// The weight that the program has set for a forward pass: for the one before it, or for those after it until a pass has counted.
+struct SaidWeight {
+  double weight = 0;
+  int64_t after = 0; ///< as many forward passes came before it
+  bool taken = false; ///< by a forward pass after it
+  int64_t counted_for = 0; ///< the forward pass before it, if a backward pass through that one has counted by it
+};
 
 /// How much each rank's gradients count, where ranks do not count alike: by a weight of each pass, such as the number of its samples.
 ///
@@ -30,12 +41,17 @@ namespace pycomm {
 /// small unit would leave the range of its dtype. A rank without weight packs zeros, whatever its gradients hold.
 ///
 /// zero_grad() between passes forgets them: this shows as no parameter of the sum having a .grad. So that it shows after passes without weight,
-/// too, these leave zeros in place of no .grad, which are gone before a reduction.
+/// too, these leave zeros in place of no .grad, which are gone before a reduction. Forgotten passes still count as batches that were trained,
+/// which a sampler follows: Accumulated::trained.
+///
+/// A step's compute time is that of its passes, from the begin of forward to the last gradient, and of what the program does between them: the
+/// optimizer, and waiting for the next batch. Waits for other ranks are left out of both (WaitClock). What lies between passes is the median of
+/// the last steps, so that a validation or a checkpoint now and then does not count.
 ///
 /// W comes from one small all-reduce, in which each rank writes a row of its own. The first gradient of a pass that reduces launches it;
 /// launching buckets waits for it, while backward goes on. The thread of backward runs it: each gradient looks whether it has ended.
 ///
-///     [set()] -> enter() by the graph, before a gradient -> begin() by the first gradient -> came() by each
+///     [set()] -> marked() by forward -> enter() by the graph, before a gradient -> begin() by the first gradient -> came() by each
 ///             -> and in a pass that reduces: launch() -> ended() -> await() -> commit()
 ///
 /// Not thread-safe; the reducer's mutex guards it.
@@ -45,8 +61,8 @@ class PassWeights {
   struct Row {
     double weight = 0; ///< of its passes since the reduction before
     int64_t passes = 0; ///< how many
-    int64_t last_compute_ns =
-        kUnknown; ///< how long forward and backward passes of the step before took, without waiting for other ranks
+    int64_t last_compute_ns = kUnknown; ///< how long the step before took, without waiting for other ranks
+    int64_t trained = 0; ///< as `passes`, with those that were forgotten
   };
   static constexpr int64_t kUnknown = -1;
   struct Step {
@@ -56,29 +72,29 @@ class PassWeights {
     std::vector<int> members; ///< by rank as well: StepAgreement::members(); empty without one
   };
 
-  /// A forward pass that a backward pass goes through.
-  struct Forward {
-    double weight = 0;
-    bool last = true; ///< none came after it, so what set() says is of it
-  };
-
   explicit PassWeights(const std::vector<ReducedParam>& params);
 
-  /// The weight of the next pass, whatever its forward pass says. 0, or from 1e-20 to 1e20, so that no sum overflows or loses a pass.
-  void set(double weight) noexcept {
-    set_ = weight;
-  }
-  /// What set() has said of the next pass, if it has.
+  /// The weight of the last forward pass, or of the next one if no other is set before a backward pass. None: as if nothing had been set.
+  /// 0, or from 1e-20 to 1e20, so that no sum overflows or loses a pass.
+  void set(std::optional<double> weight);
+  /// What set() has said and no pass has counted yet.
   [[nodiscard]] std::optional<double> pending() const noexcept {
-    return set_;
+    return set_ == nullptr ? std::nullopt : std::optional(set_->weight);
   }
-  /// A forward pass begins to compute.
-  void forwardBegan() noexcept;
+  /// The program has ended its own work between two passes.
+  void gapEnds() noexcept;
+  /// A forward pass begins to compute. True if so many steps have ended since it last was that readers of steps() must look before some are
+  /// dropped.
+  [[nodiscard]] bool forwardBegan() noexcept;
+  /// A forward pass is over.
+  void marked(ForwardMark& mark);
   /// A backward pass goes through the graph of this forward pass, and no gradient has come: what .grad holds is brought to its unit.
   /// `trained`: by parameter.
-  void enter(Forward forward, const std::vector<bool>& trained);
+  void enter(ForwardMark& mark, const std::vector<bool>& trained);
   /// As enter(), of a rank without a batch: the pass has no weight, no forward pass and no gradients, and takes no time.
   void enterWithoutBatch(const std::vector<bool>& trained);
+  /// The weight of a backward pass through its graph. Throws if what was set for it has counted for another forward pass.
+  [[nodiscard]] double weightOf(ForwardMark& mark) const;
   /// The backward pass that came through enter() is over: a pass that begins now is another one.
   void leave() noexcept {
     entered_.reset();
@@ -98,12 +114,12 @@ class PassWeights {
   void came(size_t param);
   /// A forward pass in no_sync() has outputs that cannot be marked.
   void cannotFollow() noexcept {
-    cannot_follow_ = true;
+    sum_.cannot_follow = true;
   }
   /// A gradient of a backward pass through no marked graph. It counts with the weight of the last pass that had some, else with that of the
   /// next one, as that of a penalty does, unless a forward pass may have made it.
   void stray() noexcept {
-    stray_ = cannot_follow_;
+    sum_.stray = sum_.cannot_follow;
   }
 
   /// Sends this rank's row. `device`: where the group reduces.
@@ -149,7 +165,7 @@ class PassWeights {
     unsynced_ = weight;
   }
 
-  // Of the passes since the last reduction: part of a checkpoint.
+  // Of the passes since the last reduction: part of a checkpoint, with what is known of the backward passes without a mark.
   enum class Holds : uint8_t {
     Other, ///< .grad is none, or the program's: no pass has given this parameter a gradient
     Sum, ///< .grad is in `unit`
@@ -161,17 +177,28 @@ class PassWeights {
     int64_t passes = 0;
     bool alike = true; ///< all have the weight `unit`
     std::vector<Holds> holds; ///< by parameter; empty before the first pass
+    int64_t trained = 0; ///< as `passes`, with those that were forgotten
+    int64_t compute_ns = 0; ///< of these
+    int64_t gap_ns = 0; ///< between these, and before the first one
+    bool cannot_follow = false;
+    bool stray = false;
   };
-  [[nodiscard]] const Accumulated& accumulated() const noexcept {
-    return sum_;
-  }
-  void setAccumulated(Accumulated sum) noexcept {
-    sum_ = std::move(sum);
-  }
+  [[nodiscard]] Accumulated accumulated() const;
+  /// A checkpoint is loaded: what was set for the next pass is forgotten.
+  void setAccumulated(Accumulated sum) noexcept;
 
  private:
+  struct Entered {
+    double weight = 0;
+    std::shared_ptr<SaidWeight> said;
+    int64_t forward = 0;
+  };
+
   void endPass() noexcept;
   [[nodiscard]] bool forgotten(const std::vector<bool>& trained) const;
+  void forget();
+  void enter(Entered entered, const std::vector<bool>& trained);
+  [[nodiscard]] bool dropsUnmarked(const std::vector<bool>& trained, bool reduces) const;
   void keepGradients(const std::vector<bool>& trained);
   void changeUnit(double unit);
   void takeShare(at::Tensor& grad, at::Tensor& before) const;
@@ -179,17 +206,17 @@ class PassWeights {
   void takeZerosBack();
 
   static constexpr size_t kStepsKept = 4096;
+  static constexpr size_t kGapsKept = 5;
 
   const std::vector<ReducedParam>& params_;
   bool narrow_; ///< some are fp16
-  std::optional<double> set_;
-  std::optional<double> entered_; ///< the weight of the pass that will begin
+  std::shared_ptr<SaidWeight> set_; ///< null: nothing is
+  int64_t forwards_ = 0;
+  std::optional<Entered> entered_; ///< the pass that will begin
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
   double share_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
-  bool cannot_follow_ = false;
-  bool stray_ = false;
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight, or with a share
 
   at::Tensor rows_; ///< int64: each rank's Row, as bits
@@ -197,13 +224,15 @@ class PassWeights {
   bool weightless_ = false; ///< all ranks are, in the pass under way
   int64_t waited_ns_ = 0;
 
-  int64_t forward_began_ns_ = 0;
-  int64_t pass_began_ns_ = 0; ///< its forward pass did; 0 between passes
-  int64_t last_gradient_ns_ = 0;
-  int64_t compute_ns_ = 0; ///< of this step's passes
+  WaitClock::Instant forward_began_;
+  WaitClock::Instant pass_began_; ///< its forward pass did; none between passes
+  WaitClock::Instant last_gradient_;
+  WaitClock::Instant gap_began_; ///< none in a pass, and before the first one
+  std::deque<int64_t> gaps_ns_; ///< of the last steps, at most kGapsKept
   int64_t last_compute_ns_ = kUnknown; ///< of the step before
   Step step_; ///< the one under way, once its rows are known
   std::deque<Step> steps_;
+  int64_t shown_steps_ = 0; ///< step_count_ when forwardBegan() last returned true
   int64_t step_count_ = 0;
 };
 

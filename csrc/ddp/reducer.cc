@@ -113,6 +113,9 @@ void Reducer::prepareForForward() {
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
   }
+  if (weights_.has_value()) {
+    weights_->gapEnds(); // before torch waits for other ranks
+  }
   throwIfUnfinished();
   followTrained();
 }
@@ -160,7 +163,9 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (weights_.has_value() && !reduces && !pass_.reducing()) {
     followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight
   }
-  mark->number = ++forwards_;
+  if (weights_.has_value()) {
+    weights_->marked(*mark);
+  }
   forward_weight_ = weight;
   if (weights_.has_value() && !reduces && !marked) {
     weights_->cannotFollow();
@@ -304,18 +309,20 @@ PassWeights& Reducer::weights() {
   return *weights_;
 }
 
-void Reducer::forwardBegan() {
+bool Reducer::forwardBegan() {
   const std::lock_guard lock(mutex_);
-  weights().forwardBegan();
+  return weights().forwardBegan();
 }
 
-void Reducer::setWeight(double weight) {
+void Reducer::setWeight(std::optional<double> weight) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(
       !pass_.reducing() || failure_.any(),
       "model.samples is set before backward(), and gradients are being reduced: the other ranks know the weight already");
   TORCH_CHECK_VALUE(
-      std::isfinite(weight) && weight >= 0, "a weight is finite and not negative, and this one is ", weight);
+      !weight.has_value() || (std::isfinite(*weight) && *weight >= 0),
+      "a weight is finite and not negative, and this one is ",
+      weight.value_or(0));
   weights().set(weight);
 }
 

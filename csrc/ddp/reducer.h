@@ -91,10 +91,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
 
   // Weights. All throw unless options().weighs.
-  /// What the forward pass waits for is over: it begins to compute.
-  void forwardBegan();
+  /// What the forward pass waits for is over: it begins to compute. See PassWeights::forwardBegan().
+  [[nodiscard]] bool forwardBegan();
   /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.
-  void setWeight(double weight);
+  /// None: the forward pass says it after all.
+  void setWeight(std::optional<double> weight);
   [[nodiscard]] std::optional<double> pendingWeight();
   /// A pass of a rank without a batch: of weight 0, and averages are written as on the others. `reduces`: see markForward().
   void passWithoutBatch(bool reduces);
@@ -201,8 +202,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
   void resetStep();
 
-  void onEntry(const ForwardMark& mark);
-  void enter(const ForwardMark& mark);
+  void onEntry(ForwardMark& mark);
+  void enter(ForwardMark& mark);
   void onGradient(size_t index);
   void takeGradient(size_t index);
   [[nodiscard]] bool beginsPass(size_t index) const;
@@ -211,9 +212,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void endCounting();
   /// `came`: its gradient did.
   void markReady(size_t index, bool came = true);
-  [[nodiscard]] PassWeights::Forward forwardOf(const ForwardMark& mark) const noexcept {
-    return {mark.weight, mark.number == forwards_};
-  }
   [[nodiscard]] PassWeights& weights();
   [[nodiscard]] bool packWeighed();
   [[nodiscard]] bool launchWeighed();
@@ -295,7 +293,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed
   double forward_weight_ = 1.0; ///< of the last forward pass
-  int64_t forwards_ = 0;
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
 

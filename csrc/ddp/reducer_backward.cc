@@ -53,17 +53,17 @@ std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const 
 
 } // namespace
 
-void Reducer::onEntry(const ForwardMark& mark) {
+void Reducer::onEntry(ForwardMark& mark) {
   raising([&] {
     const std::lock_guard lock(mutex_);
     enter(mark);
   });
 }
 
-void Reducer::enter(const ForwardMark& mark) {
+void Reducer::enter(ForwardMark& mark) {
   if (!mark.reduces) {
     if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing()) {
-      weights_->enter(forwardOf(mark), trained());
+      weights_->enter(mark, trained());
     }
     return;
   }
@@ -81,7 +81,7 @@ void Reducer::enter(const ForwardMark& mark) {
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
   if (weights_.has_value() && before.empty()) {
-    weights_->enter(forwardOf(mark), trained());
+    weights_->enter(mark, trained());
   }
   if (!pass_.hasStaticGraph()) {
     std::vector<size_t> unreachable = mark.unreachable; // of this graph, but others of the same call may reach them
@@ -94,7 +94,7 @@ void Reducer::enter(const ForwardMark& mark) {
     return;
   }
   try {
-    forward_weight_ = mark.weight;
+    forward_weight_ = weights_.has_value() ? weights_->weightOf(mark) : mark.weight;
     beginPass();
     for (const size_t index : before) {
       if (!pass_.counting()) { // it has been counted

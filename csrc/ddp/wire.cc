@@ -102,8 +102,9 @@ class ScaledWire final : public Wire {
   ScaledWire(int world_size, int exponent, bool weighed)
       : world_size_(world_size),
         exponent_limit_(weighed ? kExponentLimitOfWeighed : kExponentLimit),
-        exponent_(exponent),
-        next_exponent_(exponent) {}
+        // A checkpoint may have one of a wrapper without weights.
+        exponent_(std::clamp(exponent, -exponent_limit_, exponent_limit_)),
+        next_exponent_(exponent_) {}
 
   [[nodiscard]] std::optional<at::ScalarType> castTo() const override {
     return at::kHalf;

@@ -118,8 +118,8 @@ class BalancedSampler(Sampler[list[int]]):
         ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all.
         UnsupportedError: The model has lost ranks, with which to compare arguments.
 
-    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, or
-    if the model makes more passes than batches were dealt.
+    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
+    the model makes more passes than batches were dealt, or if only some ranks drop a pass.
 
     Threads: use it from one, which is the loader's: workers do not call it.
 
@@ -184,6 +184,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._deal_nothing = False
         self._told = self._plan.newest
         self._told_advice = ""
+        self._log.follow(self)
 
     @property
     def sampler(self) -> BalancedSampler:
@@ -241,7 +242,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def stats(self) -> SamplerStats:
         """Counters and estimates so far, equal on ranks that are at the same step."""
-        self._read()
+        self.read_steps()
         plan = self._plan
         (_, shares, members), fits = plan.newest, plan.fits() or []
         even = even_shares(plan.limits)
@@ -264,7 +265,7 @@ class BalancedSampler(Sampler[list[int]]):
 
         Take it between steps. It is the same on all ranks, so one rank may save it for all.
         """
-        self._read()
+        self.read_steps()
         return {
             "options": self._options(),
             "epoch": self._epoch,
@@ -335,7 +336,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _now(self) -> int:
         """How many batches were put through backward, those of an unfinished step too."""
-        self._read()
+        self.read_steps()
         return self._plan.trained + self._log.pending_passes
 
     def _cursor(self) -> int:
@@ -374,17 +375,29 @@ class BalancedSampler(Sampler[list[int]]):
             )
         return shares
 
-    def _read(self) -> None:
+    def read_steps(self) -> None:
+        """For the model, which drops the records of old steps."""
         log, plan = self._log, self._plan
         if log.steps == self._next_step:
             return
         changes = plan.changes
-        for record in log.records(self._next_step):
-            plan.add(record)
-            self._next_step += 1
+        if not self._is_idle():
+            for record in log.records(self._next_step):
+                plan.add(record)
+                self._next_step += 1
+                if self._is_idle():
+                    break
+        if log.steps != self._next_step and self._is_idle():
+            # Another loader's, and every rank leaves out the same ones, however late it looks.
+            plan.interrupt()
+            self._next_step = log.steps
         self._deals.forget(min([plan.timed, *(each.since for each in plan.losses)]))
         if plan.changes != changes and log.rank == plan.newest.members[0]:
             self._tell()
+
+    def _is_idle(self) -> bool:
+        """All batches of an epoch are trained, and the next one has not begun."""
+        return self._begin is None or self._plan.trained - self._begin >= len(self)
 
     def _tell(self) -> None:
         """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""

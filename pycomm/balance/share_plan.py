@@ -133,6 +133,12 @@ class SharePlan:
             self._lose(record)
         self._trained += record.passes
 
+    def interrupt(self) -> None:
+        """Steps follow that are not of these batches: how long the last one took is not known."""
+        if self._open is not None:
+            self._close(self._open, dict.fromkeys(self._open.members, math.nan))
+            self._open = None
+
     def shares_of(self, batch: int) -> Change | None:
         """The shares of a batch; None if a step that may decide them is not on record yet."""
         if batch - self._lookahead >= self._timed:

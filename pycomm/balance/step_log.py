@@ -15,17 +15,27 @@ class StepRecord:
     """What the ranks have exchanged in one step: bit by bit the same object on all of them."""
 
     passes: int
-    """Backward passes that the step averaged, those in ``no_sync()`` too: 1 or more, and the same
-    number on all ranks."""
+    """Backward passes since the step before, each of a batch: those in ``no_sync()`` too, and those
+    that ``zero_grad()`` has dropped. 1 or more, and the same number on all ranks."""
     samples: Sequence[float]
-    """Of each rank, in all of these passes. 0: it had nothing to train on."""
+    """Of each rank, in those of these passes that were averaged. 0: it had nothing to train on."""
     last_seconds: Sequence[float]
     """Of each rank, its compute time in the step before this one, summed over that step's passes:
-    from the begin of forward to the end of backward, less the time in which it waited for other
-    ranks. NaN if it does not know, as in its first step."""
+    from the begin of forward to the end of backward, and what lies between two passes, such as the
+    optimizer and the loader, as the median of the last 5 steps; less the time in which it waited
+    for other ranks. NaN if it does not know, as in its first step."""
     members: Sequence[int]
     """The ranks themselves, in the order of the two above. A rank has the number that it had when
     the model was wrapped, also once others are gone."""
+
+
+class StepReader(Protocol):
+    """A sampler: it reads the records of a log."""
+
+    def read_steps(self) -> None:
+        """Takes the records that there are."""
+
+    def __hash__(self) -> int: ...
 
 
 class StepLog(Protocol):
@@ -52,14 +62,20 @@ class StepLog(Protocol):
     @property
     def pending_passes(self) -> int:
         """Backward passes since the last step on record, which wait for ``accumulate`` or were in
-        ``no_sync()``."""
+        ``no_sync()``, dropped or not."""
 
     def records(self, since: int) -> Sequence[StepRecord]:
         """The records of the steps number ``since``, ``since + 1`` … ``steps - 1``, in this order.
 
         Raises:
-            LookupError: The first of them is no longer kept. At least 4,096 are.
+            LookupError: The first of them is no longer kept. At least 4,096 are, and all that those
+                who ``follow`` have not read.
+            RuntimeError: The ranks have used up different numbers of batches.
         """
+
+    def follow(self, reader: StepReader) -> None:
+        """Calls ``reader.read_steps()`` before records are dropped that it has not seen, between
+        backward passes, on the thread that trains. Keeps no reference to it that counts."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks. Not

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import numbers
+import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree
 
 from pycomm._group.averaging import device_of, weight_ratio
-from pycomm.balance.step_log import StepLog, StepRecord
+from pycomm.balance.step_log import StepLog, StepReader, StepRecord
 from pycomm.ddp.ddp_options import check_python_reducer
 from pycomm.errors import UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
@@ -34,14 +38,18 @@ _LEAST, _MOST = 1e-20, 1e20
 
 def check_samples(what: str, number: object) -> float:
     """The number; ValueError unless it is 0 or from ``_LEAST`` to ``_MOST``."""
-    if isinstance(number, torch.Tensor):
-        number = number.item()
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not is_number or not (number == 0 or _LEAST <= number <= _MOST):  # type: ignore[operator]
+    given = number.item() if isinstance(number, torch.Tensor) else number
+    value = math.nan
+    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        value = float(given)
+    elif not isinstance(given, bool):
+        with contextlib.suppress(TypeError):
+            value = float(operator.index(given))  # type: ignore[arg-type]  # of an array, too
+    if not (value == 0 or _LEAST <= value <= _MOST):
         raise ValueError(
             f"{what}={number!r} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
         )
-    return float(number)  # type: ignore[arg-type]
+    return value
 
 
 def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
@@ -87,6 +95,28 @@ def add_first_dimensions(value: object, found: set[int]) -> None:
                 add_first_dimensions(leaf, found)
 
 
+def trained_alike(step: int, trained: Sequence[int], members: Sequence[int]) -> int:
+    """How many batches each of the ``members`` has put through backward for a step.
+
+    Raises:
+        RuntimeError: They differ, as some ranks have dropped a pass with ``zero_grad()`` and others
+            have not.
+    """
+    if len(set(trained)) > 1:
+        other = next(each for each, count in enumerate(trained) if count != trained[0])
+        raise RuntimeError(
+            f"step {step} has used up {trained[0]} batches on rank {members[0]} of the model's "
+            f"group and {trained[other]} on rank {members[other]}, so the batches of BalancedSampler "
+            "no longer belong together. Try: drop a pass that accumulates, by zero_grad(), on all "
+            "ranks or on none"
+        )
+    return trained[0]
+
+
+_READERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[StepReader]] = weakref.WeakKeyDictionary()
+"""Of a wrapper's steps."""
+
+
 class _WrapperLog:
     """The steps that a wrapper's ranks have made: see ``StepLog``."""
 
@@ -108,7 +138,7 @@ class _WrapperLog:
 
     @property
     def pending_passes(self) -> int:
-        passes: int = self._wrapper.reducer.weighed()[2]
+        passes: int = self._wrapper.reducer.weighed()[5]
         return passes
 
     def records(self, since: int) -> list[StepRecord]:
@@ -117,13 +147,18 @@ class _WrapperLog:
             raise LookupError(f"the record of step {since} is no longer kept")
         return [
             StepRecord(
-                passes=passes,
-                samples=[weight for weight, _ in rows],
-                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns in rows],
+                passes=trained_alike(
+                    step, [trained for _, _, trained in rows], members or range(len(rows))
+                ),
+                samples=[weight for weight, _, _ in rows],
+                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns, _ in rows],
                 members=members or range(len(rows)),
             )
-            for _, passes, rows, members in found
+            for step, _, rows, members in found
         ]
+
+    def follow(self, reader: StepReader) -> None:
+        _READERS.setdefault(self._wrapper, weakref.WeakSet()).add(reader)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         group, elastic = self._wrapper.process_group, self._wrapper.elastic
@@ -139,6 +174,16 @@ class _WrapperLog:
         dist.all_reduce(slots, group=group)
         gathered: list[list[int]] = slots.tolist()
         return gathered
+
+
+_SINCE_0_2 = (0, 0, 0, False, False)
+"""Of a state that lacks them: batches and times of passes that accumulate, and unmarked ones."""
+
+
+def weighed_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What ``set_weighed()`` takes, from a state of any release."""
+    *saved, last_compute_ns = state.get("weighed", (0.0, 0.0, 0, True, {}, -1))
+    return (*saved, *_SINCE_0_2[len(saved) - 5 :], last_compute_ns)
 
 
 class Weighed(TorchDDP):
@@ -160,7 +205,7 @@ class Weighed(TorchDDP):
         Set it before ``forward()``, or at the latest before ``backward()``, for one pass: the
         number of its samples, or of its tokens if the loss is their mean; 0, or any number from
         1e-20 to 1e20. None until it is set, and again after the pass: then the first dimension of
-        what ``forward()`` gets counts. ::
+        what ``forward()`` gets counts. Set it to None if a batch is skipped after ``forward()``. ::
 
             model = pycomm.DistributedDataParallel(net, weight="samples")
             model.samples = int(mask.sum())
@@ -174,9 +219,10 @@ class Weighed(TorchDDP):
         return pending
 
     @samples.setter
-    def samples(self, number: float) -> None:
+    def samples(self, number: float | None) -> None:
         self._check_weighs("model.samples")
-        self.reducer.set_weight(check_samples("model.samples", number))
+        checked = None if number is None else check_samples("model.samples", number)
+        self.reducer.set_weight(checked)
 
     def no_batch(self) -> None:
         """With ``weight="samples"``: forward and backward of a rank that has no batch in this step.
@@ -215,6 +261,7 @@ class Weighed(TorchDDP):
             self._sync_buffers()  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._hand_over_buffers()
+        self._forward_began()
         self.reducer.pass_without_batch(self.require_backward_grad_sync)
 
     @property
@@ -255,8 +302,13 @@ class Weighed(TorchDDP):
             self._counted = True
             _log.info("weight=%r: %s samples in the first step, %s", self._weight, weight, how)
         prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        self.reducer.forward_began()
+        self._forward_began()
         return prepared
+
+    def _forward_began(self) -> None:
+        if self.reducer.forward_began():
+            for reader in _READERS.get(self, ()):
+                reader.read_steps()
 
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
         said = self.samples

@@ -49,7 +49,7 @@ from pycomm.ddp.ddp_options import (
     torch_options,
 )
 from pycomm.ddp.elastic import Elastic, ElasticGroup
-from pycomm.ddp.weights import check_weight
+from pycomm.ddp.weights import check_weight, weighed_of
 from pycomm.errors import UnsupportedError
 
 __all__ = ["DDPStats", "DistributedDataParallel", "ElasticGroup"]
@@ -310,7 +310,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             bool(state.get("order_agreed", False)),
         )
         if self._weight is not None:
-            self.reducer.set_weighed(*state.get("weighed", (0.0, 0.0, 0, True, {}, -1)))
+            self.reducer.set_weighed(*weighed_of(state))
             self.reducer.set_weight_unsynced(float(state.get("weight_unsynced", 0.0)))
         # After what may be refused: residuals that are overwritten are gone, and no checksum shows.
         self.reducer.set_residuals(dict(state.get("residuals", {})))

@@ -22,7 +22,7 @@ from training import WIDTH, make_model
 from versions import require
 
 from pycomm.balance.balanced_sampler import BalancedSampler
-from pycomm.balance.step_log import StepRecord
+from pycomm.balance.step_log import StepReader, StepRecord
 
 pytestmark = pytest.mark.needs_native
 
@@ -65,6 +65,9 @@ class GroupLog:
     @property
     def steps(self) -> int:
         return len(self._records)
+
+    def follow(self, reader: StepReader) -> None:
+        """It keeps all."""
 
     def records(self, since: int) -> Sequence[StepRecord]:
         return self._records[since:]

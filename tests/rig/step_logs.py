@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pycomm.balance.step_log import StepRecord
+from pycomm.balance.step_log import StepReader, StepRecord
+
+KEPT = 4096
 
 
 class Job:
@@ -65,6 +67,7 @@ class RankLog:
         self.world_size = job.world_size
         self.steps = 0
         self.pending_passes = 0
+        self._readers: list[StepReader] = []
 
     @property
     def step_log(self) -> RankLog:
@@ -74,8 +77,16 @@ class RankLog:
         """The backward pass of the next step has returned on this rank."""
         self.steps += 1
         self.pending_passes = 0
+        if self.steps % (KEPT // 4) == 0:
+            for reader in self._readers:
+                reader.read_steps()
+
+    def follow(self, reader: StepReader) -> None:
+        self._readers.append(reader)
 
     def records(self, since: int) -> Sequence[StepRecord]:
+        if since < self.steps - KEPT:
+            raise LookupError(f"the record of step {since} is no longer kept")
         return self._job.records[since : self.steps]
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -117,6 +128,9 @@ class StoreLog:
 
     def records(self, since: int) -> Sequence[StepRecord]:
         return self._records[since:]
+
+    def follow(self, reader: StepReader) -> None:
+        """It keeps all."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._exchange(list(numbers))

@@ -324,8 +324,7 @@ class Trainer:
         to_none = step.how == "to none"
         self.model.zero_grad(set_to_none=to_none)
         self.grads = {} if to_none else {n: np.zeros_like(g) for n, g in self.grads.items()}
-        if to_none:
-            self.window.zeros.clear()
+        self.window.zero(to_none=to_none)
         self.dirty = False
 
     def freeze(self, step: Step) -> None:
@@ -396,6 +395,7 @@ class Trainer:
         if self.wrapped:
             self.model.load_communication_state_dict(saved["wrapper"])
             self.kept, self.window = saved["kept"], saved["window"]
+            self.window.restart(self.grads)
             self.steps_at_sync = self.steps - unsynced
             self.trains_in_mode = saved["trains"]
             self.last_forward = (self.steps, self.trains_in_mode)
@@ -429,9 +429,8 @@ class Trainer:
         if not self._may_mix() or self.armed or not able or self.followed != set(self._trained()):
             return
         torch.stack([each.abs().double().square().sum() for each in able.values()]).sum().backward()
-        for name, each in able.items():
-            share = 2 * numbers(each)
-            self.grads[name] = self.grads[name] + share if name in self.grads else share
+        self.window.penalize({name: 2 * numbers(each) for name, each in able.items()})
+        self.grads = self.window.grads()
         self.used |= able.keys()
         self.dirty = True
         self._check_own(able)
@@ -551,7 +550,6 @@ class Trainer:
         self.grads, self.kept, self.used, self.always_used = {}, {}, set(), None
         self.steps = self.passes = 0
         self.armed = False
-        self.window.clear()
         self._take_real()
 
     def join(self, step: Step) -> None:
@@ -716,9 +714,8 @@ class Trainer:
     def _add(self, share: dict[str, Array], weight: float, *, reduces: bool) -> None:
         if self.weighed:
             trained = self._trained().keys() - self.ignored
-            self.grads = self.window.add(
-                self.grads, share, weight, trained=trained, reduces=reduces
-            )
+            self.window.add(share, weight, trained=trained, reduces=reduces)
+            self.grads = self.window.grads()
         else:
             for name, each in share.items():
                 self.grads[name] = self.grads[name] + each if name in self.grads else each
@@ -727,6 +724,7 @@ class Trainer:
     def _take_real(self) -> None:
         parameters = self._parameters().items()
         self.grads = {n: numbers(p.grad) for n, p in parameters if p.grad is not None}
+        self.window.restart(self.grads)
 
     def _check_own(self, those: Iterable[str]) -> None:
         parameters = self._parameters()
@@ -752,8 +750,10 @@ class Trainer:
         self.steps += 1
         trained = {n: p for n, p in self._owned().items() if p.requires_grad}
         self._check_own(self._parameters().keys() - trained.keys())
+        shares = {name: each for name, each in self.grads.items() if name in trained}
         mine = {
-            "shares": {name: each for name, each in self.grads.items() if name in trained},
+            "sizes": [np.abs(each).max(initial=0) for each in shares.values()],
+            "shares": {n: self.window.total(n) for n in shares} if self.weighed else shares,
             "used": self.used,
             "kept": self._residuals(),
             "trained": sorted(trained),
@@ -767,6 +767,7 @@ class Trainer:
             for rank, each in zip(members, found, strict=True):
                 assert each[what] == first, f"{what} of ranks {members[0]} and {rank} differ"
         counts = [1.0 / divisor] * len(found)
+        units = [each["window"][1] if self.weighed else 1.0 for each in found]
         if self.weighed:
             counts = factors([each["window"] for each in found])
             self.window.reduced()
@@ -781,9 +782,9 @@ class Trainer:
             used = self.always_used = self.always_used or used
         if not spoiled:
             largest = [
-                np.abs(v).max(initial=0) * max(1.0, count * divisor)
-                for count, each in zip(counts, found, strict=True)
-                for v in each["shares"].values()
+                size * max(1.0, unit * count * divisor)
+                for count, unit, each in zip(counts, units, found, strict=True)
+                for size in each["sizes"]
             ]
             self.largest = max([self.largest, *largest])
         whole = len(members) == len(self.mates)

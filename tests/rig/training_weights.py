@@ -1,4 +1,5 @@
-"""Passes that accumulate, of ranks that count by their samples: by hand, in float64."""
+"""Passes that accumulate, of ranks that count by their samples: kept as pairs of a weight and a
+gradient, of which the average is k * sum(w g) / sum(w), in float64."""
 
 from __future__ import annotations
 
@@ -6,72 +7,131 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_FAR = 1e6
-"""``unit`` is the larger weight if two are further apart; with fp16 parameters it always is."""
-
 
 class Window:
-    """``.grad`` is the sum of w g by ``unit``, and what was there before the first g."""
+    """The passes of one rank since the last reduction.
+
+    Gradients of the program's own count with the weight of the last pass that had some, with fp16
+    parameters the largest one, else with that of the next pass.
+    """
 
     def __init__(self, *, narrow: bool) -> None:
-        self._far = 1.0 if narrow else _FAR
+        self._narrow = narrow
         self.unsynced = 0.0
         """The weights of passes that were reduced since the last sync."""
-        self.clear()
+        self._own: dict[str, Array] = {}
+        """In ``.grad`` of parameters to which no pass has given a gradient."""
+        self._clear()
 
-    def clear(self) -> None:
-        self.weight = self.unit = 0.0
-        self.passes = 0
-        self.held: set[str] = set()
-        """With a gradient of these passes."""
+    def _clear(self) -> None:
+        self._weights: list[float] = []
+        self._given: dict[str, list[tuple[float | None, Array]]] = {}
+        """Of parameters to which passes have given a gradient. No weight: that of the next pass."""
         self.zeros: set[str] = set()
         """With zeros of a pass without weight in place of none."""
 
+    @property
+    def weight(self) -> float:
+        return math.fsum(self._weights)
+
+    @property
+    def passes(self) -> int:
+        return len(self._weights)
+
+    @property
+    def unit(self) -> float:
+        """``.grad`` is the sum of w g by this; 0 before there is any weight."""
+        some = [weight for weight in self._weights if weight]
+        return (max(some) if self._narrow else some[-1]) if some else 0.0
+
+    def restart(self, grads: Mapping[str, Array]) -> None:
+        """No pass, and ``.grad`` holds this."""
+        self._clear()
+        self._own = dict(grads)
+
+    def zero(self, *, to_none: bool) -> None:
+        if to_none:
+            self._own, self.zeros = {}, set()
+            self._given = {}
+        else:
+            self._own = {name: np.zeros_like(each) for name, each in self._own.items()}
+            self._given = {
+                name: [(weight, np.zeros_like(each)) for weight, each in pairs]
+                for name, pairs in self._given.items()
+            }
+
+    def penalize(self, grads: Mapping[str, Array]) -> None:
+        """The program adds to ``.grad`` beside any pass."""
+        for name, each in grads.items():
+            if name in self._given:
+                self._given[name].append((self.unit or None, each))
+            else:
+                self._own[name] = self._own[name] + each if name in self._own else each
+
     def add(
         self,
-        grads: Mapping[str, Array],
         share: Mapping[str, Array],
         weight: float,
         *,
         trained: Collection[str],
         reduces: bool,
-    ) -> dict[str, Array]:
-        """What ``.grad`` holds after a pass; ``trained``: what the wrapper trains of the model."""
-        if self.passes and not (grads.keys() | self.zeros) & (self.held | set(trained)):
-            self.clear()  # forgotten
-        self.passes += 1
-        self.weight += weight
-        sums, part = dict(grads), 1.0
-        if weight and self.unit > self._far * weight:
-            part = weight / self.unit
-        elif weight:
-            ratio = self.unit / weight if self.unit else 1.0
-            sums = {name: g * ratio if name in self.held else g for name, g in sums.items()}
-            self.unit = weight
-        self.held |= share.keys() & set(trained)
-        if not weight and not reduces:
-            self.zeros |= set(trained) - sums.keys()
-            self.held |= self.zeros
+    ) -> None:
+        """A pass; ``trained``: what the wrapper trains of the model."""
+        there = self.grads().keys() | self.zeros
+        if self._weights and not there & (self._given.keys() | set(trained)):
+            self._clear()  # forgotten
+        self._weights.append(weight)
+        if weight:
+            self._given = {
+                name: [(weight if w is None else w, each) for w, each in pairs]
+                for name, pairs in self._given.items()
+            }
         for name, each in share.items():
-            counted = part * bool(weight) if name in trained else 1.0  # others are the program's
-            if counted:
-                sums[name] = sums[name] + counted * each if name in sums else counted * each
-        return sums
+            if name not in trained:
+                self._own[name] = self._own[name] + each if name in self._own else each
+                continue
+            if name not in self._given:
+                before = [(self.unit or None, self._own.pop(name))] if name in self._own else []
+                self._given[name] = before
+            if weight:
+                self._given[name].append((weight, each))
+        if not weight and not reduces:
+            lacking = set(trained) - self.grads().keys()
+            self.zeros |= lacking
+            self._given |= {name: [] for name in lacking}
+
+    def total(self, name: str) -> Array:
+        """The sum of w g."""
+        if name in self._own:
+            return self.unit * self._own[name]
+        found: Array = sum((w or 0.0) * each for w, each in self._given[name])
+        return found
+
+    def grads(self) -> dict[str, Array]:
+        """What ``.grad`` holds, but for ``zeros``."""
+        unit = self.unit
+        of_passes: dict[str, Array] = {
+            name: self.total(name) / unit if unit else sum(each for _, each in pairs)
+            for name, pairs in self._given.items()
+            if pairs
+        }
+        return self._own | of_passes
 
     def reduced(self) -> None:
         self.unsynced += self.weight
-        self.clear()
+        self.restart(self.grads())
 
 
 def factors(windows: Sequence[tuple[float, float, int]]) -> list[float]:
-    """What each rank's ``.grad`` counts in the average, by (weight, unit, passes); none if nobody
+    """What each rank's sum of w g counts in the average, by (weight, unit, passes); none if nobody
     has any weight."""
     total = math.fsum(weight for weight, _, _ in windows)
     if not total:
         return []
     assert len({passes for _, _, passes in windows}) == 1, windows
-    return [passes * unit / total if weight else 0.0 for weight, unit, passes in windows]
+    return [passes / total if weight else 0.0 for weight, _, passes in windows]

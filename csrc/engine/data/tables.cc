@@ -59,6 +59,11 @@ Tables::Usage Tables::usage() const noexcept {
   Usage usage;
   usage.operations = entered.size();
   usage.unexpected = unexpected.size();
+  if (!unexpected.empty()) {
+    const auto& [id, row] = *unexpected.begin();
+    const auto& [peer, ahead] = *row.peers.begin();
+    usage.first_unexpected = {id, ahead.descriptor.kind, peer, ahead.refused, row.frames.size()};
+  }
   usage.history = std::max(recent.size(), recent_order.size());
   usage.forgotten = std::max(forgotten.size(), forgotten_order.size());
   for (const PeerRow& peer : peers) {

@@ -294,6 +294,14 @@ struct Tables {
   struct Usage {
     size_t operations = 0;
     size_t unexpected = 0; ///< operations that are not entered here
+    struct Unexpected {
+      uint64_t id = 0;
+      Collective kind = Collective::Barrier;
+      int peer = -1; ///< the lowest that has sent something about it
+      bool answered = false; ///< that it is not entered here
+      size_t frames = 0;
+    };
+    Unexpected first_unexpected; ///< with the lowest id, if there are some
     size_t places_taken = 0; ///< of unexpected operations
     size_t asked = 0; ///< see PeerRow::asked
     size_t unexpected_credit = 0; ///< see PeerRow::limits

@@ -1,5 +1,8 @@
 #include "engine/data/usage.h"
 
+#include "engine/operation/issue_context.h"
+#include "schedule/step.h"
+
 namespace pycomm {
 
 std::string heldText(const Usage& usage) {
@@ -26,6 +29,14 @@ std::string heldText(const Usage& usage) {
   const Tables::Usage& tables = usage.tables;
   check("operations that are entered", tables.operations);
   check("unexpected operations", tables.unexpected);
+  if (tables.unexpected > 0) {
+    const Tables::Usage::Unexpected& first = tables.first_unexpected;
+    const bool derived = (first.id & kDerivedIdBit) != 0;
+    text += " (the first is " + std::string(derived ? "derived" : "counted") + " operation " +
+        std::to_string(first.id & ~kDerivedIdBit) + ", " + collectiveName(first.kind) + ", of rank " +
+        std::to_string(first.peer) + ", " + std::to_string(first.frames) + " frames" +
+        (first.answered ? ", answered" : "") + ")";
+  }
   check("places of unexpected operations", tables.places_taken);
   check("unanswered questions for messages", tables.asked);
   check("credit of unexpected operations", tables.unexpected_credit);

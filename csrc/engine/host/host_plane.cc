@@ -179,10 +179,15 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
 
 void HostPlane::poll() noexcept {
   const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
-  if (lock.owns_lock() && !ending_.load(std::memory_order_seq_cst)) {
-    uint64_t blocked = 0;
-    (void)step(blocked);
+  if (ending_.load(std::memory_order_seq_cst)) {
+    return;
   }
+  if (!lock.owns_lock()) {
+    wakeWorker(); // the caller may not come back before its operation is entered, and see drive()
+    return;
+  }
+  uint64_t blocked = 0;
+  (void)step(blocked);
 }
 
 void HostPlane::wakeWorker() {

@@ -89,8 +89,8 @@ class HostPlane {
   /// plane has ended: then something else must be waited for.
   bool drive(const Operation& operation, Deadline deadline);
 
-  /// Runs what can be run now on the calling thread, one step, if no other thread runs operations. For a caller that will come back, or drive():
-  /// wakes no thread for the rest.
+  /// Runs what can be run now on the calling thread, one step. For a caller that will come back, or drive(): wakes no thread for the rest. If
+  /// another thread runs operations now, the plane's own takes its place.
   void poll() noexcept;
 
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,

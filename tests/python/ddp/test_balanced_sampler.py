@@ -366,6 +366,54 @@ def test_passes_without_batches_are_an_error() -> None:
             three.train(batches)
 
 
+def train_others(three: Three, steps: int, *, late: bool = False) -> None:
+    """Steps with another loader, of a hundredth of the time; one rank looks in the middle."""
+    for step in range(steps):
+        three.job.train([8] * RANKS, [0.01] * RANKS)
+        three.job.returned()
+        if step == steps // 2 and not late:
+            three.samplers[0].stats()
+
+
+@pytest.mark.parametrize("steps", [1, 50, 5000])
+@pytest.mark.parametrize("when", ["before the first epoch", "after one", "after set_epoch"])
+def test_steps_of_another_loader_between_epochs_do_not_count(steps: int, when: str) -> None:
+    three, other = Three(), Three()
+    if when != "before the first epoch":
+        assert three.epoch() == other.epoch()
+    if when == "after set_epoch":
+        for each in (three, other):
+            each.set_epoch(1)
+    train_others(three, steps)
+    dealt, wanted = three.epoch(), other.epoch()
+    assert indices(dealt[:2]) == indices(wanted[:2])
+    assert all(sum(each) == 24 for each in sizes(dealt))
+    for sampler in three.samplers:
+        stats = sampler.stats()
+        assert stats == three.samplers[0].stats()
+        assert stats.batches == other.samplers[0].stats().batches
+        assert sum(stats.fixed_seconds) + sum(stats.seconds_per_sample) > 5  # none of 0.01 s
+    three.epoch()
+    assert len(three.epoch()) == 8
+
+
+def test_a_set_epoch_in_the_middle_of_one_leaves_its_loader() -> None:
+    three = Three()
+    three.epoch(3)
+    three.set_epoch(5)
+    train_others(three, 10)
+    steps = three.epoch()
+    assert len(steps) == 8 and len(set(indices(steps))) == 8 * 24
+
+
+def test_steps_of_another_loader_in_the_middle_of_an_epoch_are_batches_of_it() -> None:
+    three = Three()
+    three.epoch(3)
+    train_others(three, 5000)
+    assert {sampler.stats().batches for sampler in three.samplers} == {8}
+    assert len(three.epoch()) == 8  # of the next epoch
+
+
 def test_stats_say_what_was_dealt_and_why() -> None:
     three = Three()
     sampler = three.samplers[1]

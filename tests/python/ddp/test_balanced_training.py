@@ -96,8 +96,9 @@ def test_a_slow_rank_gets_fewer_samples_and_weights_are_those_of_one_process(wor
     assert all(a + b == GLOBAL_BATCH for a, b in zip(fast["sizes"], slow["sizes"], strict=True))
     assert fast["sizes"][0] == slow["sizes"][0] == GLOBAL_BATCH // 2
     assert fast["shares"] == slow["shares"]
-    # 38.4 and 9.6 samples would take equally long, but for what a step costs besides.
-    assert 34 <= fast["sizes"][-1] <= 42, (fast["sizes"], slow["sizes"])
+    # 38.4 and 9.6 samples would take equally long, but for what a step costs besides: the loader,
+    # too, whose workers share the cores with all else.
+    assert 34 <= fast["sizes"][-1] <= 45, (fast["sizes"], slow["sizes"])
     assert fast["steps"] == slow["steps"] == 40
     assert torch.equal(fast["weight"], slow["weight"])
     assert torch.allclose(fast["weight"], alone(), rtol=0, atol=1e-12)

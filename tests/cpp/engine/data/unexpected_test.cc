@@ -3,9 +3,11 @@
 
 #include <chrono>
 #include <new>
+#include <string>
 
 #include "allocations.h"
 #include "engine/data/rank_tables.h"
+#include "engine/data/usage.h"
 
 namespace pycomm::testing {
 namespace {
@@ -44,6 +46,25 @@ class UnexpectedTest : public ::testing::Test {
   TimePoint now = Clock::now();
   RankTables rank{twoPlaces()};
 };
+
+TEST_F(UnexpectedTest, AReportNamesTheFirstOperation) {
+  EXPECT_TRUE(keep(3, 7));
+  EXPECT_TRUE(keep(2, 7));
+  EXPECT_TRUE(keep(1, kDerivedIdBit | 5, Collective::AllReduce));
+  Usage usage;
+  usage.tables = rank.usage();
+  EXPECT_EQ(
+      heldText(usage),
+      "unexpected operations: 2 (the first is counted operation 7, barrier, of rank 2, 0 frames), "
+      "places of unexpected operations: 3");
+  enter(7);
+  rank.asked(1, headerOf(kDerivedIdBit | 5, Collective::AllReduce), now);
+  usage.tables = rank.usage();
+  EXPECT_NE(
+      heldText(usage).find("(the first is derived operation 5, all_reduce, of rank 1, 0 frames, answered)"),
+      std::string::npos)
+      << heldText(usage);
+}
 
 TEST_F(UnexpectedTest, EachRanksDescriptorIsKeptUntilTheOperationIsEntered) {
   const TimePoint first = now;

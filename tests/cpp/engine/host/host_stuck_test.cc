@@ -3,6 +3,8 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,10 @@ namespace pycomm {
 /// Runs a plane one step at a time. One thread does, so it holds no mutex.
 class HostPlaneStepper {
  public:
+  /// As a thread does that is in poll().
+  static std::unique_lock<std::mutex> hold(HostPlane& plane) {
+    return std::unique_lock<std::mutex>(plane.run_mutex_);
+  }
   static bool step(HostPlane& plane) {
     uint64_t blocked = 0;
     return plane.step(blocked);
@@ -69,6 +75,16 @@ class SteppedRank {
   }
   bool step() {
     return HostPlaneStepper::step(*plane_);
+  }
+  /// Another thread polls, and has taken what was posted before this operation.
+  std::shared_ptr<Operation> postAndPollBesideAnother(std::vector<float>& values) {
+    const auto other = HostPlaneStepper::hold(*plane_);
+    std::shared_ptr<Operation> made = post(values);
+    std::thread([this] { plane_->poll(); }).join();
+    return made;
+  }
+  bool drive(const Operation& operation, Deadline deadline) {
+    return plane_->drive(operation, deadline);
   }
   TimePoint look(TimePoint now) {
     return HostPlaneStepper::reportStuck(*plane_, now);
@@ -130,6 +146,18 @@ TEST_F(HostStuck, OperationsThatMoveAreNotStuckHoweverLongTheyTake) {
   EXPECT_TRUE(done());
   EXPECT_GT(now - start, milliseconds(2000));
   EXPECT_TRUE(ranks[0]->stuck.empty());
+}
+
+// The thread that polled does something else then, and may wait for a peer that cannot go on before this rank has entered.
+TEST_F(HostStuck, APollBesideAnotherOneLeavesNoOperationBehind) {
+  values.assign(2, std::vector<float>(4, 1.0F));
+  const auto mine = ranks[0]->postAndPollBesideAnother(values[0]);
+  const auto theirs = ranks[1]->post(values[1]);
+  const Deadline deadline = Deadline::after(5000);
+  (void)ranks[1]->drive(*theirs, deadline);
+  EXPECT_TRUE(theirs->done());
+  EXPECT_TRUE(mine->wait(deadline));
+  EXPECT_EQ(values[0], (std::vector<float>(4, 2.0F)));
 }
 
 TEST_F(HostStuck, OnlyTheOldestThatRunsIsStuckAndItSaysWhoLacks) {

@@ -1,0 +1,197 @@
+"""``model.samples``: which backward pass it is of, and what ends it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from ddp_rig import wrap
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+
+
+def make_model(**options: Any) -> Any:
+    torch.manual_seed(7)
+    return wrap(nn.Linear(3, 2, dtype=torch.float64), weight="samples", **options)
+
+
+def batch_of(samples: int) -> torch.Tensor:
+    return torch.ones(samples, 3, dtype=torch.float64)
+
+
+def counted(model: Any) -> float:
+    """How much this rank has counted in the last step."""
+    (record,) = model.step_log.records(model.step_log.steps - 1)
+    return float(record.samples[model.step_log.rank])
+
+
+def beside_other_forwards(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = make_model()
+    loss = model(batch_of(4)).mean()
+    model.samples = 50
+    model(batch_of(1))  # its graph is dropped
+    loss.backward()
+    found["another forward before backward"] = counted(model)
+    found["and then"] = model.samples
+
+    loss = model(batch_of(4)).mean()
+    model.samples = 60
+    loss.backward(retain_graph=True)
+    first = counted(model)
+    loss.backward()
+    found["twice through one graph"] = [first, counted(model)]
+
+    first, second = model(batch_of(2)).mean(), model(batch_of(3)).mean()
+    model.samples = 70
+    first.backward()
+    second.backward()
+    found["an older graph before it"] = counted(model)
+
+    first = model(batch_of(2)).mean()
+    model.samples = 80
+    second = model(batch_of(3)).mean()
+    first.backward()
+    found["between two forwards"] = counted(model)
+    try:
+        second.backward()
+    except RuntimeError as error:
+        found["and the second"] = str(error)
+    return found
+
+
+def test_a_number_is_of_the_forward_pass_before_it_if_that_has_none() -> None:
+    for found in ranks.run_ranks(
+        2, beside_other_forwards, timeout_s=60, preload=ranks.TORCH_DDP
+    ).values():
+        error = found.pop("and the second", "")
+        assert found == {
+            "another forward before backward": 50.0,
+            "and then": None,
+            "twice through one graph": [60.0, 60.0],
+            "an older graph before it": 70.0,
+            "between two forwards": 80.0,
+        }
+        assert "has counted for that one. Set model.samples before each forward()" in error
+
+
+class Told:
+    """The numbers that a program has set, and who has them: a forward pass has at most two."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Any] | None = None  # set, and no pass has counted it
+        self.forwards: list[dict[str, Any]] = []
+
+    def say(self, number: float) -> None:
+        self.open = {"number": number, "taken": False, "of": None}
+        if self.forwards:
+            self.forwards[-1]["after"] = self.open
+
+    def forward(self, samples: int) -> None:
+        if self.open is not None:
+            self.open["taken"] = True
+        self.forwards.append({"samples": samples, "before": self.open, "after": None})
+
+    def backward(self, which: int) -> float | None:
+        """The number that counts; None: an error."""
+        through = self.forwards[which]
+        after = through["after"]
+        is_last = which == len(self.forwards) - 1
+        if after is not None and after is self.open and (is_last or through["before"] is None):
+            after["of"] = which
+            through["before"] = after
+        own = through["before"]
+        if own is not None and own["of"] not in (None, which):
+            return None
+        if self.open is not None and (self.open["taken"] or self.open is own):
+            self.open = None
+        return through["samples"] if own is None else own["number"]
+
+
+def walked(rank: int, world_size: int, seeds: int) -> list[str]:
+    """Random programs: forwards, numbers, and backwards through any of the last graphs."""
+    wrong = []
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        model, told = make_model(), Told()
+        losses: list[torch.Tensor] = []
+        said = []
+        for number in range(40):
+            what = rng.choice(["forward", "say", "backward"] * 3 + ["no batch"])
+            if what == "say":
+                model.samples = 100 + number
+                told.say(100 + number)
+                said.append("say")
+                continue
+            if what == "forward":
+                losses.append(model(batch_of(number + 1)).mean())
+                told.forward(number + 1)
+                said.append("forward")
+                continue
+            if what == "no batch":
+                with pytest.raises(ValueError, match="no rank has any samples"):
+                    model.no_batch()
+                told.open = None
+                said.append("no_batch")
+                continue
+            if not losses:
+                continue
+            which = max(0, len(losses) - rng.randint(1, 3))
+            wanted = told.backward(which)
+            try:
+                losses[which].backward(retain_graph=True)
+                is_ = counted(model)
+            except RuntimeError as error:
+                is_ = None if "model.samples was set between" in str(error) else error
+            said.append(f"backward {which}")
+            if is_ != wanted:
+                wrong.append(f"seed {seed}: {is_}, not {wanted}, after {said}")
+                break
+    return wrong
+
+
+def test_random_programs_count_as_told() -> None:
+    found = ranks.run_ranks(2, walked, args=(60,), timeout_s=120, preload=ranks.TORCH_DDP)
+    assert list(found.values()) == [[], []]
+
+
+def ended(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = make_model()
+    model(batch_of(4)).mean().backward()
+    state = copy.deepcopy(model.communication_state_dict())
+    model.samples = 50
+    model(batch_of(4))  # its loss was NaN
+    model.load_communication_state_dict(state)
+    found["pending"] = model.samples
+    model(batch_of(3)).mean().backward()
+    found["after a load"] = counted(model)
+
+    model.samples = 50
+    model.samples = None
+    model(batch_of(2)).mean().backward()
+    found["taken back"] = counted(model)
+    return found
+
+
+def test_a_load_and_none_end_a_number() -> None:
+    for found in ranks.run_ranks(2, ended, timeout_s=60, preload=ranks.TORCH_DDP).values():
+        assert found == {"pending": None, "after a load": 3.0, "taken back": 2.0}
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    from pycomm.ddp.weights import check_samples
+
+    for number in (np.int64(3), np.uint8(3), np.float32(3), np.array(3), torch.tensor(3)):
+        assert check_samples("samples", number) == 3.0
+    for bad in (np.bool_(True), True, torch.tensor(True), np.float64("nan"), "3", None, 3j):
+        with pytest.raises(ValueError, match="is neither 0 nor a number from 1e-20"):
+            check_samples("samples", bad)
+    with pytest.raises(ValueError, match=r"samples=array\(\[1, 2\]\) is neither"):
+        check_samples("samples", np.array([1, 2]))
