@@ -241,6 +241,7 @@ void bindReducer(py::module_& m) {
       .def_readonly("accumulated", &ReducerStats::accumulated)
       .def_readonly("redone_steps", &ReducerStats::redone_steps)
       .def_readonly("lost_ranks", &ReducerStats::lost_ranks)
+      .def_readonly("left_ranks", &ReducerStats::left_ranks)
       .def_readonly("epochs", &ReducerStats::epochs)
       .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes)
       .def_property_readonly(
@@ -346,6 +347,8 @@ void bindReducer(py::module_& m) {
       .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
       .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
       .def("leads", torch::wrap_pybind_function_no_gil(&Reducer::leads))
+      .def("ask_to_leave", torch::wrap_pybind_function_no_gil(&Reducer::askToLeave))
+      .def("has_left", torch::wrap_pybind_function_no_gil(&Reducer::hasLeft))
       .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
       .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed

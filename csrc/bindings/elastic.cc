@@ -32,7 +32,7 @@ py::object objectOf(const std::exception_ptr& error) {
 }
 
 /// An agreement that Python implements: an object with begin(), which returns a bool, end(error), which returns whether to sum again,
-/// members() and close().
+/// members() and close(). Nobody leaves it in order.
 class PythonAgreement final : public StepAgreement {
  public:
   explicit PythonAgreement(py::object implementation) : implementation_(std::move(implementation)) {}
@@ -58,6 +58,13 @@ class PythonAgreement final : public StepAgreement {
   [[nodiscard]] std::vector<int> members() const override {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("members")().cast<std::vector<int>>();
+  }
+  void leave() override {}
+  [[nodiscard]] bool hasLeft() const override {
+    return false;
+  }
+  [[nodiscard]] int leavers() const override {
+    return 0;
   }
   void close() noexcept override {
     if (!mayTakeGil()) {
@@ -125,6 +132,10 @@ void bindElastic(py::module_& m) {
           py::call_guard<WithoutGil>())
       .def("end", &end, py::arg("error")) // whether to sum the step again
       .def("members", &StepAgreement::members)
+      .def(
+          "leave", [](StepAgreement& steps) { raising([&] { steps.leave(); }); }, py::call_guard<WithoutGil>())
+      .def("has_left", [](const StepAgreement& steps) { return raising([&] { return steps.hasLeft(); }); })
+      .def("leavers", &StepAgreement::leavers)
       .def("close", [](StepAgreement& steps) { steps.close(); }, py::call_guard<WithoutGil>());
   m.def(
       "step_agreement",

@@ -16,8 +16,8 @@ namespace pycomm {
 namespace {
 
 constexpr int kSignalCheckMs = 100;
-/// What a commit round carries, as maxima: the number of the step, minus it, and room for what members will have to agree on at a step.
-constexpr size_t kCommitWords = 8;
+/// What a commit round carries, as maxima. The rest is room for what members will have to agree on at a step.
+enum CommitWord : size_t { kStep, kMinusStep, kLeaves, kDoesNotAdmit, kCommitWords = 8 };
 
 /// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
 /// rank dies meanwhile.
@@ -111,9 +111,10 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (error == nullptr && driver_->finished(present_.number)) {
-    const auto failure = commitRound();
-    if (!failure && driver_->committed(present_.number)) {
+  if (const auto wish = error == nullptr ? driver_->finished(present_.number) : std::nullopt) {
+    bool changes = false;
+    const auto failure = commitRound(*wish, changes);
+    if (!failure && driver_->committed(present_.number, changes)) {
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
@@ -134,11 +135,13 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
   }
 }
 
-std::optional<ErrorRecord> ElasticGroup::commitRound() {
+std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish& wish, bool& changes) {
   const int64_t step = driver_->steps() + 1;
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
-  (*words)[0] = step;
-  (*words)[1] = -step;
+  (*words)[kStep] = step;
+  (*words)[kMinusStep] = -step;
+  (*words)[kLeaves] = wish.leaves ? 1 : 0;
+  (*words)[kDoesNotAdmit] = wish.admits ? 0 : 1;
   const BufferView bytes(reinterpret_cast<std::byte*>(words->data()), sizeof *words);
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
@@ -150,13 +153,14 @@ std::optional<ErrorRecord> ElasticGroup::commitRound() {
   if (auto failure = run(call, words)) {
     return failure;
   }
-  if ((*words)[0] != step || (*words)[1] != -step) {
+  if ((*words)[kStep] != step || (*words)[kMinusStep] != -step) {
     throw Error(
         ErrorCode::Internal,
         "The members of an elastic group commit different steps: this rank " + std::to_string(step) + ", others from " +
-            std::to_string(-(*words)[1]) + " to " + std::to_string((*words)[0]) + ".",
+            std::to_string(-(*words)[kMinusStep]) + " to " + std::to_string((*words)[kStep]) + ".",
         "report it");
   }
+  changes = (*words)[kLeaves] != 0 || (*words)[kDoesNotAdmit] == 0;
   return std::nullopt;
 }
 

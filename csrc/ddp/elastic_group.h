@@ -17,8 +17,8 @@ namespace pycomm {
 /// The steps of one group of torch's, over a reconfigurable PycommBackend: what AgreementDriver decides on its threads is taken over here, on
 /// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
 ///
-/// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network.
-/// Nobody joins, and close() is the only way to leave.
+/// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
+/// ranks leave in order. Nobody joins.
 class ElasticGroup final : public StepAgreement {
  public:
   /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
@@ -36,14 +36,23 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] std::vector<int> members() const override {
     return present_.members;
   }
+  void leave() override {
+    driver_->leave();
+  }
+  [[nodiscard]] bool hasLeft() const override {
+    return driver_->hasLeft();
+  }
+  [[nodiscard]] int leavers() const override {
+    return present_.leavers;
+  }
   void close() noexcept override;
 
  private:
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
-  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if
-  /// it has failed.
-  [[nodiscard]] std::optional<ErrorRecord> commitRound();
+  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;
+  /// else whether the members change behind the step: some member leaves, or all admit.
+  [[nodiscard]] std::optional<ErrorRecord> commitRound(const AgreementDriver::Wish& wish, bool& changes);
   /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.
   [[nodiscard]] std::optional<ErrorRecord> run(Group::Call& call, const std::shared_ptr<void>& memory) const;
 

@@ -112,6 +112,8 @@ void Reducer::prepareForForward() {
   const std::lock_guard lock(mutex_);
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
+  } else if (agreement_->hasLeft()) {
+    (void)agreement_->begin(); // which says so
   }
   throwIfUnfinished();
   followTrained();

@@ -121,6 +121,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::pair<int, std::vector<int>> members();
   /// Whether this is rank 0, also if members() has one before it that died as the last step was committed.
   [[nodiscard]] bool leads();
+  /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
+  void askToLeave() const;
+  [[nodiscard]] bool hasLeft() const;
 
   /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
   /// failed.

@@ -33,6 +33,14 @@ bool Reducer::leads() {
   return shown_.leads;
 }
 
+void Reducer::askToLeave() const {
+  raising([&] { agreement_->leave(); });
+}
+
+bool Reducer::hasLeft() const {
+  return raising([&] { return agreement_->hasLeft(); });
+}
+
 // A pass that reduces begins.
 void Reducer::beginStep() {
   lost_ = nullptr;
@@ -82,9 +90,11 @@ void Reducer::adoptMembers() {
   const ReducerGroup old = std::exchange(group_, ReducerGroup::withItsBackend(group_.get(), params_));
   reports_.changeRanks(group_.rank(), group_.job());
   std::vector<int> members = agreement_->members();
-  stats_.lost_ranks += std::count_if(members_.begin(), members_.end(), [&members](int member) {
+  const int64_t gone = std::count_if(members_.begin(), members_.end(), [&members](int member) {
     return std::find(members.begin(), members.end(), member) == members.end();
   });
+  const int64_t left = agreement_->leavers() - std::exchange(stats_.left_ranks, agreement_->leavers());
+  stats_.lost_ranks += gone - left;
   members_ = std::move(members);
   rank_ = group_.rank();
   ++stats_.epochs;

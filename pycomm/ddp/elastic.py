@@ -103,6 +103,36 @@ class ElasticGroup:
         leads: bool = self._reducer.leads()
         return leads
 
+    def leave(self) -> None:
+        """Asks to leave in order: with the next step that all members commit.
+
+        Returns at once. That step has this rank's samples, nothing is summed again, and the others
+        go on without it. So call it from a handler of SIGTERM, with which Slurm, Kubernetes and
+        spot machines announce the end, and end the loop when ``left`` is True. Any thread or
+        signal handler, at any time; a second call changes nothing.
+
+        Example::
+
+            signal.signal(signal.SIGTERM, lambda *_: model.elastic.leave())
+            for batch, labels in loader:
+                ...  # a step
+                if model.elastic.left:
+                    break
+
+        Cost: none in this step; the others make a new group, some milliseconds.
+        """
+        self._reducer.ask_to_leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left in order: no further step of its can begin.
+
+        It becomes True inside ``backward()`` or ``no_batch()``, as the last step is committed.
+        ``rank``, ``members`` and ``leader`` stay those of that step.
+        """
+        left: bool = self._reducer.has_left()
+        return left
+
     @property
     def step(self) -> int:
         """Steps that all members have committed."""

@@ -308,6 +308,13 @@ ErrorRecord AgreementDriver::record(ErrorCode code, const std::string& summary, 
   return record;
 }
 
+ErrorRecord AgreementDriver::hasLeftRecord() const {
+  return record(
+      ErrorCode::ShutDown,
+      "This rank has left the elastic group in order, as it was asked to.",
+      "end the training loop when model.elastic.left is True");
+}
+
 std::vector<int> AgreementDriver::firstRanks(const View& view) const {
   std::vector<int> ranks;
   for (const Incarnation& member : view.members) {
@@ -342,8 +349,11 @@ bool AgreementDriver::waitFor(std::unique_lock<std::mutex>& lock, Deadline deadl
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!waitFor(lock, deadline, [&] { return error_ || mayBegin(); })) {
+  if (!waitFor(lock, deadline, [&] { return error_ || leaving_ == Leaving::Left || mayBegin(); })) {
     return std::nullopt;
+  }
+  if (leaving_ == Leaving::Left) {
+    throw Error(hasLeftRecord());
   }
   if (error_) {
     throw Error(*error_);
@@ -369,23 +379,34 @@ void AgreementDriver::refuseUndelivered() const {
   }
 }
 
-bool AgreementDriver::finished(uint64_t epoch) {
+std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch) {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (ledger_.mayCommit()) {
     refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
   }
   ledger_.finish(epoch, 0);
-  undelivered_ = undelivered_ || ledger_.mayCommit();
-  return ledger_.mayCommit();
+  if (!ledger_.mayCommit()) {
+    return std::nullopt;
+  }
+  undelivered_ = true;
+  leaving_ = leaving_ == Leaving::Asked ? Leaving::Announced : leaving_;
+  return Wish{leaving_ == Leaving::Announced, admits_};
 }
 
-bool AgreementDriver::committed(uint64_t epoch) {
+bool AgreementDriver::committed(uint64_t epoch, bool changes) {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
-  const bool counts = ledger_.commit(epoch);
-  undelivered_ = undelivered_ && !counts;
-  return counts;
+  if (!ledger_.commit(epoch)) {
+    return false;
+  }
+  undelivered_ = false;
+  if (changes) {
+    over_ = true; // no step begins before the next view
+    inbox_->put(Boundary{epoch});
+  }
+  leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
+  return true;
 }
 
 bool AgreementDriver::isOver(const Epoch& epoch) const {
@@ -418,6 +439,18 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch,
   undelivered_ = false;
   ledger_.launch(1);
   return Verdict{false, present_};
+}
+
+void AgreementDriver::leave() {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  leaving_ = leaving_ == Leaving::No ? Leaving::Asked : leaving_;
+}
+
+bool AgreementDriver::hasLeft() const {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return leaving_ == Leaving::Left;
 }
 
 int64_t AgreementDriver::steps() const {
@@ -463,11 +496,16 @@ void AgreementDriver::run() noexcept {
 
 void AgreementDriver::catchUp() {
   elastic::StepState state;
+  bool leaves = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state = ledger_.state();
+    leaves = leaving_ == Leaving::Announced || leaving_ == Leaving::Left;
   }
   agreement_->step(state);
+  if (leaves) {
+    agreement_->leave();
+  }
 }
 
 void AgreementDriver::wait(TimePoint until) {
@@ -533,6 +571,11 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     handleFailure(failed->epoch, failed->record, now);
   } else if (const auto* const missed = std::get_if<NotMet>(&event)) {
     handleMissed(*missed, now);
+  } else if (const auto* const boundary = std::get_if<Boundary>(&event)) {
+    if (boundary->epoch == agreement_->view().epoch) {
+      trace("ends behind its commit");
+      agreement_->boundary(now);
+    }
   } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
     trace("is sealed");
     agreement_->sealed(now);
@@ -541,11 +584,9 @@ void AgreementDriver::handle(Event event, TimePoint now) {
 
 void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
   const View& view = agreement_->view();
-  bool is_known = false;
   bool gives_up = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    is_known = over_;
     const std::pair<int64_t, size_t> here(ledger_.state().committed, view.members.size());
     failed_meetings_ = std::exchange(failed_at_, here) == here ? failed_meetings_ + 1 : 1;
     gives_up = failed_meetings_ >= kMostMeetings;
@@ -562,11 +603,16 @@ void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
     log(LogLevel::Warn, error.text());
     failWith(std::move(error));
     agreement_->close(now);
-  } else if (!is_known) {
+  } else if (!isOver()) {
     ErrorRecord record = missed.record;
     record.code = asFailure(record.code, blamesPeer(record, view, view.position(self_)));
     handleFailure(missed.epoch, record, now);
   }
+}
+
+bool AgreementDriver::isOver() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return over_;
 }
 
 void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now) {
@@ -585,7 +631,8 @@ void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, T
     // The end of a connection is not the end of the process, of which the kernel will say more. So its member is not given up in a hurry.
     const bool is_open = record.code == ErrorCode::PeerDead && members_by_name_.at(peer).witness;
     agreement_->failed(is_open ? ErrorCode::ConnectionReset : record.code, peer, now);
-  } else { // the others believe that of this process, and will answer
+  } else if (
+      !isOver()) { // the others believe that of this process, and will answer; else it is only the end of another member's seal
     why_->code = ErrorCode::ConnectionReset;
     agreement_->failed(ErrorCode::ConnectionReset, someOther(), now);
   }
@@ -626,6 +673,8 @@ void AgreementDriver::act() {
     }
   }
   why_.reset();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  admits_ = agreement_->wish().admits;
 }
 
 void AgreementDriver::trace(const std::string& what) const {
@@ -682,6 +731,7 @@ void AgreementDriver::install(const View& view) {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
     over_ = false;
+    leavers_ += static_cast<int>(view.left.count());
     end.view = before;
     if (present_) {
       end.old = std::exchange(present_, std::nullopt)->met;
@@ -702,17 +752,19 @@ void AgreementDriver::install(const View& view) {
   post(std::move(meet));
 
   std::string gone;
-  for (const Incarnation& member : before.members) {
-    if (!view.has(member)) {
+  for (size_t rank = 0; rank < before.members.size(); ++rank) {
+    if (const Incarnation& member = before.members[rank]; !view.has(member)) {
       gone += (gone.empty() ? "" : ", ") + who(before, member) +
-          (members_by_name_.at(member).ended ? ", whose process has ended" : "");
+          (view.left.test(rank)                    ? ", which has left in order"
+               : members_by_name_.at(member).ended ? ", whose process has ended"
+                                                   : "");
     }
   }
   std::string line = "elastic group " + members_.config().rendezvous.group_name + ", epoch " +
       std::to_string(view.epoch) + ": " + (gone.empty() ? "a connection broke and nobody is gone" : "without " + gone) +
-      " (" + errorCodeName(view.cause) + "). " + std::to_string(view.members.size()) + " of " +
-      std::to_string(before.members.size()) + " members go on, this one as rank " +
-      std::to_string(view.position(self_));
+      (view.cause == ErrorCode::Ok ? "" : std::string(" (") + errorCodeName(view.cause) + ")") + ". " +
+      std::to_string(view.members.size()) + " of " + std::to_string(before.members.size()) +
+      " members go on, this one as rank " + std::to_string(view.position(self_));
   switch (outcome) {
     case elastic::StepLedger::Outcome::Commit:
       line += "; all of them had finished step " + std::to_string(view.step) + ", which counts";
@@ -724,7 +776,7 @@ void AgreementDriver::install(const View& view) {
       line += "; step " + std::to_string(view.step + 1) + " is next";
       break;
   }
-  log(view.cause == ErrorCode::PeerLeft ? LogLevel::Info : LogLevel::Warn, line);
+  log(view.cause == ErrorCode::PeerLeft || view.cause == ErrorCode::Ok ? LogLevel::Info : LogLevel::Warn, line);
 }
 
 void AgreementDriver::raise(const Agreement::Action& action) {
@@ -765,9 +817,17 @@ void AgreementDriver::raise(const Agreement::Action& action) {
               ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
           "end this process: its parameters are those of an earlier step");
       break;
-    case Agreement::Action::Error::Left:
+    case Agreement::Action::Error::Left: {
+      error = hasLeftRecord();
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (ledger_.state().launched) {
+        (void)ledger_.install(action.view); // the step with which it leaves counts
+      }
+      leaving_ = Leaving::Left;
+      break;
+    }
     case Agreement::Action::Error::NotAdmitted:
-      error = record(ErrorCode::ShutDown, "This rank has left the elastic group.", "");
+      error = record(ErrorCode::ShutDown, "This rank was not admitted to the elastic group.", "");
       break;
   }
   error.rank = view.position(self_);
@@ -778,11 +838,12 @@ void AgreementDriver::raise(const Agreement::Action& action) {
   failWith(std::move(error));
 }
 
-// The others have left in order and no step is under way: begin() says so, if this rank wants one more.
+// This rank has left in order, or the others have and no step is under way: begin() says so, if this rank wants one more.
 bool AgreementDriver::isNormalEnd(const Agreement::Action& action) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return action.error == Agreement::Action::Error::TooFew && view_.cause == ErrorCode::PeerLeft &&
-      !ledger_.state().launched;
+  const bool others_left = view_.cause == ErrorCode::PeerLeft || view_.cause == ErrorCode::Ok;
+  return leaving_ == Leaving::Left ||
+      (action.error == Agreement::Action::Error::TooFew && others_left && !ledger_.state().launched);
 }
 
 void AgreementDriver::farewell(TimePoint now) {
@@ -837,13 +898,7 @@ void AgreementDriver::runJobs() noexcept {
 void AgreementDriver::sealNow(const Job& job) {
   PYCOMM_FAULT_POINT("survive.seal");
   if (job.old.group != nullptr) {
-    ErrorRecord why = job.why;
-    if (!job.old.group->fail(why, Deadline::after(kSealMs))) {
-      why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
-      if (!job.old.group->fail(why, Deadline::after(kSealMs))) {
-        job.old.group->close();
-      }
-    }
+    endOperations(*job.old.group, job.why);
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -855,6 +910,15 @@ void AgreementDriver::sealNow(const Job& job) {
     }
   }
   inbox_->put(Sealed{job.view.epoch});
+}
+
+void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
+  if (!group.fail(why, Deadline::after(kSealMs))) {
+    why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
+    if (!group.fail(why, Deadline::after(kSealMs))) {
+      group.close();
+    }
+  }
 }
 
 void AgreementDriver::meetNow(const Job& job) {
@@ -870,6 +934,8 @@ void AgreementDriver::meetNow(const Job& job) {
     patience_ms <<= std::max(0, failed_meetings_ - (kQuickMeetings - 1));
   }
   std::optional<ErrorRecord> failure;
+  bool late = false;
+  bool closes = false;
   Epoch made;
   try {
     std::vector<std::string> handles;
@@ -886,17 +952,23 @@ void AgreementDriver::meetNow(const Job& job) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     meeting_.reset();
-    if (!failure) {
-      if (view_.epoch == job.view.epoch && !over_ && !error_) {
-        present_ = made;
-      } else {
-        retired_.push_back(made.met);
-      }
+    late = view_.epoch != job.view.epoch || over_;
+    closes = error_.has_value();
+    if (!failure && !late && !closes) {
+      made.leavers = leavers_;
+      present_ = made;
     }
   }
   changed_.notify_all();
   if (failure) {
     inbox_->put(NotMet{job.view.epoch, *std::move(failure)});
+  } else if (late || closes) {
+    if (!closes) { // others may have it: closed at once, it would tell them that this rank has left
+      endOperations(
+          *made.met.group, record(ErrorCode::ConnectionReset, "The members of the elastic group change again.", ""));
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    retired_.push_back(made.met);
   } else {
     watchFailure(made.met.group, job.view.epoch);
   }

@@ -73,15 +73,19 @@ class AgreementDriver final : public Engine::Maker {
     uint64_t number = 0;
     Reconfigurable::Met met;
     std::vector<int> members; ///< by rank: the rank that each had in the first epoch
+    int leavers = 0; ///< how many members have left in order so far
   };
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
-  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over. Throws as begin() if it is
+  /// What a rank adds to the commit round.
+  using Wish = elastic::Agreement::Wish;
+  /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
   /// called again in the same epoch.
-  [[nodiscard]] bool finished(uint64_t epoch);
-  /// The commit round of this epoch has ended well. False if that comes too late.
-  [[nodiscard]] bool committed(uint64_t epoch);
+  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch);
+  /// The commit round of this epoch has ended well. False if that comes too late. `changes`: some member's wish was to leave, or all
+  /// admit. Then the epoch is over behind this step, and begin() waits for the next one.
+  [[nodiscard]] bool committed(uint64_t epoch, bool changes);
   /// After a failure in that epoch.
   struct Verdict {
     bool counts = false; ///< the step is committed
@@ -94,6 +98,13 @@ class AgreementDriver final : public Engine::Maker {
   /// Steps that are committed.
   [[nodiscard]] int64_t steps() const;
 
+  // ---- any thread
+
+  /// Asks to leave in order: with the next step that this rank finishes. Idempotent.
+  void leave();
+  /// Whether it has: its last step is committed, and begin() throws.
+  [[nodiscard]] bool hasLeft() const;
+
  private:
   /// What other threads hand to the agreement's.
   class Inbox;
@@ -104,11 +115,14 @@ class AgreementDriver final : public Engine::Maker {
   struct Sealed {
     uint64_t epoch;
   };
+  struct Boundary {
+    uint64_t epoch;
+  };
   struct NotMet {
     uint64_t epoch;
     ErrorRecord record;
   };
-  using Event = std::variant<elastic::Message, Failed, Sealed, NotMet>;
+  using Event = std::variant<elastic::Message, Failed, Sealed, Boundary, NotMet>;
   struct Member {
     MemberHandle handle;
     int first_rank = 0;
@@ -131,6 +145,7 @@ class AgreementDriver final : public Engine::Maker {
   void run() noexcept;
   void handle(Event event, TimePoint now);
   void handleMissed(const NotMet& missed, TimePoint now);
+  [[nodiscard]] bool isOver() const;
   void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
   void act(); ///< what the event has led to
@@ -145,12 +160,14 @@ class AgreementDriver final : public Engine::Maker {
   void farewell(TimePoint now);
   void wait(TimePoint until);
   [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
+  [[nodiscard]] ErrorRecord hasLeftRecord() const;
   [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
   [[nodiscard]] std::string who(const elastic::View& view, const elastic::Incarnation& member) const;
 
   // ---- the groups' thread
   void runJobs() noexcept;
   void sealNow(const Job& job);
+  static void endOperations(Group& group, ErrorRecord why);
   void meetNow(const Job& job);
   void closeRest();
   void closeRetired();
@@ -185,6 +202,14 @@ class AgreementDriver final : public Engine::Maker {
   elastic::StepLedger ledger_;
   elastic::View view_;
   bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided
+  enum class Leaving {
+    No,
+    Asked,
+    Announced,
+    Left
+  } leaving_ = Leaving::No; ///< Announced: with the step that this rank has finished
+  int leavers_ = 0; ///< so far
+  bool admits_ = false; ///< of Agreement::wish(), after its last event
   std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
   std::optional<ErrorRecord> error_; ///< why nothing more happens here
   std::deque<Job> jobs_;

@@ -126,6 +126,22 @@ TEST(Outbox, BringsMessagesInOrder) {
   EXPECT_EQ(letters->all(), sent);
 }
 
+TEST(Outbox, SendsAgainWhatABrokenConnectionHasNotTaken) {
+  const OpenDoor open;
+  const auto letters = std::make_shared<Letters>();
+  const ProcessId& to = open.handle.incarnation;
+  open.door->add(to);
+  open.door->receive(to, letters);
+  Outbox outbox(open.handle, open.from(letters->member));
+  outbox.push("one");
+  turn(outbox, 5000);
+  const auto another = open.knock(); // which ends the first connection
+  EXPECT_EQ(OpenDoor::ask(*another, {door_request::kAgree, to, letters->member}), door_answer::kHere);
+  outbox.push("two");
+  turn(outbox, 5000);
+  EXPECT_EQ(letters->all(), (std::vector<std::string>{"one", "two"}));
+}
+
 TEST(Outbox, KeepsLittleForAMemberThatIsGone) {
   OpenDoor open;
   open.door->close();
