@@ -69,7 +69,7 @@ MUTATIONS = [
         "",
         _SEAL,
     ),
-    # ---- what the training thread is told
+    # ---- what the training thread gets
     _rule(
         "a step begins although the last one is not delivered",
         _DRIVER,
@@ -81,7 +81,8 @@ MUTATIONS = [
         "a step that the others commit is delivered as an error",
         _DRIVER,
         "  const auto counts = [this] { return ledger_.state().committed >= launched_; };\n",
-        "  const auto counts = [this] { return !error_ && ledger_.state().committed >= launched_; };\n",
+        "  const auto counts = [this] {\n"
+        "    return !error_ && ledger_.state().committed >= launched_;\n  };\n",
         _COUNTS,
     ),
     _rule(
