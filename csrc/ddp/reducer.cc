@@ -113,7 +113,7 @@ void Reducer::prepareForForward() {
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
   } else if (agreement_->hasLeft()) {
-    (void)agreement_->begin(); // which says so
+    raising([&] { (void)agreement_->begin(); }); // which says so
   }
   throwIfUnfinished();
   followTrained();

@@ -847,6 +847,7 @@ bool AgreementDriver::isNormalEnd(const Agreement::Action& action) const {
 }
 
 void AgreementDriver::farewell(TimePoint now) {
+  catchUp(); // whether it leaves in order
   agreement_->close(now);
   act();
   const TimePoint end = now + kGoodbyes;

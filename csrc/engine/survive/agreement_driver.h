@@ -38,6 +38,10 @@ namespace pycomm {
 /// A Group of an epoch is made with the epoch's number as the uuid of Reconfigurable::plan(). If that fails because a member has died, that
 /// is an event of the new epoch's agreement.
 ///
+/// Ranks. A member's rank in an epoch is its position in the View of that epoch; a Group, and the errors of it, use that of their own epoch. The
+/// agreement's thread reads agreement_->view(); all others read view_, which follows when act() installs it. A member's *first rank*, that in
+/// the first epoch, never changes: users know it by that. Across epochs a member is named by its Incarnation only.
+///
 /// What a training thread may call is marked. Those throw the error that ended it all, again and again: Error(QuorumLost | LeftBehind) from
 /// the agreement, the Group's failure if that is one of the program, Error(ShutDown) after close(), Error(Forked) in a child of fork().
 class AgreementDriver final : public Engine::Maker {
@@ -125,7 +129,7 @@ class AgreementDriver final : public Engine::Maker {
   using Event = std::variant<elastic::Message, Failed, Sealed, Boundary, NotMet>;
   struct Member {
     MemberHandle handle;
-    int first_rank = 0;
+    int first_rank = 0; ///< in the first epoch
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
     std::optional<Witness> witness; ///< of a process of this host that has not ended

@@ -110,7 +110,9 @@ TEST(ElasticProposal, WhoLeavesDoesSoWithItsStepAndStaysIfThatIsSummedAgain) {
   EXPECT_EQ(promises.next().step, 4);
   EXPECT_EQ(promises.next().members, candidates({0, 2, 3}));
   EXPECT_EQ(promises.next().left, MemberSet(0b10));
-  promises.of(3) = promises.of(0);
+  promises.of(1).step.finished = false;
+  EXPECT_EQ(promises.next().step, 3);
+  promises.of(1).step.finished = true;
   promises.cut(1, 0); // nobody has to reach who leaves
   EXPECT_EQ(promises.next().members, candidates({0, 2, 3}));
 }

@@ -425,6 +425,8 @@ MUTATIONS = [
         "proposal.cc",
         "  bool counts = all_finished(with(members, leavers));\n",
         "  bool counts = all_finished(members.empty() ? leavers : members);\n",
+        survives="a process has finished its last step when it says that it leaves; "
+        "ElasticProposal.WhoLeavesDoesSoWithItsStepAndStaysIfThatIsSummedAgain notices it",
     ),
 ]
 
