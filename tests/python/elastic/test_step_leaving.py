@@ -168,7 +168,7 @@ def leaves_and_stays(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 0 leaves with step 3, and goes on with other things."""
     import pycomm
 
-    model = wrap(Net(), elastic=pycomm.Elastic())
+    model = wrap(Net(), weight="samples", elastic=pycomm.Elastic())
     told: dict[str, Any] = {"seen": []}
     longest_s = 0.0
     for step in range(12):
