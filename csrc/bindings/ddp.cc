@@ -242,6 +242,7 @@ void bindReducer(py::module_& m) {
       .def_readonly("redone_steps", &ReducerStats::redone_steps)
       .def_readonly("lost_ranks", &ReducerStats::lost_ranks)
       .def_readonly("left_ranks", &ReducerStats::left_ranks)
+      .def_readonly("joined_ranks", &ReducerStats::joined_ranks)
       .def_readonly("epochs", &ReducerStats::epochs)
       .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes)
       .def_property_readonly(
@@ -320,6 +321,8 @@ void bindReducer(py::module_& m) {
       .def("shadow_backward", torch::wrap_pybind_function_no_gil(&Reducer::shadowBackward))
       .def("_install_post_backward_futures", torch::wrap_pybind_function(installFutures), py::arg("futures"))
       .def("set_accumulated", torch::wrap_pybind_function_no_gil(&Reducer::setAccumulated), py::arg("passes"))
+      .def("passes", torch::wrap_pybind_function_no_gil(&Reducer::passes))
+      .def("set_passes", torch::wrap_pybind_function_no_gil(&Reducer::setPasses), py::arg("passes"))
       .def("record_steps", torch::wrap_pybind_function_no_gil(&Reducer::recordSteps), py::arg("on"))
       .def("last_step", lastStep)
       .def("exponents", torch::wrap_pybind_function_no_gil(&Reducer::exponents))

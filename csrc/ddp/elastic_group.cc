@@ -40,13 +40,9 @@ bool isOfMembers(const std::exception_ptr& error) {
 
 } // namespace
 
-ElasticGroup::ElasticGroup(
-    c10::intrusive_ptr<PycommBackend> backend,
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    const AgreementDriver::Config& config)
+ElasticGroup::ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group)
     : backend_(std::move(backend)), group_(std::move(group)) {
-  Reconfigurable* const members = backend_->members();
-  if (members == nullptr) {
+  if (backend_->members() == nullptr) {
     throw Error(
         ErrorCode::InvalidArgument, "An elastic group needs one that can be reconfigured.", "pycomm.Reconfigurable()");
   }
@@ -54,7 +50,14 @@ ElasticGroup::ElasticGroup(
   present_.number = static_cast<uint64_t>(present_.met.instance->uuid());
   present_.members.resize(static_cast<size_t>(present_.met.instance->size()));
   std::iota(present_.members.begin(), present_.members.end(), 0);
-  driver_ = AgreementDriver::open(*members, present_.met, config, [&] {
+}
+
+ElasticGroup::ElasticGroup(
+    c10::intrusive_ptr<PycommBackend> backend,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const AgreementDriver::Config& config)
+    : ElasticGroup(std::move(backend), std::move(group)) {
+  driver_ = AgreementDriver::open(*backend_->members(), present_.met, config, [&] {
     Group::Call barrier;
     barrier.schedule.kind = Collective::Barrier;
     if (const auto failure = run(barrier, nullptr)) {
@@ -64,7 +67,47 @@ ElasticGroup::ElasticGroup(
   backend_->closeFirst(driver_);
 }
 
+std::shared_ptr<ElasticGroup> ElasticGroup::join(
+    c10::intrusive_ptr<PycommBackend> backend,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::vector<std::string>& asked,
+    const AgreementDriver::Config& config) {
+  std::vector<MemberHandle> members;
+  for (const std::string& handle : asked) {
+    members.push_back(MemberHandle::parse(handle));
+  }
+  std::shared_ptr<ElasticGroup> joining(new ElasticGroup(std::move(backend), std::move(group)));
+  joining->driver_ = AgreementDriver::join(*joining->backend_->members(), members, config);
+  joining->backend_->closeFirst(joining->driver_);
+  return joining;
+}
+
+std::optional<std::string> ElasticGroup::pull() {
+  for (;;) {
+    beforeWait();
+    AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(kSignalCheckMs));
+    if (arrival.state) {
+      pulled_ = arrival.state->step;
+      return std::move(arrival.state->bytes);
+    }
+    if (arrival.admitted) {
+      const Reconfigurable::Met alone = present_.met; // its store has to outlive it
+      (void)takeOver(*arrival.admitted);
+      alone.group->close();
+      return std::nullopt;
+    }
+    checkSignals();
+  }
+}
+
+void ElasticGroup::loaded() {
+  driver_->loaded(pulled_);
+}
+
 ElasticGroup::~ElasticGroup() {
+  if (driver_ == nullptr) {
+    return;
+  }
   if (!backend_->members()->belongsToThisProcess()) {
     // In a child of fork() the threads do not exist for which close() waits.
     (void)new std::shared_ptr<AgreementDriver>(std::move(driver_)); // NOLINT: never freed

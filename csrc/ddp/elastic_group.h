@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "c10d/backend.h"
@@ -18,7 +19,7 @@ namespace pycomm {
 /// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
 ///
 /// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
-/// ranks leave in order. Nobody joins.
+/// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() that of rank 0.
 class ElasticGroup final : public StepAgreement {
  public:
   /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
@@ -26,6 +27,12 @@ class ElasticGroup final : public StepAgreement {
   ElasticGroup(
       c10::intrusive_ptr<PycommBackend> backend,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const AgreementDriver::Config& config);
+  /// Of a newcomer. `backend` has this process as its only member so far; `asked`: members of the group, as ask() returned them.
+  [[nodiscard]] static std::shared_ptr<ElasticGroup> join(
+      c10::intrusive_ptr<PycommBackend> backend,
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const std::vector<std::string>& asked,
       const AgreementDriver::Config& config);
   ~ElasticGroup() override;
   ElasticGroup(const ElasticGroup&) = delete;
@@ -47,7 +54,27 @@ class ElasticGroup final : public StepAgreement {
   }
   void close() noexcept override;
 
+  /// Of a newcomer: blocks until the members' state is here, and returns it; nullopt once this process is a member. After a state call
+  /// loaded(), then this again. Throws what AgreementDriver::arrive() does.
+  [[nodiscard]] std::optional<std::string> pull();
+  void loaded();
+  /// Steps that the members have committed.
+  [[nodiscard]] int64_t steps() const {
+    return driver_->steps();
+  }
+  /// See AgreementDriver::newcomers() and give().
+  [[nodiscard]] size_t newcomers() {
+    return driver_->newcomers();
+  }
+  void give(std::string_view bytes) {
+    driver_->give(bytes);
+  }
+  void refuse(const std::string& why) {
+    driver_->refuse(why);
+  }
+
  private:
+  ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;
@@ -60,6 +87,7 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
+  int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
 };
 
 } // namespace pycomm

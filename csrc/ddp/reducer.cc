@@ -407,6 +407,18 @@ void Reducer::setAccumulated(int64_t passes) {
   show();
 }
 
+int64_t Reducer::passes() {
+  showIfIdle();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.values.passes;
+}
+
+void Reducer::setPasses(int64_t passes) {
+  const std::lock_guard lock(mutex_);
+  state_.change([passes](SharedValues& values) { values.passes = passes; });
+  show();
+}
+
 std::map<std::string, int> Reducer::exponents() {
   showIfIdle();
   const std::lock_guard lock(shown_mutex_);

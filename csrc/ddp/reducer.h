@@ -142,6 +142,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setUsedHere(const std::vector<std::string>& names);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
+  /// Passes since the beginning, which count in the checksum of each step: those of the members that this rank has joined.
+  [[nodiscard]] int64_t passes();
+  void setPasses(int64_t passes);
   /// The fp16 scale of each parameter that has one.
   [[nodiscard]] std::map<std::string, int> exponents();
   /// Names of all parameters in the order of buckets: the one agreed on; before that, once a first reduction is over, the one seen here.

@@ -33,6 +33,7 @@ struct ReducerStats {
   int64_t redone_steps = 0; ///< times that all buckets of a step were summed again
   int64_t lost_ranks = 0;
   int64_t left_ranks = 0; ///< in order
+  int64_t joined_ranks = 0;
   int64_t epochs = 0; ///< groups so far, the present one included
   /// What the epochs that are over have counted.
   struct Epoch {

@@ -1,8 +1,6 @@
 #include "engine/survive/agreement_driver.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,7 +11,7 @@
 #include "base/fork_guard.h"
 #include "base/log.h"
 #include "base/native_thread.h"
-#include "base/unique_fd.h"
+#include "engine/survive/agreement_inbox.h"
 
 namespace pycomm {
 namespace {
@@ -23,7 +21,6 @@ using elastic::Incarnation;
 using elastic::View;
 using std::chrono::milliseconds;
 
-constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
 constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer than the silence of a member
 constexpr int kQuickMeetings =
     3; // the same members meet so often with this patience; then it doubles, up to the last time
@@ -32,10 +29,6 @@ constexpr int kSealMs = 300; // for a failure to reach both planes
 constexpr milliseconds kGoodbyes{300};
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
 constexpr int kLongestTurnMs = 60000;
-
-Incarnation incarnationOf(const ProcessId& id) {
-  return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
-}
 
 bool blamesPeer(const ErrorRecord& record, const View& view, int self) noexcept {
   return record.peer >= 0 && record.peer != self && static_cast<size_t>(record.peer) < view.members.size();
@@ -58,69 +51,6 @@ ErrorCode asFailure(ErrorCode code, bool blames_peer) noexcept {
 
 } // namespace
 
-/// The door brings messages here, on the control loop; groups and the groups' thread bring the rest. Any thread.
-class AgreementDriver::Inbox final : public Door::Mailbox {
- public:
-  explicit Inbox(const Instance& members)
-      : wake_(UniqueFd::from([] { return ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
-    if (!wake_) {
-      throw Error(systemError(ErrorCode::SystemError, "no eventfd", errno));
-    }
-    for (int rank = 0; rank < members.size(); ++rank) {
-      doors_.emplace(members.member(rank).incarnation, members.member(rank).door);
-    }
-  }
-
-  [[nodiscard]] bool knows(const ProcessId& from, const std::optional<ProcessId>& door) const override {
-    const auto member = doors_.find(from);
-    return member != doors_.end() && (!door || *door == member->second);
-  }
-  void deliver(const ProcessId& from, const std::string& bytes) override {
-    auto message = elastic::decodeMessage(bytes);
-    if (message && message->from == incarnationOf(from)) {
-      put(*std::move(message), kMostMessages);
-    }
-  }
-  void put(Event event, size_t most = SIZE_MAX) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (events_.size() < most) {
-      events_.push_back(std::move(event));
-      ring();
-    }
-  }
-  void leave() noexcept {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    leaving_ = true;
-    ring();
-  }
-
-  struct Taken {
-    std::deque<Event> events;
-    bool leaving = false;
-  };
-  [[nodiscard]] Taken take() {
-    uint64_t rung = 0;
-    (void)::read(wake_.get(), &rung, sizeof rung);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(events_, {}), leaving_};
-  }
-  [[nodiscard]] int fd() const noexcept {
-    return wake_.get();
-  }
-
- private:
-  void ring() const noexcept {
-    const uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof one);
-  }
-
-  const UniqueFd wake_;
-  std::map<ProcessId, ProcessId> doors_; ///< of the members
-  std::mutex mutex_; ///< guards the rest
-  std::deque<Event> events_;
-  bool leaving_ = false;
-};
-
 // ---- beginning and end
 
 std::shared_ptr<AgreementDriver> AgreementDriver::open(
@@ -129,13 +59,20 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
     const Config& config,
     const std::function<void()>& wait_for_all) {
   const std::shared_ptr<Group> group = first.group;
-  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, std::move(first), config));
+  const auto number = static_cast<uint64_t>(first.instance->uuid());
+  std::vector<std::string> handles;
+  for (int rank = 0; rank < first.instance->size(); ++rank) {
+    handles.push_back(first.instance->member(rank).text());
+  }
+  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, config));
+  driver->found(std::move(first));
   driver->engine_.add(std::weak_ptr<Maker>(driver));
   try {
     wait_for_all(); // each offers its record
     driver->findWitnesses(*group);
     driver->start();
     wait_for_all(); // each has the others' records: who dies from here on is certified
+    driver->writePeers(handles, number);
   } catch (...) {
     driver->close();
     throw;
@@ -143,13 +80,15 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
   return driver;
 }
 
-AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met first, const Config& config)
+AgreementDriver::AgreementDriver(Reconfigurable& members, const Config& config)
     : members_(members),
       engine_(members.engine()),
       config_(config),
       forks_(forkCount()),
-      self_(incarnationOf(MemberHandle::parse(members.handle()).incarnation)),
-      inbox_(std::make_shared<Inbox>(*first.instance)) {
+      self_(incarnationOf(members.visitor().self.incarnation)),
+      inbox_(std::make_shared<Inbox>()) {}
+
+void AgreementDriver::found(Reconfigurable::Met first) {
   if (first.instance->uuid() < 0) {
     throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
   }
@@ -169,34 +108,27 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
   }
   members_.receive(inbox_); // refuses a second agreement before that could end the group of the first
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
-  const Visitor visitor = members_.visitor();
   for (int rank = 0; rank < first.instance->size(); ++rank) {
-    Member member;
-    member.handle = first.instance->member(rank);
-    member.first_rank = rank;
-    const Incarnation name = incarnationOf(member.handle.incarnation);
-    if (name != self_) {
-      member.outbox = std::make_unique<Outbox>(member.handle, visitor);
-    }
-    view_.members.push_back(name);
-    members_by_name_.emplace(name, std::move(member));
+    const MemberHandle& handle = first.instance->member(rank);
+    introduce(handle).first_rank = next_number_++;
+    view_.members.push_back(incarnationOf(handle.incarnation));
+    inbox_->know({handle});
   }
-  try {
-    kept_ = std::make_unique<KeptRecord>(
-        engine_, recordKey(visitor.self.incarnation, members_.config().security.secret.get()));
-  } catch (const Error& error) {
-    log(LogLevel::Info, std::string("no record for the other processes of this host: ") + error.what());
-  }
-  Agreement::Config settings;
-  settings.self = self_;
-  settings.min_ranks = config_.min_ranks;
-  settings.accept_split_brain = config_.accept_split_brain;
-  settings.dead_after_ms = members_.config().dead_after_ms;
-  settings.quorum_wait_ms = config_.quorum_wait_ms;
-  agreement_ = std::make_unique<Agreement>(settings, view_, Clock::now());
+  keepRecord();
+  agreement_ = std::make_unique<Agreement>(settings(), view_, Clock::now());
   act(); // keeps the first record
   (void)ledger_.install(view_); // which gives it the epoch
   present_ = Epoch{view_.epoch, std::move(first), firstRanks(view_)};
+  announce(view_);
+}
+
+void AgreementDriver::keepRecord() {
+  try {
+    kept_ = std::make_unique<KeptRecord>(
+        engine_, recordKey(members_.visitor().self.incarnation, members_.config().security.secret.get()));
+  } catch (const Error& error) {
+    log(LogLevel::Info, std::string("no record for the other processes of this host: ") + error.what());
+  }
 }
 
 void AgreementDriver::findWitnesses(const Group& group) {
@@ -206,6 +138,7 @@ void AgreementDriver::findWitnesses(const Group& group) {
     if (member.outbox == nullptr || member.handle.host != members_.visitor().self.host) {
       continue;
     }
+    member.asked_witness = true;
     try {
       member.witness.emplace(
           Witness::of(
@@ -227,7 +160,9 @@ void AgreementDriver::start() {
         "pycomm was shut down while an elastic group was being made",
         "make it before the process begins to exit"));
   }
-  watchFailure(present_->met.group, view_.epoch);
+  if (present_) {
+    watchFailure(present_->met.group, view_.epoch);
+  }
   agreement_thread_ = startNativeThread("pycomm-agree", [this] { run(); });
   groups_thread_ = startNativeThread("pycomm-groups", [this] { runJobs(); });
 }
@@ -403,6 +338,7 @@ bool AgreementDriver::committed(uint64_t epoch, bool changes) {
   undelivered_ = false;
   if (changes) {
     over_ = true; // no step begins before the next view
+    stops_ = epoch;
     inbox_->put(Boundary{epoch});
   }
   leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
@@ -483,11 +419,12 @@ void AgreementDriver::run() noexcept {
         agreement_->tick(Clock::now());
         act();
       }
+      lookAfterNewcomers(Clock::now());
       if (taken.leaving) {
         farewell(Clock::now());
         return;
       }
-      wait(agreement_->nextTick());
+      wait(std::min(agreement_->nextTick(), newcomersTick()));
     }
   } catch (const std::exception& exception) {
     failWith(recordOf(exception, "the agreement of the elastic group cannot go on"));
@@ -515,6 +452,9 @@ void AgreementDriver::wait(TimePoint until) {
     if (member.outbox != nullptr) {
       member.outbox->advance(Clock::now());
       until = std::min(until, member.outbox->nextTick());
+      if (member.links && member.outbox->hasEntered() && member.outbox->isIdle()) {
+        until = TimePoint::min(); // a newcomer has answered
+      }
       if (const int fd = member.outbox->fd(); fd >= 0) {
         polled.push_back({fd, member.outbox->events(), 0});
         owners.emplace_back(nullptr, nullptr);
@@ -545,9 +485,9 @@ void AgreementDriver::processEnded(const Incarnation& name, Member& member, Time
       "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
   why_->peer = rank;
   why_->peer_host = member.handle.host.hostname;
-  if (kept) {
+  if (kept && rank >= 0) {
     agreement_->certified(name, *kept, now);
-  } else if (rank >= 0) {
+  } else { // also of a newcomer
     agreement_->failed(ErrorCode::PeerDead, name, now);
   }
   act();
@@ -561,8 +501,8 @@ Incarnation AgreementDriver::someOther() const {
 
 void AgreementDriver::handle(Event event, TimePoint now) {
   if (const auto* const message = std::get_if<elastic::Message>(&event)) {
-    if (message->kind == elastic::Message::Kind::Join) {
-      return; // this version admits nobody
+    if (!mayHear(*message, now)) {
+      return;
     }
     const View& view = agreement_->view();
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
@@ -574,11 +514,17 @@ void AgreementDriver::handle(Event event, TimePoint now) {
   } else if (const auto* const boundary = std::get_if<Boundary>(&event)) {
     if (boundary->epoch == agreement_->view().epoch) {
       trace("ends behind its commit");
+      pause_until_ = now + milliseconds(config_.join_pause_ms);
       agreement_->boundary(now);
     }
-  } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
-    trace("is sealed");
-    agreement_->sealed(now);
+    knows_stop_ = true;
+  } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {
+    if (sealed->epoch == agreement_->view().epoch) {
+      trace("is sealed");
+      agreement_->sealed(now);
+    }
+  } else {
+    handleJoining(event, now);
   }
 }
 
@@ -646,7 +592,7 @@ void AgreementDriver::act() {
         trace(
             "sends message " + std::to_string(static_cast<int>(action.message->kind)) + " to " +
             std::to_string(action.to.size()) + " members");
-        for (const Incarnation& to : action.to) {
+        for (const Incarnation& to : action.message->kind == elastic::Message::Kind::Join ? asked_ : action.to) {
           if (const auto member = members_by_name_.find(to);
               member != members_by_name_.end() && member->second.outbox != nullptr) {
             member->second.outbox->push(bytes);
@@ -666,13 +612,15 @@ void AgreementDriver::act() {
         install(action.view);
         break;
       case Agreement::Action::Kind::Link:
-        break; // this version admits nobody
+        link(action.of);
+        break;
       case Agreement::Action::Kind::Raise:
         raise(action);
         break;
     }
   }
   why_.reset();
+  showNewcomers();
   const std::lock_guard<std::mutex> lock(mutex_);
   admits_ = agreement_->wish().admits;
 }
@@ -713,6 +661,9 @@ void AgreementDriver::seal(const Agreement::Action& action) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
     meeting = meeting_;
+    if (give_abort_ != nullptr) {
+      (void)give_abort_->abort(why);
+    }
   }
   if (meeting != nullptr) {
     meeting->abort(why); // without the lock, as it may wait for the planes of a group
@@ -731,7 +682,8 @@ void AgreementDriver::install(const View& view) {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
     over_ = false;
-    leavers_ += static_cast<int>(view.left.count());
+    leavers_ +=
+        before.members.empty() ? 0 : static_cast<int>(view.left.count()); // a newcomer counts from its first view on
     end.view = before;
     if (present_) {
       end.old = std::exchange(present_, std::nullopt)->met;
@@ -746,10 +698,19 @@ void AgreementDriver::install(const View& view) {
   if (end.old.group != nullptr) {
     post(std::move(end));
   }
+  const std::string fresh = welcome(view);
   Job meet;
   meet.kind = Job::Kind::Meet;
   meet.view = view;
+  meet.members = firstRanks(view);
+  for (const Incarnation& member : view.members) {
+    meet.handles.push_back(members_by_name_.at(member).handle.text());
+  }
   post(std::move(meet));
+  for (const Incarnation& member : view.members) {
+    findWitness(members_by_name_.at(member));
+  }
+  announce(view);
 
   std::string gone;
   for (size_t rank = 0; rank < before.members.size(); ++rank) {
@@ -760,10 +721,18 @@ void AgreementDriver::install(const View& view) {
                                                    : "");
     }
   }
+  std::string change = gone.empty() ? "" : "without " + gone;
+  if (!fresh.empty()) {
+    change += (change.empty() ? "with " : ", with ") + fresh +
+        (fresh.find("), ") == std::string::npos ? ", which joins" : ", which join");
+  }
+  if (change.empty()) {
+    change = view.cause == ErrorCode::Ok ? "nobody has joined" : "a connection broke and nobody is gone";
+  }
   std::string line = "elastic group " + members_.config().rendezvous.group_name + ", epoch " +
-      std::to_string(view.epoch) + ": " + (gone.empty() ? "a connection broke and nobody is gone" : "without " + gone) +
+      std::to_string(view.epoch) + ": " + change +
       (view.cause == ErrorCode::Ok ? "" : std::string(" (") + errorCodeName(view.cause) + ")") + ". " +
-      std::to_string(view.members.size()) + " of " + std::to_string(before.members.size()) +
+      std::to_string(view.members.size()) + (fresh.empty() ? " of " + std::to_string(before.members.size()) : "") +
       " members go on, this one as rank " + std::to_string(view.position(self_));
   switch (outcome) {
     case elastic::StepLedger::Outcome::Commit:
@@ -827,7 +796,7 @@ void AgreementDriver::raise(const Agreement::Action& action) {
       break;
     }
     case Agreement::Action::Error::NotAdmitted:
-      error = record(ErrorCode::ShutDown, "This rank was not admitted to the elastic group.", "");
+      error = notAdmitted();
       break;
   }
   error.rank = view.position(self_);
@@ -887,7 +856,23 @@ void AgreementDriver::runJobs() noexcept {
       jobs_.pop_front();
     }
     try {
-      job.kind == Job::Kind::Seal ? sealNow(job) : meetNow(job);
+      switch (job.kind) {
+        case Job::Kind::Seal:
+          sealNow(job);
+          break;
+        case Job::Kind::Meet:
+          meetNow(job);
+          break;
+        case Job::Kind::FindWitness:
+          findWitnessNow(job.process);
+          break;
+        case Job::Kind::Show:
+          show(std::move(job.state));
+          break;
+        case Job::Kind::Ask:
+          askNow(job.handles);
+          break;
+      }
     } catch (const std::exception& exception) {
       ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
       failWith(record);
@@ -939,13 +924,9 @@ void AgreementDriver::meetNow(const Job& job) {
   bool closes = false;
   Epoch made;
   try {
-    std::vector<std::string> handles;
-    for (const Incarnation& member : job.view.members) {
-      handles.push_back(members_by_name_.at(member).handle.text());
-    }
-    const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), handles);
+    const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), job.handles);
     made.number = job.view.epoch;
-    made.members = firstRanks(job.view);
+    made.members = job.members;
     made.met = members_.meet(plan, Deadline::after(patience_ms), *abort);
   } catch (const std::exception& exception) {
     failure = recordOf(exception, "the members of the next epoch did not meet");
@@ -972,6 +953,7 @@ void AgreementDriver::meetNow(const Job& job) {
     retired_.push_back(made.met);
   } else {
     watchFailure(made.met.group, job.view.epoch);
+    writePeers(job.handles, job.view.epoch);
   }
   closeRetired();
 }

@@ -9,12 +9,15 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/error.h"
 #include "elastic/agreement.h"
@@ -22,6 +25,7 @@
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "engine/join_abort.h"
+#include "engine/meeting/meeting_store.h"
 #include "engine/reconfigurable.h"
 #include "engine/survive/kept_record.h"
 #include "engine/survive/outbox.h"
@@ -51,6 +55,11 @@ class AgreementDriver final : public Engine::Maker {
     size_t min_ranks = 1;
     bool accept_split_brain = false;
     int quorum_wait_ms = 10000;
+    int join_pause_ms = 10000;
+    int join_wait_ms = 60000;
+    std::string description; ///< of the model and its options: newcomers must have the same
+    std::string
+        peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: nobody can join
   };
 
   /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
@@ -61,6 +70,22 @@ class AgreementDriver final : public Engine::Maker {
       Reconfigurable::Met first,
       const Config& config,
       const std::function<void()>& wait_for_all);
+  /// Of a newcomer, which asks these members to admit it: see arrive(). Throws Error(ShutDown).
+  [[nodiscard]] static std::shared_ptr<AgreementDriver> join(
+      Reconfigurable& members,
+      const std::vector<MemberHandle>& asked,
+      const Config& config);
+  /// What members that listen at one of these handles say: Config::description, and the handles of all. Asks one after the other, and returns
+  /// the first answer; nullopt if none comes until the deadline. `missing`: those that did not answer, in words.
+  struct Notice {
+    std::string description;
+    std::vector<MemberHandle> members;
+  };
+  [[nodiscard]] static std::optional<Notice> ask(
+      const std::vector<std::string>& handles,
+      const Visitor& from,
+      Deadline deadline,
+      std::string& missing);
   /// Closes. Never in a child of fork(): there, keep the object.
   ~AgreementDriver() override;
   AgreementDriver(const AgreementDriver&) = delete;
@@ -102,6 +127,35 @@ class AgreementDriver final : public Engine::Maker {
   /// Steps that are committed.
   [[nodiscard]] int64_t steps() const;
 
+  // ---- the training thread of a newcomer
+
+  /// The members' state, of their step `step`.
+  struct State {
+    int64_t step = 0;
+    std::vector<std::string> roster; ///< see Giving::roster
+    std::string bytes;
+  };
+  /// Waits until the members' state is here, or this process is a member, or the deadline: then neither. May return several states in
+  /// turn, as the members go on if they cannot admit it. Throws Error(JoinRefused | RendezvousTimeout).
+  struct Arrival {
+    std::optional<State> state;
+    std::optional<Epoch> admitted;
+  };
+  [[nodiscard]] Arrival arrive(Deadline deadline);
+  /// This process holds that state.
+  void loaded(int64_t step);
+
+  // ---- the training thread of a member
+
+  /// After a commit behind which members change: how many newcomers wait for this rank to give them the members' state. Waits for the
+  /// agreement's thread, not for another process.
+  [[nodiscard]] size_t newcomers();
+  /// Sends them this state, one after the other. Blocks for as long as the members wait (Config::join_pause_ms). Throws nothing that they
+  /// do: who has not got all of it is not admitted, and gets the reason if it is the time.
+  void give(std::string_view bytes);
+  /// There is no state for them, and this is why.
+  void refuse(const std::string& why);
+
   // ---- any thread
 
   /// Asks to leave in order: with the next step that this rank finishes. Idempotent.
@@ -126,22 +180,68 @@ class AgreementDriver final : public Engine::Maker {
     uint64_t epoch;
     ErrorRecord record;
   };
-  using Event = std::variant<elastic::Message, Failed, Sealed, Boundary, NotMet>;
+  /// A newcomer has introduced itself, or a member of a newcomer.
+  struct Introduced {
+    MemberHandle handle;
+  };
+  /// The groups' thread has looked for the record of a process of this host.
+  struct Witnessed {
+    elastic::Incarnation name;
+    std::shared_ptr<Witness> witness; ///< null: there is none
+  };
+  struct Loaded {
+    int64_t step;
+  };
+  /// A newcomer did not get the state.
+  struct NotGiven {
+    elastic::Incarnation to;
+    ErrorRecord why;
+  };
+  /// The members have refused this newcomer.
+  struct Refused {
+    std::string why;
+  };
+  using Event = std::variant<
+      elastic::Message,
+      Failed,
+      Sealed,
+      Boundary,
+      NotMet,
+      Introduced,
+      Witnessed,
+      State,
+      Loaded,
+      Notice,
+      NotGiven,
+      Refused>;
   struct Member {
     MemberHandle handle;
-    int first_rank = 0; ///< in the first epoch
+    int first_rank =
+        -1; ///< in the first epoch, or the number that it got when it joined; -1: it has been no member so far
+    bool links = false; ///< a newcomer's: its door has not answered yet
+    TimePoint heard = TimePoint::max(); ///< a newcomer's: its last Join
+    TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
+    TimePoint::duration back_off{}; ///< after another failure
+    bool asked_witness = false;
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
     std::optional<Witness> witness; ///< of a process of this host that has not ended
   };
   struct Job {
-    enum class Kind { Seal, Meet } kind = Kind::Seal;
+    enum class Kind { Seal, Meet, FindWitness, Show, Ask } kind = Kind::Seal;
     elastic::View view;
+    std::vector<std::string> handles; ///< of a meeting, by rank; of Ask, whom
+    std::vector<int> members; ///< likewise: Epoch::members
+    MemberHandle process; ///< of FindWitness
+    State state; ///< of Show: arrive() returns it
     Reconfigurable::Met old; ///< of a seal: what is sealed; without a group if none had come together
     ErrorRecord why; ///< of a seal
   };
 
-  AgreementDriver(Reconfigurable& members, Reconfigurable::Met first, const Config& config);
+  AgreementDriver(Reconfigurable& members, const Config& config);
+  void found(Reconfigurable::Met first);
+  void seek(const std::vector<MemberHandle>& asked);
+  void keepRecord();
   void findWitnesses(const Group& group);
   void start();
 
@@ -163,6 +263,23 @@ class AgreementDriver final : public Engine::Maker {
   [[nodiscard]] elastic::Incarnation someOther() const;
   void farewell(TimePoint now);
   void wait(TimePoint until);
+
+  // ---- the agreement's thread: newcomers (agreement_driver_join.cc)
+  [[nodiscard]] elastic::Agreement::Config settings() const;
+  Member& introduce(const MemberHandle& handle);
+  [[nodiscard]] bool mayHear(const elastic::Message& message, TimePoint now);
+  void link(const elastic::Incarnation& newcomer);
+  void pingNewcomer(Member& newcomer);
+  void handleJoining(Event& event, TimePoint now);
+  void takeRoster(State state);
+  bool findWitness(Member& member); ///< Witnessed says what came of it; false: it is not looked for
+  void lookAfterNewcomers(TimePoint now);
+  [[nodiscard]] TimePoint newcomersTick() const;
+  void dropNewcomer(const elastic::Incarnation& newcomer, ErrorCode why, TimePoint now);
+  [[nodiscard]] std::string welcome(const elastic::View& view); ///< in words: who is new
+  void announce(const elastic::View& view);
+  void showNewcomers();
+  [[nodiscard]] ErrorRecord notAdmitted() const;
   [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
   [[nodiscard]] ErrorRecord hasLeftRecord() const;
   [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
@@ -173,12 +290,23 @@ class AgreementDriver final : public Engine::Maker {
   void sealNow(const Job& job);
   static void endOperations(Group& group, ErrorRecord why);
   void meetNow(const Job& job);
+  void findWitnessNow(const MemberHandle& process) noexcept;
+  void show(State state);
+  void askNow(const std::vector<std::string>& handles) noexcept;
+  void writePeers(const std::vector<std::string>& handles, uint64_t epoch) const; ///< also the thread of open()
   void closeRest();
   void closeRetired();
 
   // ---- any thread
   void post(Job job);
   void failWith(ErrorRecord record);
+  struct Giving;
+  [[nodiscard]] std::optional<ErrorRecord> giveTo(const MemberHandle& to, const Giving& giving, std::string_view bytes);
+  [[nodiscard]] std::unique_ptr<Link> openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
+      const;
+  void refuseOne(const MemberHandle& to, const std::string& why) const noexcept;
+  using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&)>;
+  void giveEach(const GiveOne& give_one);
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
@@ -199,10 +327,29 @@ class AgreementDriver final : public Engine::Maker {
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
+  std::vector<elastic::Incarnation> asked_; ///< of a newcomer: whom it asks to admit it
+  TimePoint ask_again_ = TimePoint::max(); ///< of a newcomer: when it asks who the members are now
+  bool knows_stop_ = false; ///< the boundary of stops_ has been handled
+  int next_number_ = 0; ///< of the next process that becomes a member
+  TimePoint pause_until_; ///< how long members wait for newcomers after their last commit
+  int states_ = 0; ///< of a newcomer: how often the members' state has come
   std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
+  struct Giving {
+    std::vector<MemberHandle> to;
+    std::vector<std::string>
+        roster; ///< first what the next new member is called, then of each member and newcomer its handle and number
+    TimePoint until; ///< the members wait so long
+  };
+  Giving giving_; ///< newcomers that wait for the state, if this is rank 0
+  Giving served_; ///< those that newcomers() has counted, for give()
+  std::set<ProcessId> given_; ///< those that have got that of the step given_at_, or did not
+  int64_t given_at_ = -1;
+  std::shared_ptr<AbortToken> give_abort_; ///< from newcomers() to the end of give()
+  uint64_t stops_ = 0; ///< the epoch behind whose last commit members change, until the agreement's thread knows it
+  std::optional<State> arrived_; ///< of a newcomer
   elastic::StepLedger ledger_;
   elastic::View view_;
   bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided

@@ -214,9 +214,9 @@ MUTATIONS = [
     ),
     _rule(
         "a member speaks for another one",
-        _DRIVER,
-        "    if (message && message->from == incarnationOf(from)) {\n",
-        "    if (message) {\n",
+        "csrc/engine/survive/agreement_driver_join.cc",
+        "  if (message && message->from == incarnationOf(from)) {\n",
+        "  if (message) {\n",
         "AgreementDriver.AMemberSpeaksForItselfOnly",
     ),
 ]
