@@ -18,6 +18,7 @@ AS_COUNTED = (
     "redone_steps",
     "lost_ranks",
     "left_ranks",
+    "joined_ranks",
     "epochs",
     "shared_nbytes",
 )
@@ -83,6 +84,8 @@ class DDPStats:
     """With ``elastic``: ranks that have died, or gone otherwise, since the model was wrapped."""
     left_ranks: int
     """With ``elastic``: ranks that have left in order (``model.elastic.leave()``)."""
+    joined_ranks: int
+    """With ``elastic``: processes that have joined since then."""
     epochs: int
     """With ``elastic``: the groups that there have been, the present one included; else 0."""
     shared_nbytes: int

@@ -161,6 +161,7 @@ def _add_stats(out: MetricsText, labels: Mapping[str, str], stats: DDPStats) -> 
         "redone_steps": stats.redone_steps,
         "lost_ranks": stats.lost_ranks,
         "left_ranks": stats.left_ranks,
+        "joined_ranks": stats.joined_ranks,
     }
     for name, value in values.items():
         out.add(f"pycomm_ddp_{name}_total", value, **labels)

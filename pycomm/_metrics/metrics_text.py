@@ -69,6 +69,10 @@ METRICS: dict[str, tuple[str, str]] = {
         _COUNTER,
         "Ranks that have left in order (elastic).",
     ),
+    "pycomm_ddp_joined_ranks_total": (
+        _COUNTER,
+        "Processes that have joined since the model was wrapped (elastic).",
+    ),
 }
 
 
