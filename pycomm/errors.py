@@ -33,6 +33,7 @@ __all__ = [
     "ForkedError",
     "InternalError",
     "InvalidArgumentError",
+    "JoinRefusedError",
     "LeftBehindError",
     "NoInterfaceError",
     "NoSharedMemoryError",
@@ -392,6 +393,14 @@ class LeftBehindError(PeerError):
     """
 
 
+class JoinRefusedError(PycommBackendError):
+    """A process cannot become a member of an elastic training that runs: its model, options or
+    state differ from the members', or their state did not reach it within ``join_pause``.
+
+    Try: what the text names. The members go on without this process.
+    """
+
+
 class ProtocolViolationError(PycommNetworkError):
     """A message, a record in the store or shared memory has contents that this version of pycomm
     never writes.
@@ -488,6 +497,7 @@ BY_CODE: Mapping[str, type[PycommError]] = {
     "DATA_CORRUPT": DataCorruptError,
     "QUORUM_LOST": QuorumLostError,
     "LEFT_BEHIND": LeftBehindError,
+    "JOIN_REFUSED": JoinRefusedError,
     "ABORTED": AbortedError,
     "SHUT_DOWN": ShutDownError,
     "FORKED": ForkedError,

@@ -170,6 +170,8 @@ const char* errorCodeName(ErrorCode code) noexcept {
       return "QUORUM_LOST";
     case ErrorCode::LeftBehind:
       return "LEFT_BEHIND";
+    case ErrorCode::JoinRefused:
+      return "JOIN_REFUSED";
     case ErrorCode::Aborted:
       return "ABORTED";
     case ErrorCode::ShutDown:

@@ -39,6 +39,7 @@ enum class ErrorCode : uint16_t {
   DataCorrupt = 37,
   QuorumLost = 38, ///< of a group whose steps survive deaths: too few members are left, or reached, to go on
   LeftBehind = 39, ///< of such a group: the other members went on without this process
+  JoinRefused = 40, ///< of a process that wants to become a member of such a group, and cannot
   // this process
   Aborted = 50,
   ShutDown = 51,

@@ -31,7 +31,7 @@ py::object objectOf(const std::exception_ptr& error) {
 }
 
 /// An agreement that Python implements: an object with begin(), which returns a bool, end(error), which returns whether to sum again,
-/// members() and close().
+/// members() and close(). Nobody leaves it in order.
 class PythonAgreement final : public StepAgreement {
  public:
   explicit PythonAgreement(py::object implementation) : implementation_(std::move(implementation)) {}
@@ -57,6 +57,13 @@ class PythonAgreement final : public StepAgreement {
   [[nodiscard]] std::vector<int> members() const override {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("members")().cast<std::vector<int>>();
+  }
+  void leave() override {}
+  [[nodiscard]] bool hasLeft() const override {
+    return false;
+  }
+  [[nodiscard]] int leavers() const override {
+    return 0;
   }
   void close() noexcept override {
     if (!mayTakeGil()) {
@@ -89,24 +96,78 @@ bool end(StepAgreement& steps, const py::object& error) {
   return raising([&] { return steps.end(raised) == StepAgreement::Outcome::Redo; });
 }
 
-std::shared_ptr<StepAgreement> open(
+c10::intrusive_ptr<PycommBackend> ours(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto found = c10::dynamic_intrusive_pointer_cast<PycommBackend>(backend);
+  if (found == nullptr) {
+    throw py::type_error("this backend is not pycomm's");
+  }
+  return found;
+}
+
+// `joins`: handles of members of the group that this process wants to join; none: it is a founding member.
+std::shared_ptr<ElasticGroup> open(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     size_t min_ranks,
     bool accept_split_brain,
-    int quorum_wait_ms) {
-  auto ours = c10::dynamic_intrusive_pointer_cast<PycommBackend>(backend);
-  if (ours == nullptr) {
-    throw py::type_error("this backend is not pycomm's");
-  }
+    int quorum_wait_ms,
+    int join_pause_ms,
+    int join_wait_ms,
+    std::string description,
+    std::string peers_path,
+    const std::optional<std::vector<std::string>>& joins) {
+  auto pycomm = ours(backend);
   const WithoutGil no_gil;
-  return raising([&]() -> std::shared_ptr<StepAgreement> {
+  return raising([&] {
     AgreementDriver::Config config;
     config.min_ranks = min_ranks;
     config.accept_split_brain = accept_split_brain;
     config.quorum_wait_ms = quorum_wait_ms;
-    return std::make_shared<ElasticGroup>(std::move(ours), group, config);
+    config.join_pause_ms = join_pause_ms;
+    config.join_wait_ms = join_wait_ms;
+    config.description = std::move(description);
+    config.peers_path = std::move(peers_path);
+    return joins ? ElasticGroup::join(std::move(pycomm), group, *joins, config)
+                 : std::make_shared<ElasticGroup>(std::move(pycomm), group, config);
   });
+}
+
+// What the first member says that answers, and its handles; or why none does.
+py::object askMembers(
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    const std::vector<std::string>& handles,
+    int timeout_ms) {
+  const auto pycomm = ours(backend);
+  std::string missing;
+  const auto notice = [&] {
+    const WithoutGil no_gil;
+    return raising([&] {
+      return AgreementDriver::ask(handles, pycomm->members()->visitor(), Deadline::after(timeout_ms), missing);
+    });
+  }();
+  if (!notice) {
+    return py::str(missing);
+  }
+  py::list members;
+  for (const MemberHandle& member : notice->members) {
+    members.append(member.text());
+  }
+  return py::make_tuple(notice->description, members);
+}
+
+py::object pull(ElasticGroup& group) {
+  const auto state = [&] {
+    const WithoutGil no_gil;
+    return raising([&] { return group.pull(); });
+  }();
+  return state ? py::object(py::bytes(*state)) : py::none();
+}
+
+void give(ElasticGroup& group, const py::buffer& state) {
+  const py::buffer_info info = state.request();
+  const std::string_view bytes(static_cast<const char*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
+  const WithoutGil no_gil;
+  raising([&] { group.give(bytes); });
 }
 
 } // namespace
@@ -124,7 +185,26 @@ void bindElastic(py::module_& m) {
           py::call_guard<WithoutGil>())
       .def("end", &end, py::arg("error")) // whether to sum the step again
       .def("members", &StepAgreement::members)
+      .def(
+          "leave", [](StepAgreement& steps) { raising([&] { steps.leave(); }); }, py::call_guard<WithoutGil>())
+      .def("has_left", [](const StepAgreement& steps) { return raising([&] { return steps.hasLeft(); }); })
+      .def("leavers", &StepAgreement::leavers)
       .def("close", [](StepAgreement& steps) { steps.close(); }, py::call_guard<WithoutGil>());
+  py::class_<ElasticGroup, StepAgreement, std::shared_ptr<ElasticGroup>>(m, "ElasticGroup")
+      .def("pull", &pull)
+      .def(
+          "loaded", [](ElasticGroup& group) { raising([&] { group.loaded(); }); }, py::call_guard<WithoutGil>())
+      .def("steps", [](ElasticGroup& group) { return raising([&] { return group.steps(); }); })
+      .def(
+          "newcomers",
+          [](ElasticGroup& group) { return raising([&] { return group.newcomers(); }); },
+          py::call_guard<WithoutGil>())
+      .def("give", &give, py::arg("state"))
+      .def(
+          "refuse",
+          [](ElasticGroup& group, const std::string& why) { raising([&] { group.refuse(why); }); },
+          py::arg("why"),
+          py::call_guard<WithoutGil>());
   m.def(
       "step_agreement",
       &open,
@@ -132,7 +212,13 @@ void bindElastic(py::module_& m) {
       py::arg("group"),
       py::arg("min_ranks"),
       py::arg("accept_split_brain"),
-      py::arg("quorum_wait_ms"));
+      py::arg("quorum_wait_ms"),
+      py::arg("join_pause_ms") = 10000,
+      py::arg("join_wait_ms") = 60000,
+      py::arg("description") = "",
+      py::arg("peers_path") = "",
+      py::arg("joins") = py::none());
+  m.def("ask_members", &askMembers, py::arg("backend"), py::arg("handles"), py::arg("timeout_ms"));
 }
 
 } // namespace pycomm

@@ -16,8 +16,8 @@ namespace pycomm {
 namespace {
 
 constexpr int kSignalCheckMs = 100;
-/// What a commit round carries, as maxima: the number of the step, minus it, and room for what members will have to agree on at a step.
-constexpr size_t kCommitWords = 8;
+/// What a commit round carries, as maxima. The rest is room for what members will have to agree on at a step.
+enum CommitWord : size_t { kStep, kMinusStep, kLeaves, kDoesNotAdmit, kCommitWords = 8 };
 
 /// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
 /// rank dies meanwhile.
@@ -40,13 +40,9 @@ bool isOfMembers(const std::exception_ptr& error) {
 
 } // namespace
 
-ElasticGroup::ElasticGroup(
-    c10::intrusive_ptr<PycommBackend> backend,
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    const AgreementDriver::Config& config)
+ElasticGroup::ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group)
     : backend_(std::move(backend)), group_(std::move(group)) {
-  Reconfigurable* const members = backend_->members();
-  if (members == nullptr) {
+  if (backend_->members() == nullptr) {
     throw Error(
         ErrorCode::InvalidArgument, "An elastic group needs one that can be reconfigured.", "pycomm.Reconfigurable()");
   }
@@ -54,7 +50,14 @@ ElasticGroup::ElasticGroup(
   present_.number = static_cast<uint64_t>(present_.met.instance->uuid());
   present_.members.resize(static_cast<size_t>(present_.met.instance->size()));
   std::iota(present_.members.begin(), present_.members.end(), 0);
-  driver_ = AgreementDriver::open(*members, present_.met, config, [&] {
+}
+
+ElasticGroup::ElasticGroup(
+    c10::intrusive_ptr<PycommBackend> backend,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const AgreementDriver::Config& config)
+    : ElasticGroup(std::move(backend), std::move(group)) {
+  driver_ = AgreementDriver::open(*backend_->members(), present_.met, config, [&] {
     Group::Call barrier;
     barrier.schedule.kind = Collective::Barrier;
     if (const auto failure = run(barrier, nullptr)) {
@@ -65,7 +68,47 @@ ElasticGroup::ElasticGroup(
   entitle();
 }
 
+std::shared_ptr<ElasticGroup> ElasticGroup::join(
+    c10::intrusive_ptr<PycommBackend> backend,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::vector<std::string>& asked,
+    const AgreementDriver::Config& config) {
+  std::vector<MemberHandle> members;
+  for (const std::string& handle : asked) {
+    members.push_back(MemberHandle::parse(handle));
+  }
+  std::shared_ptr<ElasticGroup> joining(new ElasticGroup(std::move(backend), std::move(group)));
+  joining->driver_ = AgreementDriver::join(*joining->backend_->members(), members, config);
+  joining->backend_->closeFirst(joining->driver_);
+  return joining;
+}
+
+std::optional<std::string> ElasticGroup::pull() {
+  for (;;) {
+    beforeWait();
+    AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(kSignalCheckMs));
+    if (arrival.state) {
+      pulled_ = arrival.state->step;
+      return std::move(arrival.state->bytes);
+    }
+    if (arrival.admitted) {
+      const Reconfigurable::Met alone = present_.met; // its store has to outlive it
+      (void)takeOver(*arrival.admitted);
+      alone.group->close();
+      return std::nullopt;
+    }
+    checkSignals();
+  }
+}
+
+void ElasticGroup::loaded() {
+  driver_->loaded(pulled_);
+}
+
 ElasticGroup::~ElasticGroup() {
+  if (driver_ == nullptr) {
+    return;
+  }
   if (!backend_->members()->belongsToThisProcess()) {
     // In a child of fork() the threads do not exist for which close() waits.
     (void)new std::shared_ptr<AgreementDriver>(std::move(driver_)); // NOLINT: never freed
@@ -121,9 +164,10 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (error == nullptr && driver_->finished(present_.number)) {
-    const auto failure = commitRound();
-    if (!failure && driver_->committed(present_.number)) {
+  if (const auto wish = error == nullptr ? driver_->finished(present_.number) : std::nullopt) {
+    bool changes = false;
+    const auto failure = commitRound(*wish, changes);
+    if (!failure && driver_->committed(present_.number, changes)) {
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
@@ -144,11 +188,13 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
   }
 }
 
-std::optional<ErrorRecord> ElasticGroup::commitRound() {
+std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish& wish, bool& changes) {
   const int64_t step = driver_->steps() + 1;
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
-  (*words)[0] = step;
-  (*words)[1] = -step;
+  (*words)[kStep] = step;
+  (*words)[kMinusStep] = -step;
+  (*words)[kLeaves] = wish.leaves ? 1 : 0;
+  (*words)[kDoesNotAdmit] = wish.admits ? 0 : 1;
   const BufferView bytes(reinterpret_cast<std::byte*>(words->data()), sizeof *words);
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
@@ -160,13 +206,14 @@ std::optional<ErrorRecord> ElasticGroup::commitRound() {
   if (auto failure = run(call, words)) {
     return failure;
   }
-  if ((*words)[0] != step || (*words)[1] != -step) {
+  if ((*words)[kStep] != step || (*words)[kMinusStep] != -step) {
     throw Error(
         ErrorCode::Internal,
         "The members of an elastic group commit different steps: this rank " + std::to_string(step) + ", others from " +
-            std::to_string(-(*words)[1]) + " to " + std::to_string((*words)[0]) + ".",
+            std::to_string(-(*words)[kMinusStep]) + " to " + std::to_string((*words)[kStep]) + ".",
         "report it");
   }
+  changes = (*words)[kLeaves] != 0 || (*words)[kDoesNotAdmit] == 0;
   return std::nullopt;
 }
 

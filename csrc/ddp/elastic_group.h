@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "c10d/backend.h"
@@ -17,8 +18,8 @@ namespace pycomm {
 /// The steps of one group of torch's, over a reconfigurable PycommBackend: what AgreementDriver decides on its threads is taken over here, on
 /// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
 ///
-/// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network.
-/// Nobody joins, and close() is the only way to leave.
+/// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
+/// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() that of rank 0.
 class ElasticGroup final : public StepAgreement {
  public:
   /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
@@ -26,6 +27,12 @@ class ElasticGroup final : public StepAgreement {
   ElasticGroup(
       c10::intrusive_ptr<PycommBackend> backend,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const AgreementDriver::Config& config);
+  /// Of a newcomer. `backend` has this process as its only member so far; `asked`: members of the group, as ask() returned them.
+  [[nodiscard]] static std::shared_ptr<ElasticGroup> join(
+      c10::intrusive_ptr<PycommBackend> backend,
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const std::vector<std::string>& asked,
       const AgreementDriver::Config& config);
   ~ElasticGroup() override;
   ElasticGroup(const ElasticGroup&) = delete;
@@ -39,16 +46,45 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] int64_t meetingNs() const override {
     return present_.meeting_ns;
   }
+  void leave() override {
+    driver_->leave();
+  }
+  [[nodiscard]] bool hasLeft() const override {
+    return driver_->hasLeft();
+  }
+  [[nodiscard]] int leavers() const override {
+    return present_.leavers;
+  }
   void close() noexcept override;
 
+  /// Of a newcomer: blocks until the members' state is here, and returns it; nullopt once this process is a member. After a state call
+  /// loaded(), then this again. Throws what AgreementDriver::arrive() does.
+  [[nodiscard]] std::optional<std::string> pull();
+  void loaded();
+  /// Steps that the members have committed.
+  [[nodiscard]] int64_t steps() const {
+    return driver_->steps();
+  }
+  /// See AgreementDriver::newcomers() and give().
+  [[nodiscard]] size_t newcomers() {
+    return driver_->newcomers();
+  }
+  void give(std::string_view bytes) {
+    driver_->give(bytes);
+  }
+  void refuse(const std::string& why) {
+    driver_->refuse(why);
+  }
+
  private:
+  ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
-  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if
-  /// it has failed.
-  [[nodiscard]] std::optional<ErrorRecord> commitRound();
+  /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;
+  /// else whether the members change behind the step: some member leaves, or all admit.
+  [[nodiscard]] std::optional<ErrorRecord> commitRound(const AgreementDriver::Wish& wish, bool& changes);
   /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.
   [[nodiscard]] std::optional<ErrorRecord> run(Group::Call& call, const std::shared_ptr<void>& memory) const;
 
@@ -56,6 +92,7 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
+  int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
 };
 
 } // namespace pycomm

@@ -112,6 +112,8 @@ void Reducer::prepareForForward() {
   const std::lock_guard lock(mutex_);
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
+  } else if (agreement_->hasLeft()) {
+    raising([&] { (void)agreement_->begin(); }); // which says so
   }
   if (weights_.has_value()) {
     weights_->gapEnds(); // before torch waits for other ranks
@@ -418,6 +420,18 @@ void Reducer::setAccumulated(int64_t passes) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
   state_.change([passes](SharedValues& values) { values.accumulated = values.passes = passes; });
+  show();
+}
+
+int64_t Reducer::passes() {
+  showIfIdle();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.values.passes;
+}
+
+void Reducer::setPasses(int64_t passes) {
+  const std::lock_guard lock(mutex_);
+  state_.change([passes](SharedValues& values) { values.passes = passes; });
   show();
 }
 

@@ -128,6 +128,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
   /// step throws; after that the reducer has failed.
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
+  /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
+  void askToLeave() const;
+  [[nodiscard]] bool hasLeft() const;
 
   /// Another collective of a forward pass, as of its buffers, was not the other ranks': a sentence if these reducers differ. The pass has
   /// failed.
@@ -146,6 +149,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setUsedHere(const std::vector<std::string>& names);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
+  /// Passes since the beginning, which count in the checksum of each step: those of the members that this rank has joined.
+  [[nodiscard]] int64_t passes();
+  void setPasses(int64_t passes);
   /// The fp16 scale of each parameter that has one.
   [[nodiscard]] std::map<std::string, int> exponents();
   /// Names of all parameters in the order of buckets: the one agreed on; before that, once a first reduction is over, the one seen here.

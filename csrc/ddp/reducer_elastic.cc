@@ -36,6 +36,14 @@ bool Reducer::leads() {
   return shown_.leads;
 }
 
+void Reducer::askToLeave() const {
+  raising([&] { agreement_->leave(); });
+}
+
+bool Reducer::hasLeft() const {
+  return raising([&] { return agreement_->hasLeft(); });
+}
+
 // A pass that reduces begins.
 void Reducer::beginStep() {
   waitToBegin();
@@ -91,9 +99,14 @@ void Reducer::adoptMembers() {
   const ReducerGroup old = std::exchange(group_, ReducerGroup::withItsBackend(group_.get(), params_));
   reports_.changeRanks(group_.rank(), group_.job());
   std::vector<int> members = agreement_->members();
-  stats_.lost_ranks += std::count_if(members_.begin(), members_.end(), [&members](int member) {
-    return std::find(members.begin(), members.end(), member) == members.end();
-  });
+  const auto missingIn = [](const std::vector<int>& some, const std::vector<int>& others) {
+    return std::count_if(some.begin(), some.end(), [&others](int member) {
+      return std::find(others.begin(), others.end(), member) == others.end();
+    });
+  };
+  const int64_t left = agreement_->leavers() - std::exchange(stats_.left_ranks, agreement_->leavers());
+  stats_.lost_ranks += missingIn(members_, members) - left;
+  stats_.joined_ranks += missingIn(members, members_);
   members_ = std::move(members);
   rank_ = group_.rank();
   ++stats_.epochs;

@@ -44,7 +44,15 @@ class StepAgreement {
     return 0;
   }
 
-  /// Leaves the group. begin() and end() throw from now on.
+  /// Asks to leave in order, with the next step that this rank finishes: the others sum nothing again. Idempotent. Any thread, also while
+  /// another one is in begin() or end().
+  virtual void leave() = 0;
+  /// Whether it has: the step that end() has committed was this rank's last, and begin() throws. Any thread.
+  [[nodiscard]] virtual bool hasLeft() const = 0;
+  /// How many members have left in order, as of the last call of begin() or end().
+  [[nodiscard]] virtual int leavers() const = 0;
+
+  /// Leaves the group at once. begin() and end() throw from now on.
   virtual void close() noexcept = 0;
 };
 

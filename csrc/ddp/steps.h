@@ -32,6 +32,8 @@ struct ReducerStats {
   // Of steps that survive deaths: see StepAgreement.
   int64_t redone_steps = 0; ///< times that all buckets of a step were summed again
   int64_t lost_ranks = 0;
+  int64_t left_ranks = 0; ///< in order
+  int64_t joined_ranks = 0;
   int64_t epochs = 0; ///< groups so far, the present one included
   int64_t agreeing_ns = 0; ///< waited for the other members, and for those who are left to meet
   int64_t meeting_ns = 0; ///< of these groups, but the first, how long their members took to meet

@@ -77,7 +77,7 @@ TimePoint Agreement::nextTick() const noexcept {
       }
       if (!raised_) {
         at = std::min(at, began_ + milliseconds(config_.quorum_wait_ms));
-        if (leaving_) {
+        if (leavesInOrder()) {
           at = std::min(at, began_ + milliseconds(config_.dead_after_ms) + window());
         }
       }
@@ -111,14 +111,13 @@ void Agreement::tick(TimePoint now) {
     return;
   }
   if (phase_ == Phase::Agreeing) {
-    if (leaving_ && !raised_ && now >= began_ + milliseconds(config_.dead_after_ms) + window()) {
+    if (leavesInOrder() && !raised_ && now >= began_ + milliseconds(config_.dead_after_ms) + window()) {
       raise(Action::Error::Left); // a process that leaves does not wait for a decision for ever
       farewell();
       return;
     }
     if (!raised_ && now >= began_ + milliseconds(config_.quorum_wait_ms)) {
       raise(Action::Error::QuorumLost);
-      leaving_ = true; // its promises still help others
     }
     if (now >= retry_at_) {
       ask(now);
@@ -321,6 +320,7 @@ void Agreement::raise(Action::Error error, const View* where) {
 
 void Agreement::farewell() {
   Message goodbye = make(Message::Kind::Goodbye);
+  goodbye.leaving = leavesInOrder() ? Message::Leaving::WithItsStep : Message::Leaving::AtOnce;
   goodbye.accepted = accepted_;
   goodbye.next = view_;
   send(std::move(goodbye), others());
@@ -616,6 +616,11 @@ void Agreement::advance(TimePoint now) {
 }
 
 void Agreement::choose(TimePoint now) {
+  for (const auto& [peer, last] : gone_) {
+    if (const int position = view_.position(peer); position >= 0 && last.left) {
+      proposal_->left.set(static_cast<size_t>(position));
+    }
+  }
   proposal_->value = chooseNext(view_, *proposal_, dead(), cause_);
   if (!proposal_->value) {
     return; // all members that answered leave; the others may go on
@@ -701,7 +706,10 @@ void Agreement::promiseWhenReady(TimePoint now) {
     promise.step.committed = loaded_;
   } else {
     promise.step = step_;
-    promise.leaving = leaving_;
+    // A process that has raised still helps others to a quorum.
+    promise.leaving = raised_ ? Message::Leaving::AtOnce
+        : leaving_            ? Message::Leaving::WithItsStep
+                              : Message::Leaving::No;
     promise.reach = reach_;
     for (const auto& [peer, times] : resets_) {
       if (const int position = view_.position(peer); position >= 0 && times >= 2) {
@@ -744,7 +752,8 @@ void Agreement::learn(const View& next, TimePoint now) {
     install(next, now);
     return;
   }
-  raise(leaving_ ? Action::Error::Left : Action::Error::LeftBehind, &next);
+  const bool in_order = next.left.test(static_cast<size_t>(self_)) || leavesInOrder();
+  raise(in_order ? Action::Error::Left : Action::Error::LeftBehind, &next);
   phase_ = Phase::Over;
 }
 
@@ -846,7 +855,8 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
     // One of a later epoch does not say what its sender had accepted in this one.
     if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from) &&
         message.epoch <= view_.epoch) {
-      gone_.try_emplace(message.from, Gone{message.epoch, message.accepted});
+      Gone& gone = gone_.try_emplace(message.from, Gone{message.epoch, message.accepted}).first->second;
+      gone.left = message.leaving == Message::Leaving::WithItsStep;
       begin(ErrorCode::PeerLeft, message.from, now);
       proposeIfLowest(now);
     }
@@ -854,7 +864,7 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
   }
   if (message.kind == Kind::Excluded) {
     if (message.view == view_id_ && message.next->epoch > view_.epoch) {
-      raise(leaving_ ? Action::Error::Left : Action::Error::LeftBehind, &*message.next);
+      raise(leavesInOrder() ? Action::Error::Left : Action::Error::LeftBehind, &*message.next);
       phase_ = Phase::Over;
     }
     return;
@@ -1024,7 +1034,7 @@ void Agreement::answerOld(const Message& message) {
   const auto follows = [&](const View& view) { return view.parent == message.view; };
   const auto found = std::find_if(past_.begin(), past_.end(), follows);
   const View* next = found != past_.end() ? &*found : follows(view_) ? &view_ : nullptr;
-  if (next != nullptr && next->has(message.from)) {
+  if (next != nullptr) { // it may say that the process has left in order
     Message decide = make(Kind::Decide);
     decide.next = *next;
     send(std::move(decide), {message.from});

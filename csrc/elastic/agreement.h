@@ -91,7 +91,8 @@ class Agreement {
   void sealed(TimePoint now);
   /// The commit round that has ended says that somebody leaves or joins: see wish().
   void boundary(TimePoint now);
-  /// This process will leave at the next commit.
+  /// This process has finished its last step, or committed it, and leaves with that: it is not in the next view. If that sums the step again,
+  /// it is, and leaves with that.
   void leave() noexcept {
     leaving_ = true;
   }
@@ -139,6 +140,7 @@ class Agreement {
   struct Gone {
     uint64_t epoch = 0; ///< its last, which is no later than this process's
     std::optional<Accepted> accepted; ///< in that epoch
+    bool left = false; ///< in order
   };
   struct Suspicion {
     ErrorCode code = ErrorCode::Ok;
@@ -182,6 +184,10 @@ class Agreement {
   void install(const View& next, TimePoint now);
   void raise(Action::Error error, const View* where = nullptr);
   void farewell();
+  /// Nothing of its last step is under way.
+  [[nodiscard]] bool leavesInOrder() const noexcept {
+    return leaving_ && !step_.launched;
+  }
 
   [[nodiscard]] Message make(Message::Kind kind) const;
   void send(Message message, std::vector<Incarnation> to);

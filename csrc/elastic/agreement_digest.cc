@@ -71,7 +71,7 @@ uint64_t Agreement::digest() const {
     out << 3 << of << times;
   }
   for (const auto& [of, gone] : gone_) {
-    out << 4 << of << gone.epoch << gone.accepted;
+    out << 4 << of << gone.epoch << gone.accepted << gone.left;
   }
   for (const auto& [of, newcomer] : newcomers_) {
     out << 5 << of << newcomer.linked << newcomer.loaded << newcomer.back_off.count();

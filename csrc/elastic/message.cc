@@ -16,11 +16,12 @@ enum Field : unsigned {
   kCause = 1 << 2,
   kCulprit = 1 << 3,
   kStep = 1 << 4,
-  kReach = 1 << 5, // and leaving
+  kReach = 1 << 5,
   kNewcomers = 1 << 6,
   kAccepted = 1 << 7,
   kTestaments = 1 << 8,
   kNext = 1 << 9,
+  kLeaving = 1 << 10,
 };
 
 unsigned fieldsOf(Message::Kind kind) noexcept {
@@ -30,7 +31,7 @@ unsigned fieldsOf(Message::Kind kind) noexcept {
     case Message::Kind::Prepare:
       return kBallot | kCause | kNewcomers | kTestaments;
     case Message::Kind::Promise:
-      return kBallot | kStep | kReach | kNewcomers | kAccepted | kTestaments;
+      return kBallot | kStep | kLeaving | kReach | kNewcomers | kAccepted | kTestaments;
     case Message::Kind::Refuse:
       return kBallot | kTestaments;
     case Message::Kind::Accept:
@@ -46,7 +47,7 @@ unsigned fieldsOf(Message::Kind kind) noexcept {
     case Message::Kind::Join:
       return kStep;
     case Message::Kind::Goodbye:
-      return kAccepted | kNext;
+      return kLeaving | kAccepted | kNext;
   }
   return 0;
 }
@@ -78,6 +79,7 @@ class Writer {
     number(value.parent, 8);
     number(static_cast<uint64_t>(value.step), 8);
     number(static_cast<uint64_t>(value.cause), 2);
+    set(value.left);
     number(value.members.size(), 2);
     for (const Incarnation& member : value.members) {
       incarnation(member);
@@ -160,6 +162,7 @@ class Reader {
     value.parent = number(8);
     value.step = step();
     value.cause = cause();
+    value.left = set();
     value.members = incarnations(kMaxMembers);
     return value;
   }
@@ -218,8 +221,10 @@ std::string encode(const Message& message) {
     out.number(message.step.launched ? 1 : 0, 1);
     out.number(message.step.finished ? 1 : 0, 1);
   }
+  if ((fields & kLeaving) != 0) {
+    out.number(static_cast<uint64_t>(message.leaving), 1);
+  }
   if ((fields & kReach) != 0) {
-    out.number(message.leaving ? 1 : 0, 1);
     out.set(message.reach);
   }
   if ((fields & kNewcomers) != 0) {
@@ -278,8 +283,10 @@ std::optional<Message> decodeMessage(const std::string& bytes) {
     message.step.launched = in.flag();
     message.step.finished = in.flag();
   }
+  if ((fields & kLeaving) != 0) {
+    message.leaving = static_cast<Message::Leaving>(in.number(1, static_cast<uint64_t>(Message::Leaving::AtOnce)));
+  }
   if ((fields & kReach) != 0) {
-    message.leaving = in.flag();
     message.reach = in.set();
   }
   if ((fields & kNewcomers) != 0) {

@@ -33,6 +33,12 @@ struct Message {
     Join = 11, ///< a newcomer asks to become a member; `step` says what it holds
     Goodbye = 12, ///< the sender votes no more; `accepted` is what it had accepted, `next` its view
   };
+  /// Of a member that is not to be in the next view. Part of the wire format as well.
+  enum class Leaving : uint8_t {
+    No = 0,
+    WithItsStep = 1, ///< in order: it has finished or committed its last step, and stays if that is summed again
+    AtOnce = 2, ///< its user has got an error
+  };
 
   Kind kind = Kind::Suspect;
   Incarnation from;
@@ -43,7 +49,7 @@ struct Message {
   ErrorCode cause = ErrorCode::Ok; ///< Suspect and Prepare
   std::optional<Incarnation> culprit; ///< Suspect: who seems dead
   StepState step; ///< Promise and Join
-  bool leaving = false; ///< Promise: not to be in the next view
+  Leaving leaving = Leaving::No; ///< Promise and Goodbye
   MemberSet reach; ///< Promise: which members have answered the sender since the epoch ended
   std::vector<Incarnation> newcomers; ///< Prepare: who may be admitted. Promise: who of them has answered the sender
   std::optional<Accepted> accepted; ///< Promise and Goodbye

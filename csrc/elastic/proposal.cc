@@ -25,15 +25,23 @@ const Accepted* lastAccepted(const Proposal& proposal, const std::map<int, std::
   return last;
 }
 
-/// Members that all reach each other, of those who promised and stay. Without those that have ended since: they reached each other, too, and
-/// the only one that goes on may have missed their answers.
-std::set<int> connected(const Proposal& proposal, const std::map<int, std::optional<Accepted>>& dead) {
-  std::set<int> members;
+/// Those whose promise says so. Without those that have ended since: they reached each other, too, and the only one that goes on may have
+/// missed their answers.
+std::set<int> promised(
+    const Proposal& proposal,
+    const std::map<int, std::optional<Accepted>>& dead,
+    Message::Leaving leaving) {
+  std::set<int> found;
   for (const auto& [position, promise] : proposal.promises) {
-    if (!promise.leaving && dead.count(position) == 0) {
-      members.insert(position);
+    if (promise.leaving == leaving && dead.count(position) == 0) {
+      found.insert(position);
     }
   }
+  return found;
+}
+
+/// Of these, members that all reach each other.
+std::set<int> connected(const Proposal& proposal, std::set<int> members) {
   const auto reaches = [&](int a, int b) { return proposal.promises.at(a).reach.test(static_cast<size_t>(b)); };
   // Not also those that it does not reach: where only one of a pair has an answer, the other one may have died after it answered.
   const auto missing = [&](int of) {
@@ -77,11 +85,6 @@ std::optional<View> chooseNext(
   if (const Accepted* last = lastAccepted(proposal, dead)) {
     return last->next;
   }
-  std::set<int> members = connected(proposal, dead);
-  const size_t alive = view.members.size() - proposal.dead.count();
-  if (members.empty() && proposal.promises.size() < alive) {
-    return std::nullopt;
-  }
   View next;
   next.epoch = view.epoch + 1;
   next.parent = view.id();
@@ -91,14 +94,40 @@ std::optional<View> chooseNext(
     next.step = std::max(next.step, promise.step.committed);
   }
   const auto state = [&](int member) -> const StepState& { return proposal.promises.at(member).step; };
+  const auto under_way = [&](int member) { return state(member).committed == next.step && state(member).launched; };
+  const auto finished = [&](int member) { return under_way(member) && state(member).finished; };
+  const auto all_finished = [&](const std::set<int>& of) {
+    return !of.empty() && std::all_of(of.begin(), of.end(), finished);
+  };
+  const auto with = [](std::set<int> some, const std::set<int>& others) {
+    some.insert(others.begin(), others.end());
+    return some;
+  };
+  const std::set<int> stayers = promised(proposal, dead, Message::Leaving::No);
+  const std::set<int> leavers = promised(proposal, dead, Message::Leaving::WithItsStep);
+  std::set<int> members = connected(proposal, stayers);
+  bool counts = all_finished(with(members, leavers));
+  if (!counts && std::any_of(leavers.begin(), leavers.end(), under_way)) {
+    // They stay, unless the step counts without others.
+    members = connected(proposal, with(stayers, leavers));
+    counts = all_finished(members);
+    std::erase_if(members, [&](int member) { return counts && leavers.count(member) != 0; });
+  }
   // A member that has neither committed nor finished the last committed step cannot exist, unless this file is wrong about the others.
   std::erase_if(members, [&](int member) {
     const StepState& step = state(member);
     return step.committed < next.step && !(step.committed == next.step - 1 && step.finished);
   });
-  const auto finished = [&](int member) { return state(member).committed == next.step && state(member).finished; };
-  if (!members.empty() && std::all_of(members.begin(), members.end(), finished)) {
-    ++next.step;
+  const size_t alive = view.members.size() - proposal.dead.count();
+  if (members.empty() && proposal.promises.size() < alive) {
+    return std::nullopt;
+  }
+  next.step += counts ? 1 : 0;
+  next.left = proposal.left;
+  for (const auto& [position, promise] : proposal.promises) {
+    if (promise.leaving == Message::Leaving::WithItsStep && members.count(position) == 0 && !under_way(position)) {
+      next.left.set(static_cast<size_t>(position));
+    }
   }
   for (const int member : members) {
     next.members.push_back(view.members[static_cast<size_t>(member)]);

@@ -18,6 +18,7 @@ struct Proposal {
   std::map<Incarnation, Message> newcomers; ///< promises of processes that are no members yet
   std::optional<View> value; ///< what voters are asked to accept
   MemberSet accepted;
+  MemberSet left; ///< voters that have said goodbye in order
 
   /// The members that have given the answer for which the proposer waits.
   [[nodiscard]] MemberSet voters() const noexcept;
@@ -31,7 +32,8 @@ struct Proposal {
 /// the highest, until all pairs are there. Newcomers come behind, those that hold the step after which the view begins and that all members
 /// reach.
 ///
-/// The step: if all members had finished the one after the last that anyone has committed, all commit it.
+/// The step: if all members had finished the one after the last that anyone has committed, all commit it; so do those who leave with it. If it
+/// is summed again, those stay.
 [[nodiscard]] std::optional<View> chooseNext(
     const View& view,
     const Proposal& proposal,

@@ -17,6 +17,9 @@ uint64_t View::id() const noexcept {
   for (const Incarnation& member : members) {
     digest = mixed(mixed(digest, member.high), member.low);
   }
+  for (size_t i = left._Find_first(); i < kMaxMembers; i = left._Find_next(i)) {
+    digest = mixed(digest, i);
+  }
   return digest;
 }
 

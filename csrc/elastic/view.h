@@ -33,6 +33,7 @@ struct View {
   /// next one sums it again.
   int64_t step = 0;
   ErrorCode cause = ErrorCode::Ok; ///< why the epoch before ended; Ok for members that leave or join at a commit
+  MemberSet left; ///< of the view before, by position: the members that have left in order
 
   /// A digest of all of it and of all views before, so that two views of one epoch are told apart.
   [[nodiscard]] uint64_t id() const noexcept;

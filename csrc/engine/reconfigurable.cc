@@ -184,6 +184,7 @@ Reconfigurable::Reconfigurable(Engine& engine, Group::Config config)
     : engine_(engine), config_(std::move(config)), incarnation_(newProcessId()), door_(openDoor()), self_([this] {
         MemberHandle self;
         self.incarnation = incarnation_;
+        self.watch_name = engine_.hostMates().name();
         return door_->addressed(std::move(self));
       }()) {
   door_->add(incarnation_);

@@ -22,8 +22,8 @@ def check_same_on_all_ranks(
     options: Mapping[str, object],
     parameters: Iterable[tuple[str, torch.Tensor]],
     buffers: Iterable[tuple[str, torch.Tensor]],
-) -> None:
-    """Compares names, shapes, dtypes, strides and options; not values.
+) -> str:
+    """Compares names, shapes, dtypes, strides and options; not values. Returns them, a line each.
 
     All ranks see the same bytes, so either none raises or all do, with the same text.
 
@@ -35,7 +35,8 @@ def check_same_on_all_ranks(
     lines = [f"option\t{name}\t{value!r}" for name, value in options.items()]
     lines += [_describe("parameter", name, tensor) for name, tensor in parameters]
     lines += [_describe("buffer", name, tensor) for name, tensor in buffers]
-    text = "\n".join(lines).encode()
+    description = "\n".join(lines)
+    text = description.encode()
     digest = hashlib.sha256(text).digest()
     parts = [
         int.from_bytes(digest[8 * part : 8 * part + 8], "little", signed=True)
@@ -44,7 +45,7 @@ def check_same_on_all_ranks(
     mine = torch.tensor([len(text), *parts], dtype=torch.int64, device=device)
     digests = _gather(mine, group)
     if all(torch.equal(other, mine) for other in digests):
-        return
+        return description
     sizes = [int(other[0]) for other in digests]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -101,23 +102,30 @@ def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
     """
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
     rank = different[0]
-    lines = itertools.zip_longest(texts[0].split("\n"), texts[rank].split("\n"))
-    mine, other = next((mine, other) for mine, other in lines if mine != other)
     first, named = ranks[0], [ranks[each] for each in different]
     others = f"; ranks {named} differ from rank {first}" if len(named) > 1 else ""
     return (
-        f"the models on the ranks differ: {_compare(mine, other, first, named[0])}{others}. "
-        "All ranks must wrap the same model with the same options."
+        "the models on the ranks differ: "
+        + first_difference(texts[0], texts[rank], f"rank {first}", f"rank {named[0]}")
+        + f"{others}. "
+        + "All ranks must wrap the same model with the same options."
     )
 
 
-def _compare(first: str | None, other: str | None, zero: int, rank: int) -> str:
+def first_difference(text: str, other_text: str, of: str, of_other: str) -> str:
+    """Of two descriptions that differ; ``of`` and ``of_other``: whose they are."""
+    lines = itertools.zip_longest(text.split("\n"), other_text.split("\n"))
+    mine, other = next((mine, other) for mine, other in lines if mine != other)
+    return _compare(mine, other, of, of_other)
+
+
+def _compare(first: str | None, other: str | None, zero: str, rank: str) -> str:
     if first is None or other is None:
         kind, name, what = (first or other or "").split("\t")
         has, lacks = (zero, rank) if other is None else (rank, zero)
-        return f"{kind} {name!r}, {what}, exists on rank {has} and not on rank {lacks}"
+        return f"{kind} {name!r}, {what}, exists on {has} and not on {lacks}"
     kind, name, what = first.split("\t")
     other_kind, other_name, other_what = other.split("\t")
     if (kind, name) == (other_kind, other_name):
-        return f"{kind} {name!r} is {what} on rank {zero} and {other_what} on rank {rank}"
-    return f"where rank {zero} has {kind} {name!r}, rank {rank} has {other_kind} {other_name!r}"
+        return f"{kind} {name!r} is {what} on {zero} and {other_what} on {rank}"
+    return f"where {zero} has {kind} {name!r}, {rank} has {other_kind} {other_name!r}"

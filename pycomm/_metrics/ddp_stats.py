@@ -17,6 +17,8 @@ AS_COUNTED = (
     "forgotten_residuals",
     "redone_steps",
     "lost_ranks",
+    "left_ranks",
+    "joined_ranks",
     "epochs",
     "shared_nbytes",
 )
@@ -79,7 +81,11 @@ class DDPStats:
     redone_steps: int
     """With ``elastic``: times that all buckets of a step were summed again."""
     lost_ranks: int
-    """With ``elastic``: ranks that have gone since the model was wrapped."""
+    """With ``elastic``: ranks that have died, or gone otherwise, since the model was wrapped."""
+    left_ranks: int
+    """With ``elastic``: ranks that have left in order (``model.elastic.leave()``)."""
+    joined_ranks: int
+    """With ``elastic``: processes that have joined since then."""
     epochs: int
     """With ``elastic``: the groups that there have been, the present one included; else 0."""
     agreeing_seconds: float

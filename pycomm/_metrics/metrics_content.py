@@ -160,6 +160,8 @@ def _add_stats(out: MetricsText, labels: Mapping[str, str], stats: DDPStats) -> 
         "codec_overflows": stats.codec_overflows,
         "redone_steps": stats.redone_steps,
         "lost_ranks": stats.lost_ranks,
+        "left_ranks": stats.left_ranks,
+        "joined_ranks": stats.joined_ranks,
         "agreeing_seconds": stats.agreeing_seconds,
         "meeting_seconds": stats.meeting_seconds,
         "redoing_seconds": stats.redoing_seconds,

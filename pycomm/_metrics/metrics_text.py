@@ -63,7 +63,15 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "pycomm_ddp_lost_ranks_total": (
         _COUNTER,
-        "Ranks that have gone since the model was wrapped (elastic).",
+        "Ranks that have died, or gone otherwise, since the model was wrapped (elastic).",
+    ),
+    "pycomm_ddp_left_ranks_total": (
+        _COUNTER,
+        "Ranks that have left in order (elastic).",
+    ),
+    "pycomm_ddp_joined_ranks_total": (
+        _COUNTER,
+        "Processes that have joined since the model was wrapped (elastic).",
     ),
     "pycomm_ddp_agreeing_seconds_total": (
         _COUNTER,

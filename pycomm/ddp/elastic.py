@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import os
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -21,6 +24,7 @@ from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
 logger = logging.getLogger("pycomm")
 _warned = False
+_LONGEST_DESCRIPTION = 500_000  # characters: it travels in one message of 2 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,17 @@ class Elastic:
             most one part of a group goes on. "accept": all who are left go on. If a network
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
+        peers: A file with which others join: rank 0 writes the members' handles to it at each
+            change. All members name the same one. None: nobody can join.
+        state: With ``peers``: what a process needs to go on as the others do, besides parameters
+            and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
+            ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
+        join: True: this process joins the training whose members have written ``peers``. Making the
+            wrapper then blocks until it is a member, with all of ``state`` loaded. It never begins
+            a training. Its own default group is of no use to the others: a group of itself alone.
+        join_pause: Seconds for which members wait, between two steps, for newcomers to get the
+            state. Those that do not are refused, or tried again if they were not reached.
+        join_wait: Seconds for which a process with ``join`` waits to become a member.
 
     Raises:
         TypeError, ValueError: A value of another type or out of range.
@@ -51,6 +66,12 @@ class Elastic:
     min_ranks: int = 1
     split_brain: str | None = None
     quorum_wait: float = 10.0
+    # Of a process, so not compared between ranks.
+    peers: str | None = dataclasses.field(default=None, repr=False)
+    state: Sequence[Any] = dataclasses.field(default=(), repr=False)
+    join: bool = dataclasses.field(default=False, repr=False)
+    join_pause: float = dataclasses.field(default=10.0, repr=False)
+    join_wait: float = dataclasses.field(default=60.0, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.min_ranks, bool) or not isinstance(self.min_ranks, int):
@@ -63,6 +84,36 @@ class Elastic:
             )
         wait = timeout_seconds("Elastic.quorum_wait", self.quorum_wait)
         object.__setattr__(self, "quorum_wait", wait)
+        self._check_joining()
+
+    def _check_joining(self) -> None:
+        if self.peers is not None and not isinstance(self.peers, (str, os.PathLike)):
+            raise TypeError(f"Elastic.peers={self.peers!r} is not the name of a file")
+        if not isinstance(self.join, bool):
+            raise TypeError(f"Elastic.join={self.join!r} is neither True nor False")
+        if not isinstance(self.state, (list, tuple)):
+            raise TypeError(f"Elastic.state={self.state!r} is not a list")
+        for each in self.state:
+            if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
+                raise TypeError(
+                    f"Elastic.state has an object of {type(each).__name__}, which has no "
+                    "state_dict() and load_state_dict()"
+                )
+        if self.peers is None and (self.join or self.state):
+            what = "join=True" if self.join else "state="
+            raise ValueError(f"Elastic: {what} needs peers=, the file by which others join")
+        if self.peers is not None and not self.state:
+            raise ValueError(
+                "Elastic: peers= needs state=, with the optimizer and all else that a newcomer has "
+                "to get from the others: state=[optimizer]"
+            )
+        pause = timeout_seconds("Elastic.join_pause", self.join_pause)
+        wait = timeout_seconds("Elastic.join_wait", self.join_wait)
+        object.__setattr__(self, "join_pause", pause)
+        object.__setattr__(self, "join_wait", wait)
+        object.__setattr__(self, "state", tuple(self.state))
+        if self.peers is not None:
+            object.__setattr__(self, "peers", os.fspath(self.peers))
 
 
 class ElasticGroup:
@@ -77,9 +128,10 @@ class ElasticGroup:
             torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
     """
 
-    def __init__(self, reducer: Any, *, weighs: bool = False) -> None:
+    def __init__(self, reducer: Any, *, weighs: bool = False, steps_before: int = 0) -> None:
         self._reducer = reducer
         self._weighs = weighs
+        self._steps_before = steps_before  # of the others, before this process joined
         rank, members = reducer.members()
         self._number = members[rank]
 
@@ -91,7 +143,10 @@ class ElasticGroup:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank: the number that each member had when the model was wrapped."""
+        """By rank: the number that each member had when the model was wrapped.
+
+        A process that joins gets the next number that no member has had.
+        """
         return tuple(self._reducer.members()[1])
 
     @property
@@ -109,11 +164,41 @@ class ElasticGroup:
         leads: bool = self._reducer.leads()
         return leads
 
+    def leave(self) -> None:
+        """Asks to leave in order: with the next step that all members commit.
+
+        Returns at once. That step has this rank's samples, nothing is summed again, and the others
+        go on without it. So call it from a handler of SIGTERM, with which Slurm, Kubernetes and
+        spot machines announce the end, and end the loop when ``left`` is True. Any thread or
+        signal handler, at any time; a second call changes nothing.
+
+        Example::
+
+            signal.signal(signal.SIGTERM, lambda *_: model.elastic.leave())
+            for batch, labels in loader:
+                ...  # a step
+                if model.elastic.left:
+                    break
+
+        Cost: none in this step; the others make a new group, some milliseconds.
+        """
+        self._reducer.ask_to_leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left in order: no further step of its can begin.
+
+        It becomes True inside ``backward()`` or ``no_batch()``, as the last step is committed.
+        ``rank``, ``members`` and ``leader`` stay those of that step.
+        """
+        left: bool = self._reducer.has_left()
+        return left
+
     @property
     def step(self) -> int:
-        """Steps that all members have committed."""
+        """Steps that all members have committed, since the training began."""
         steps: int = self._reducer.stats().steps
-        return steps
+        return self._steps_before + steps
 
     @overload
     def mean(self, value: float, *, weight: float | None = None) -> float: ...
@@ -218,7 +303,12 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 
 def check_elastic(
-    elastic: object, module: nn.Module, *, sync_every: int, gradient_as_bucket_view: bool | None
+    elastic: object,
+    module: nn.Module,
+    *,
+    sync_every: int,
+    gradient_as_bucket_view: bool | None,
+    static_graph: bool,
 ) -> None:
     """Whether the model and the other options go with it.
 
@@ -233,6 +323,9 @@ def check_elastic(
     if gradient_as_bucket_view:
         why = "sums would overwrite the gradients of a step that may have to be summed again"
         refuse("gradient_as_bucket_view=True", why, "leave it out")
+    if static_graph and elastic.peers is not None:
+        why = "a process that joins would count the graph's gradients when the others have"
+        refuse("static_graph=True and peers=", why, "find_unused_parameters=True")
     if sync_every > 1:
         refuse(
             f"sync_every={sync_every}", "it averages parameters outside of steps", "sync_every=1"
@@ -255,7 +348,12 @@ def refuse(what: str, why: str, instead: str) -> None:
 def make_group(group: Any, elastic: Elastic) -> Any:
     """A group of the same ranks for a wrapper alone, whose members change. Collective."""
     global _warned
-    if elastic.min_ranks > dist.get_world_size(group):
+    if elastic.join and dist.get_world_size(group) != 1:
+        raise ValueError(
+            f"Elastic.join=True, and the process group has {dist.get_world_size(group)} ranks: a "
+            "process joins alone, with a group of itself (world_size=1)"
+        )
+    if not elastic.join and elastic.min_ranks > dist.get_world_size(group):
         raise ValueError(
             f"Elastic.min_ranks={elastic.min_ranks}, and the group has "
             f"{dist.get_world_size(group)} ranks: no step could begin"
@@ -275,12 +373,28 @@ def make_group(group: Any, elastic: Elastic) -> Any:
     return made
 
 
-def make_agreement(group: Any, elastic: Elastic) -> Any:
-    """The native agreement of the ranks of ``make_group()`` on their steps."""
+def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
+    """The native agreement of the ranks of ``make_group()`` on their steps.
+
+    ``description``: of the model and its options; a process that joins must have the same.
+    """
+    joins = None
+    if len(description) > _LONGEST_DESCRIPTION:
+        digest = hashlib.sha256(description.encode()).hexdigest()
+        description = f"{description[:_LONGEST_DESCRIPTION]}\noption\tall of the model\t{digest}"
+    if elastic.join:
+        from pycomm.ddp.joining import find_members
+
+        joins = find_members(group, elastic, description)
     return loader.native.step_agreement(
         native_backend(group),
         group,
         min_ranks=elastic.min_ranks,
         accept_split_brain=elastic.split_brain == "accept",
         quorum_wait_ms=max(1, round(elastic.quorum_wait * 1000)),
+        join_pause_ms=max(1, round(elastic.join_pause * 1000)),
+        join_wait_ms=max(1, round(elastic.join_wait * 1000)),
+        description=description,
+        peers_path=elastic.peers or "",
+        joins=joins,
     )

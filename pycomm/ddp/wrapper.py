@@ -157,6 +157,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             module,
             sync_every=sync_every,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
         )
         if gradient_as_bucket_view is None:
             gradient_as_bucket_view = elastic is None
@@ -193,6 +194,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
         self._own_group: Any = None  # of sync_every and elastic
         self._elastic_group: ElasticGroup | None = None
+        self._agreement: Any = None
+        self._description = ""  # of model and options
         self._steps_at_sync = self._syncs = 0
         self._unsynced: set[str] = set()  # parameters trained since the last sync
         self._wires: dict[torch.Tensor, str | None] = {}
@@ -209,6 +212,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
             self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
+        if elastic is not None and elastic.peers is not None:
+            from pycomm.ddp.joining import give_state
+
+            self._before_forward = give_state
+            self.register_forward_pre_hook(give_state)
         self._overflows_before = self._overflows()  # of the group that reduces
         add_wrapper(self)
 
@@ -437,9 +445,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if self._elastic is not None:
             need_pycomm(self.process_group, "elastic=")
         names = names_of(self.module, parameters)
-        if self._check_ranks_agree:
+        if self._check_ranks_agree or (self._elastic is not None and self._elastic.peers):
             self._check_ranks_agree = False
-            check_same_on_all_ranks(
+            self._description = check_same_on_all_ranks(
                 self.process_group,
                 self.device,
                 options={
@@ -450,6 +458,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "sync_every": self._sync_every,
                     "weight": self._weight,
                     "elastic": self._elastic,
+                    "state": [type(each).__name__ for each in getattr(self._elastic, "state", ())],
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,
@@ -472,9 +481,15 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if self._sync_every > 1:
             self._own_group = host_group(self.process_group)
         agreement = None
+        received: Mapping[str, Any] = {}
         if self._elastic is not None:
             self._own_group = _elastic.make_group(self.process_group, self._elastic)
-            agreement = _elastic.make_agreement(self._own_group, self._elastic)
+            agreement = _elastic.make_agreement(self._own_group, self._elastic, self._description)
+            self._agreement = agreement
+            if self._elastic.join:
+                from pycomm.ddp.joining import pull
+
+                received = pull(agreement, self)
         everything = (
             {} if self._use_python_reducer else reducible(self.module, self.parameters_to_ignore)
         )
@@ -510,11 +525,16 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             cuda_library=str(loader.CUDA_LIBRARY),
             agreement=agreement,
         )
-        self._elastic_group = (
-            None
-            if agreement is None
-            else ElasticGroup(self.reducer, weighs=self._weight is not None)
-        )
+        if received:
+            from pycomm.ddp.joining import take_over
+
+            take_over(self.reducer, received)
+        if agreement is not None:
+            self._elastic_group = ElasticGroup(
+                self.reducer,
+                weighs=self._weight is not None,
+                steps_before=received.get("steps", 0),
+            )
         self.logger = native.DdpLogger(self.reducer)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import os
+import signal
 import time
 from typing import Any
 
@@ -44,8 +45,10 @@ class Plan:
     settings: tuple[tuple[str, Any], ...] = ()
     """Of ``pycomm.Elastic``."""
     dies: tuple[tuple[int, int, str], ...] = ()
-    """Ranks that kill themselves: which, in which step, and where: "forward", "backward", "step"
-    (between the two)."""
+    """Ranks that kill themselves: which, in which step, and where: "loader", "forward", "backward",
+    "step" (behind the two)."""
+    terms: tuple[tuple[int, int, str], ...] = ()
+    """Ranks that get a SIGTERM, likewise."""
 
 
 def samples_of(plan: Plan, member: int, step: int, number: int) -> int:
@@ -94,12 +97,15 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     at = [-1]
 
-    def die(where: str) -> None:
+    def reach(where: str) -> None:
         if (rank, at[0], where) in plan.dies:
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (rank, at[0], where) in plan.terms:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    model.module.first.register_forward_hook(lambda *_: die("forward"))
-    model.module.wide.weight.register_hook(lambda _: die("backward"))
+    signal.signal(signal.SIGTERM, lambda *_: model.elastic.leave())
+    model.module.first.register_forward_hook(lambda *_: reach("forward"))
+    model.module.wide.weight.register_hook(lambda _: reach("backward"))
     members: list[tuple[int, ...]] = []
     bits: list[str] = []
     ended_s: list[float] = []
@@ -111,6 +117,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             if step >= STEPS_AFTER and len(members[-STEPS_AFTER]) <= plan.left:
                 break
             at[0] = step
+            reach("loader")
             if plan.evaluates[:2] == (rank, step):
                 mark("evaluates")
                 until = time.monotonic() + plan.evaluates[2]
@@ -131,8 +138,10 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
                     wrong = wrong or f"step {step}, {name}: {off} of the largest gradient"
             bits.append(hash_of((*model.parameters(), *model.buffers())))
             mark(f"step {step}")
-            die("step")
+            reach("step")
             optimizer.step()
+            if model.elastic.left:
+                break
     except Exception as caught:
         error = describe_exception(caught)
     return {
@@ -141,5 +150,6 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "ended_s": ended_s,
         "wrong": wrong,
         "error": error,
+        "left": model.elastic.left,
         "stats": dataclasses.asdict(model.stats()),
     }

@@ -145,7 +145,8 @@ class Door::Session final : public Loop::Handler {
   std::shared_ptr<Instance> instance; ///< that it has entered
   int rank = -1;
   std::weak_ptr<Mailbox> mailbox; ///< or to which it brings messages
-  ProcessId from; ///< then it is this member; else empty
+  ProcessId from; ///< then it is this member or newcomer; else empty
+  bool gives = false; ///< and it brings parts of a state
 
  private:
   [[nodiscard]] bool isStranger() const noexcept {
@@ -439,24 +440,21 @@ std::string Door::letIn(Session& session, const std::vector<std::string>& reques
 }
 
 std::string Door::introduce(Session& session, const std::vector<std::string>& request) {
-  if (request.size() != 3 || session.instance != nullptr || !session.from.empty()) {
+  if (request.size() != 4 || session.instance != nullptr || !session.from.empty()) {
     return packWords({door_answer::kGone});
   }
-  std::shared_ptr<Mailbox> mailbox;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = mailboxes_.find(request[1]);
-    mailbox = found == mailboxes_.end() ? nullptr : found->second.lock();
-    if (mailbox == nullptr) {
-      return packWords({here_.count(request[1]) != 0 ? door_answer::kNotYet : door_answer::kGone});
-    }
+  std::string why;
+  const std::shared_ptr<Mailbox> mailbox = mailboxOf(request[1], why);
+  if (mailbox == nullptr) {
+    return why;
   }
-  if (!mailbox->knows(request[2], session.peer())) {
+  if (!mailbox->knows(request[2], request[3], session.peer())) {
     return packWords({door_answer::kGone});
   }
+  session.gives = request[0] == door_request::kGive;
   for (const auto& [number, other] :
        sessions_) { // one connection per member: it has opened another, so that one is of no use to it
-    if (other->from == request[2] && other->mailbox.lock() == mailbox) {
+    if (other->from == request[2] && other->gives == session.gives && other->mailbox.lock() == mailbox) {
       drop(number);
     }
   }
@@ -465,15 +463,43 @@ std::string Door::introduce(Session& session, const std::vector<std::string>& re
   return packWords({door_answer::kHere});
 }
 
+std::shared_ptr<Door::Mailbox> Door::mailboxOf(const ProcessId& to, std::string& why) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = mailboxes_.find(to);
+  std::shared_ptr<Mailbox> mailbox = found == mailboxes_.end() ? nullptr : found->second.lock();
+  if (mailbox == nullptr) {
+    why = packWords({here_.count(to) != 0 ? door_answer::kNotYet : door_answer::kGone});
+  }
+  return mailbox;
+}
+
+std::string Door::answerWho(const std::vector<std::string>& request) const {
+  std::string why;
+  const std::shared_ptr<Mailbox> mailbox = request.size() == 2 ? mailboxOf(request[1], why) : nullptr;
+  if (mailbox == nullptr) {
+    return why.empty() ? packWords({door_answer::kGone}) : why;
+  }
+  const std::vector<std::string> notice = mailbox->notice();
+  std::vector<std::string_view> words = {notice.empty() ? door_answer::kNone : door_answer::kHere};
+  words.insert(words.end(), notice.begin(), notice.end());
+  return packWords(words);
+}
+
 std::string Door::answer(Session& session, const std::vector<std::string>& request) {
   namespace ask = door_request;
   const std::string& what = request.front();
-  if (what == ask::kAgree) {
+  if (what == ask::kAgree || what == ask::kGive) {
     return introduce(session, request);
+  }
+  if (what == ask::kWho) {
+    return answerWho(request);
   }
   if (!session.from.empty()) {
     const std::shared_ptr<Mailbox> mailbox = session.mailbox.lock();
-    if (mailbox == nullptr || what != ask::kSay || request.size() != 2) {
+    if (mailbox != nullptr && session.gives && what == ask::kState) {
+      return packWords({mailbox->take(session.from, request) ? door_answer::kHere : door_answer::kNone});
+    }
+    if (mailbox == nullptr || session.gives || what != ask::kSay || request.size() != 2) {
       return packWords({door_answer::kGone});
     }
     mailbox->deliver(session.from, request[1]);

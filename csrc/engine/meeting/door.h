@@ -28,13 +28,24 @@ namespace pycomm {
 /// It listens and answers on the control loop, where an answer takes microseconds. Any thread may call what is public.
 class Door final {
  public:
-  /// Takes the messages of an agreement that other members bring to the door. On the control loop: it must not block.
+  /// Takes the messages of an agreement that other members, and newcomers, bring to the door. On the control loop: it must not block.
   class Mailbox {
    public:
     virtual ~Mailbox() = default;
-    /// Whether `from` is a member. `door`: the process at the other end, if the connection is in TLS.
-    [[nodiscard]] virtual bool knows(const ProcessId& from, const std::optional<ProcessId>& door) const = 0;
+    /// Whether `from` may bring messages. `handle`: as it calls itself. `door`: the process at the other end, if the connection is in TLS.
+    [[nodiscard]] virtual bool knows(
+        const ProcessId& from,
+        const std::string& handle,
+        const std::optional<ProcessId>& door) = 0;
     virtual void deliver(const ProcessId& from, const std::string& bytes) = 0;
+    /// The answer to a process that wants to become a member; empty: none can.
+    [[nodiscard]] virtual std::vector<std::string> notice() const {
+      return {};
+    }
+    /// A part of the members' state, for a newcomer. False: it is of no use here.
+    [[nodiscard]] virtual bool take(const ProcessId& /*from*/, const std::vector<std::string>& /*words*/) {
+      return false;
+    }
   };
 
   struct Config {
@@ -88,6 +99,8 @@ class Door final {
   [[nodiscard]] std::string answer(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::string letIn(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::string introduce(Session& session, const std::vector<std::string>& request);
+  [[nodiscard]] std::string answerWho(const std::vector<std::string>& request) const;
+  [[nodiscard]] std::shared_ptr<Mailbox> mailboxOf(const ProcessId& to, std::string& why) const;
   [[nodiscard]] std::shared_ptr<Instance> find(
       const ProcessId& to,
       const std::string& name,

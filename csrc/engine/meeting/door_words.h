@@ -16,8 +16,8 @@ namespace pycomm {
 
 /// Bytes of a frame. A list of a round comes in parts of 1 MiB (StoreRound).
 inline constexpr size_t kMaxDoorFrame = 2 << 20;
-/// The same before the process has entered: names and numbers only.
-inline constexpr size_t kMaxFirstDoorFrame = 1 << 10;
+/// The same before the process has entered: names, numbers and a handle.
+inline constexpr size_t kMaxFirstDoorFrame = 2 << 10;
 
 namespace door_request {
 inline constexpr std::string_view kEnter = "enter"; ///< to, from, instance, uuid, rank: kHere, or why not
@@ -29,8 +29,13 @@ inline constexpr std::string_view kAdd = "add"; ///< key, number: kHere and the 
 inline constexpr std::string_view kRemove = "remove"; ///< key: kHere or kNone
 inline constexpr std::string_view kReady = "ready"; ///< kHere, how many are ready, and the first rank that is not
 inline constexpr std::string_view kFail = "fail"; ///< an ErrorRecord: kHere, or kComplete
-inline constexpr std::string_view kAgree = "agree"; ///< to, from: kHere, and from then on this process says kSay only
+inline constexpr std::string_view kAgree =
+    "agree"; ///< to, from, the handle of `from`: kHere, and from then on this process says kSay only
 inline constexpr std::string_view kSay = "say"; ///< a message of the agreement: kHere
+inline constexpr std::string_view kWho = "who"; ///< to: kHere and Mailbox::notice()
+inline constexpr std::string_view kGive =
+    "give"; ///< to, from, the handle of `from`: kHere, and from then on this process says kState only
+inline constexpr std::string_view kState = "state"; ///< of a newcomer, a part of the members' state: kHere or kNone
 } // namespace door_request
 
 namespace door_answer {

@@ -35,8 +35,9 @@ int causeClass(ErrorCode code) {
     case ErrorCode::StoreLost:
     case ErrorCode::NoInterface:
     case ErrorCode::PortsExhausted:
-    case ErrorCode::QuorumLost: // these two come from no group
+    case ErrorCode::QuorumLost: // these three come from no group
     case ErrorCode::LeftBehind:
+    case ErrorCode::JoinRefused:
       return 2;
     case ErrorCode::ConnectFailed:
     case ErrorCode::ConnectionReset:

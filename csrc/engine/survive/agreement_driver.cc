@@ -1,8 +1,6 @@
 #include "engine/survive/agreement_driver.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,7 +11,7 @@
 #include "base/fork_guard.h"
 #include "base/log.h"
 #include "base/native_thread.h"
-#include "base/unique_fd.h"
+#include "engine/survive/agreement_inbox.h"
 
 namespace pycomm {
 namespace {
@@ -23,7 +21,6 @@ using elastic::Incarnation;
 using elastic::View;
 using std::chrono::milliseconds;
 
-constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
 constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer than the silence of a member
 constexpr int kQuickMeetings =
     3; // the same members meet so often with this patience; then it doubles, up to the last time
@@ -32,10 +29,6 @@ constexpr int kSealMs = 300; // for a failure to reach both planes
 constexpr milliseconds kGoodbyes{300};
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
 constexpr int kLongestTurnMs = 60000;
-
-Incarnation incarnationOf(const ProcessId& id) {
-  return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
-}
 
 /// `peer`: a place in the view, -1 for none.
 bool blamesPeer(int peer, const View& view, int self) noexcept {
@@ -67,69 +60,6 @@ ErrorCode asFailure(ErrorCode code, bool blames_peer) noexcept {
 
 } // namespace
 
-/// The door brings messages here, on the control loop; groups and the groups' thread bring the rest. Any thread.
-class AgreementDriver::Inbox final : public Door::Mailbox {
- public:
-  explicit Inbox(const Instance& members)
-      : wake_(UniqueFd::from([] { return ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
-    if (!wake_) {
-      throw Error(systemError(ErrorCode::SystemError, "no eventfd", errno));
-    }
-    for (int rank = 0; rank < members.size(); ++rank) {
-      doors_.emplace(members.member(rank).incarnation, members.member(rank).door);
-    }
-  }
-
-  [[nodiscard]] bool knows(const ProcessId& from, const std::optional<ProcessId>& door) const override {
-    const auto member = doors_.find(from);
-    return member != doors_.end() && (!door || *door == member->second);
-  }
-  void deliver(const ProcessId& from, const std::string& bytes) override {
-    auto message = elastic::decodeMessage(bytes);
-    if (message && message->from == incarnationOf(from)) {
-      put(*std::move(message), kMostMessages);
-    }
-  }
-  void put(Event event, size_t most = SIZE_MAX) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (events_.size() < most) {
-      events_.push_back(std::move(event));
-      ring();
-    }
-  }
-  void leave() noexcept {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    leaving_ = true;
-    ring();
-  }
-
-  struct Taken {
-    std::deque<Event> events;
-    bool leaving = false;
-  };
-  [[nodiscard]] Taken take() {
-    uint64_t rung = 0;
-    (void)::read(wake_.get(), &rung, sizeof rung);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(events_, {}), leaving_};
-  }
-  [[nodiscard]] int fd() const noexcept {
-    return wake_.get();
-  }
-
- private:
-  void ring() const noexcept {
-    const uint64_t one = 1;
-    (void)!::write(wake_.get(), &one, sizeof one);
-  }
-
-  const UniqueFd wake_;
-  std::map<ProcessId, ProcessId> doors_; ///< of the members
-  std::mutex mutex_; ///< guards the rest
-  std::deque<Event> events_;
-  bool leaving_ = false;
-};
-
 // ---- beginning and end
 
 std::shared_ptr<AgreementDriver> AgreementDriver::open(
@@ -138,13 +68,20 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
     const Config& config,
     const std::function<void()>& wait_for_all) {
   const std::shared_ptr<Group> group = first.group;
-  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, std::move(first), config));
+  const auto number = static_cast<uint64_t>(first.instance->uuid());
+  std::vector<std::string> handles;
+  for (int rank = 0; rank < first.instance->size(); ++rank) {
+    handles.push_back(first.instance->member(rank).text());
+  }
+  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, config));
+  driver->found(std::move(first));
   driver->engine_.add(std::weak_ptr<Maker>(driver));
   try {
     wait_for_all(); // each offers its record
     driver->findWitnesses(*group);
     driver->start();
     wait_for_all(); // each has the others' records: who dies from here on is certified
+    driver->writePeers(handles, number);
   } catch (...) {
     driver->close();
     throw;
@@ -152,14 +89,15 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
   return driver;
 }
 
-AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met first, const Config& config)
+AgreementDriver::AgreementDriver(Reconfigurable& members, const Config& config)
     : members_(members),
       engine_(members.engine()),
       config_(config),
       forks_(forkCount()),
-      self_(incarnationOf(MemberHandle::parse(members.handle()).incarnation)),
-      inbox_(std::make_shared<Inbox>(*first.instance)),
-      job_ranks_(jobRanksIn(*first.instance)) {
+      self_(incarnationOf(members.visitor().self.incarnation)),
+      inbox_(std::make_shared<Inbox>()) {}
+
+void AgreementDriver::found(Reconfigurable::Met first) {
   if (first.instance->uuid() < 0) {
     throw Error(ErrorCode::InvalidArgument, "An elastic group needs members that have met under a uuid of 0 or more.");
   }
@@ -178,35 +116,29 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, Reconfigurable::Met fi
         "set a smaller min_ranks");
   }
   members_.receive(inbox_); // refuses a second agreement before that could end the group of the first
+  job_ranks_ = jobRanksIn(*first.instance);
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
-  const Visitor visitor = members_.visitor();
   for (int rank = 0; rank < first.instance->size(); ++rank) {
-    Member member;
-    member.handle = first.instance->member(rank);
-    member.first_rank = rank;
-    const Incarnation name = incarnationOf(member.handle.incarnation);
-    if (name != self_) {
-      member.outbox = std::make_unique<Outbox>(member.handle, visitor);
-    }
-    view_.members.push_back(name);
-    members_by_name_.emplace(name, std::move(member));
+    const MemberHandle& handle = first.instance->member(rank);
+    introduce(handle).first_rank = next_number_++;
+    view_.members.push_back(incarnationOf(handle.incarnation));
+    inbox_->know({handle});
   }
-  try {
-    kept_ = std::make_unique<KeptRecord>(
-        engine_, recordKey(visitor.self.incarnation, members_.config().security.secret.get()));
-  } catch (const Error& error) {
-    log(LogLevel::Info, std::string("no record for the other processes of this host: ") + error.what());
-  }
-  Agreement::Config settings;
-  settings.self = self_;
-  settings.min_ranks = config_.min_ranks;
-  settings.accept_split_brain = config_.accept_split_brain;
-  settings.dead_after_ms = members_.config().dead_after_ms;
-  settings.quorum_wait_ms = config_.quorum_wait_ms;
-  agreement_ = std::make_unique<Agreement>(settings, view_, Clock::now());
+  keepRecord();
+  agreement_ = std::make_unique<Agreement>(settings(), view_, Clock::now());
   act(); // keeps the first record
   (void)ledger_.install(view_); // which gives it the epoch
   present_ = Epoch{view_.epoch, std::move(first), firstRanks(view_)};
+  announce(view_);
+}
+
+void AgreementDriver::keepRecord() {
+  try {
+    kept_ = std::make_unique<KeptRecord>(
+        engine_, recordKey(members_.visitor().self.incarnation, members_.config().security.secret.get()));
+  } catch (const Error& error) {
+    log(LogLevel::Info, std::string("no record for the other processes of this host: ") + error.what());
+  }
 }
 
 void AgreementDriver::findWitnesses(const Group& group) {
@@ -216,6 +148,7 @@ void AgreementDriver::findWitnesses(const Group& group) {
     if (member.outbox == nullptr || member.handle.host != members_.visitor().self.host) {
       continue;
     }
+    member.asked_witness = true;
     try {
       member.witness.emplace(
           Witness::of(
@@ -237,7 +170,9 @@ void AgreementDriver::start() {
         "pycomm was shut down while an elastic group was being made",
         "make it before the process begins to exit"));
   }
-  watchFailure(present_->met.group, view_.epoch);
+  if (present_) {
+    watchFailure(present_->met.group, view_.epoch);
+  }
   agreement_thread_ = startNativeThread("pycomm-agree", [this] { run(); });
   groups_thread_ = startNativeThread("pycomm-groups", [this] { runJobs(); });
 }
@@ -318,6 +253,13 @@ ErrorRecord AgreementDriver::record(ErrorCode code, const std::string& summary, 
   return record;
 }
 
+ErrorRecord AgreementDriver::hasLeftRecord() const {
+  return record(
+      ErrorCode::ShutDown,
+      "This rank has left the elastic group in order, as it was asked to.",
+      "end the training loop when model.elastic.left is True");
+}
+
 std::vector<int> AgreementDriver::firstRanks(const View& view) const {
   std::vector<int> ranks;
   for (const Incarnation& member : view.members) {
@@ -365,8 +307,11 @@ bool AgreementDriver::waitFor(std::unique_lock<std::mutex>& lock, Deadline deadl
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!waitFor(lock, deadline, [&] { return error_ || mayBegin(); })) {
+  if (!waitFor(lock, deadline, [&] { return error_ || leaving_ == Leaving::Left || mayBegin(); })) {
     return std::nullopt;
+  }
+  if (leaving_ == Leaving::Left) {
+    throw Error(hasLeftRecord());
   }
   if (error_) {
     throw Error(*error_);
@@ -392,7 +337,7 @@ void AgreementDriver::refuseUndelivered() const {
   }
 }
 
-bool AgreementDriver::finished(uint64_t epoch) {
+std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.finished");
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -400,17 +345,29 @@ bool AgreementDriver::finished(uint64_t epoch) {
     refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
   }
   ledger_.finish(epoch, 0);
-  undelivered_ = undelivered_ || ledger_.mayCommit();
-  return ledger_.mayCommit();
+  if (!ledger_.mayCommit()) {
+    return std::nullopt;
+  }
+  undelivered_ = true;
+  leaving_ = leaving_ == Leaving::Asked ? Leaving::Announced : leaving_;
+  return Wish{leaving_ == Leaving::Announced, admits_};
 }
 
-bool AgreementDriver::committed(uint64_t epoch) {
+bool AgreementDriver::committed(uint64_t epoch, bool changes) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.committed");
   const std::lock_guard<std::mutex> lock(mutex_);
-  const bool counts = ledger_.commit(epoch);
-  undelivered_ = undelivered_ && !counts;
-  return counts;
+  if (!ledger_.commit(epoch)) {
+    return false;
+  }
+  undelivered_ = false;
+  if (changes) {
+    over_ = true; // no step begins before the next view
+    stops_ = epoch;
+    inbox_->put(Boundary{epoch});
+  }
+  leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
+  return true;
 }
 
 bool AgreementDriver::isOver(const Epoch& epoch) const {
@@ -445,6 +402,18 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch,
   return Verdict{false, present_};
 }
 
+void AgreementDriver::leave() {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  leaving_ = leaving_ == Leaving::No ? Leaving::Asked : leaving_;
+}
+
+bool AgreementDriver::hasLeft() const {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return leaving_ == Leaving::Left;
+}
+
 int64_t AgreementDriver::steps() const {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -475,11 +444,12 @@ void AgreementDriver::run() noexcept {
         agreement_->tick(Clock::now());
         act();
       }
+      lookAfterNewcomers(Clock::now());
       if (taken.leaving) {
         farewell(Clock::now());
         return;
       }
-      wait(agreement_->nextTick());
+      wait(std::min(agreement_->nextTick(), newcomersTick()));
     }
   } catch (const std::exception& exception) {
     failWith(recordOf(exception, "the agreement of the elastic group cannot go on"));
@@ -488,11 +458,16 @@ void AgreementDriver::run() noexcept {
 
 void AgreementDriver::catchUp() {
   elastic::StepState state;
+  bool leaves = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state = ledger_.state();
+    leaves = leaving_ == Leaving::Announced || leaving_ == Leaving::Left;
   }
   agreement_->step(state);
+  if (leaves) {
+    agreement_->leave();
+  }
 }
 
 void AgreementDriver::wait(TimePoint until) {
@@ -502,6 +477,9 @@ void AgreementDriver::wait(TimePoint until) {
     if (member.outbox != nullptr) {
       member.outbox->advance(Clock::now());
       until = std::min(until, member.outbox->nextTick());
+      if (member.links && member.outbox->hasEntered() && member.outbox->isIdle()) {
+        until = TimePoint::min(); // a newcomer has answered
+      }
       if (const int fd = member.outbox->fd(); fd >= 0) {
         polled.push_back({fd, member.outbox->events(), 0});
         owners.emplace_back(nullptr, nullptr);
@@ -532,9 +510,9 @@ void AgreementDriver::processEnded(const Incarnation& name, Member& member, Time
       "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
   why_->peer = jobRankOf(agreement_->view(), name);
   why_->peer_host = member.handle.host.hostname;
-  if (kept) {
+  if (kept && rank >= 0) {
     agreement_->certified(name, *kept, now);
-  } else if (rank >= 0) {
+  } else { // also of a newcomer
     agreement_->failed(ErrorCode::PeerDead, name, now);
   }
   act();
@@ -548,8 +526,8 @@ Incarnation AgreementDriver::someOther() const {
 
 void AgreementDriver::handle(Event event, TimePoint now) {
   if (const auto* const message = std::get_if<elastic::Message>(&event)) {
-    if (message->kind == elastic::Message::Kind::Join) {
-      return; // this version admits nobody
+    if (!mayHear(*message, now)) {
+      return;
     }
     const View& view = agreement_->view();
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
@@ -558,19 +536,28 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     handleFailure(failed->epoch, failed->record, now);
   } else if (const auto* const missed = std::get_if<NotMet>(&event)) {
     handleMissed(*missed, now);
-  } else if (std::get<Sealed>(event).epoch == agreement_->view().epoch) {
-    trace("is sealed");
-    agreement_->sealed(now);
+  } else if (const auto* const boundary = std::get_if<Boundary>(&event)) {
+    if (boundary->epoch == agreement_->view().epoch) {
+      trace("ends behind its commit");
+      pause_until_ = now + milliseconds(config_.join_pause_ms);
+      agreement_->boundary(now);
+    }
+    knows_stop_ = true;
+  } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {
+    if (sealed->epoch == agreement_->view().epoch) {
+      trace("is sealed");
+      agreement_->sealed(now);
+    }
+  } else {
+    handleJoining(event, now);
   }
 }
 
 void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
   const View& view = agreement_->view();
-  bool is_known = false;
   bool gives_up = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    is_known = over_;
     const std::pair<int64_t, size_t> here(ledger_.state().committed, view.members.size());
     failed_meetings_ = std::exchange(failed_at_, here) == here ? failed_meetings_ + 1 : 1;
     gives_up = failed_meetings_ >= kMostMeetings;
@@ -587,12 +574,17 @@ void AgreementDriver::handleMissed(const NotMet& missed, TimePoint now) {
     log(LogLevel::Warn, error.text());
     failWith(std::move(error));
     agreement_->close(now);
-  } else if (!is_known) {
+  } else if (!isOver()) {
     ErrorRecord record = missed.record;
     const int peer = jobRanksOf(view).inGroup(record.peer);
     record.code = asFailure(record.code, blamesPeer(peer, view, view.position(self_)));
     handleFailure(missed.epoch, record, now);
   }
+}
+
+bool AgreementDriver::isOver() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return over_;
 }
 
 void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now) {
@@ -612,7 +604,8 @@ void AgreementDriver::handleFailure(uint64_t epoch, const ErrorRecord& record, T
     // The end of a connection is not the end of the process, of which the kernel will say more. So its member is not given up in a hurry.
     const bool is_open = record.code == ErrorCode::PeerDead && members_by_name_.at(peer).witness;
     agreement_->failed(is_open ? ErrorCode::ConnectionReset : record.code, peer, now);
-  } else { // the others believe that of this process, and will answer
+  } else if (
+      !isOver()) { // the others believe that of this process, and will answer; else it is only the end of another member's seal
     why_->code = ErrorCode::ConnectionReset;
     agreement_->failed(ErrorCode::ConnectionReset, someOther(), now);
   }
@@ -626,7 +619,7 @@ void AgreementDriver::act() {
         trace(
             "sends message " + std::to_string(static_cast<int>(action.message->kind)) + " to " +
             std::to_string(action.to.size()) + " members");
-        for (const Incarnation& to : action.to) {
+        for (const Incarnation& to : action.message->kind == elastic::Message::Kind::Join ? asked_ : action.to) {
           if (const auto member = members_by_name_.find(to);
               member != members_by_name_.end() && member->second.outbox != nullptr) {
             member->second.outbox->push(bytes);
@@ -646,13 +639,17 @@ void AgreementDriver::act() {
         install(action.view);
         break;
       case Agreement::Action::Kind::Link:
-        break; // this version admits nobody
+        link(action.of);
+        break;
       case Agreement::Action::Kind::Raise:
         raise(action);
         break;
     }
   }
   why_.reset();
+  showNewcomers();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  admits_ = agreement_->wish().admits;
 }
 
 void AgreementDriver::trace(const std::string& what) const {
@@ -691,6 +688,9 @@ void AgreementDriver::seal(const Agreement::Action& action) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
     meeting = meeting_;
+    if (give_abort_ != nullptr) {
+      (void)give_abort_->abort(why);
+    }
   }
   if (meeting != nullptr) {
     meeting->abort(why); // without the lock, as it may wait for the planes of a group
@@ -709,6 +709,8 @@ void AgreementDriver::install(const View& view) {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
     over_ = false;
+    leavers_ +=
+        before.members.empty() ? 0 : static_cast<int>(view.left.count()); // a newcomer counts from its first view on
     end.view = before;
     if (present_) {
       end.old = std::exchange(present_, std::nullopt)->met;
@@ -723,23 +725,42 @@ void AgreementDriver::install(const View& view) {
   if (end.old.group != nullptr) {
     post(std::move(end));
   }
+  const std::string fresh = welcome(view);
   Job meet;
   meet.kind = Job::Kind::Meet;
   meet.view = view;
+  meet.members = firstRanks(view);
+  for (const Incarnation& member : view.members) {
+    meet.handles.push_back(members_by_name_.at(member).handle.text());
+  }
   post(std::move(meet));
+  for (const Incarnation& member : view.members) {
+    findWitness(members_by_name_.at(member));
+  }
+  announce(view);
 
   std::string gone;
-  for (const Incarnation& member : before.members) {
-    if (!view.has(member)) {
+  for (size_t rank = 0; rank < before.members.size(); ++rank) {
+    if (const Incarnation& member = before.members[rank]; !view.has(member)) {
       gone += (gone.empty() ? "" : ", ") + who(before, member) +
-          (members_by_name_.at(member).ended ? ", whose process has ended" : "");
+          (view.left.test(rank)                    ? ", which has left in order"
+               : members_by_name_.at(member).ended ? ", whose process has ended"
+                                                   : "");
     }
   }
+  std::string change = gone.empty() ? "" : "without " + gone;
+  if (!fresh.empty()) {
+    change += (change.empty() ? "with " : ", with ") + fresh +
+        (fresh.find("), ") == std::string::npos ? ", which joins" : ", which join");
+  }
+  if (change.empty()) {
+    change = view.cause == ErrorCode::Ok ? "nobody has joined" : "a connection broke and nobody is gone";
+  }
   std::string line = "elastic group " + members_.config().rendezvous.group_name + ", epoch " +
-      std::to_string(view.epoch) + ": " + (gone.empty() ? "a connection broke and nobody is gone" : "without " + gone) +
-      " (" + errorCodeName(view.cause) + "). " + std::to_string(view.members.size()) + " of " +
-      std::to_string(before.members.size()) + " members go on, this one as rank " +
-      std::to_string(view.position(self_)) + " of the group";
+      std::to_string(view.epoch) + ": " + change +
+      (view.cause == ErrorCode::Ok ? "" : std::string(" (") + errorCodeName(view.cause) + ")") + ". " +
+      std::to_string(view.members.size()) + (fresh.empty() ? " of " + std::to_string(before.members.size()) : "") +
+      " members go on, this one as rank " + std::to_string(view.position(self_)) + " of the group";
   switch (outcome) {
     case elastic::StepLedger::Outcome::Commit:
       line += "; all of them had finished step " + std::to_string(view.step) + ", which counts";
@@ -751,7 +772,7 @@ void AgreementDriver::install(const View& view) {
       line += "; step " + std::to_string(view.step + 1) + " is next";
       break;
   }
-  log(view.cause == ErrorCode::PeerLeft ? LogLevel::Info : LogLevel::Warn, line);
+  log(view.cause == ErrorCode::PeerLeft || view.cause == ErrorCode::Ok ? LogLevel::Info : LogLevel::Warn, line);
 }
 
 void AgreementDriver::raise(const Agreement::Action& action) {
@@ -795,9 +816,17 @@ void AgreementDriver::raise(const Agreement::Action& action) {
               ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
           "end this process: its parameters are those of an earlier step");
       break;
-    case Agreement::Action::Error::Left:
+    case Agreement::Action::Error::Left: {
+      error = hasLeftRecord();
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (ledger_.state().launched) {
+        (void)ledger_.install(action.view); // the step with which it leaves counts
+      }
+      leaving_ = Leaving::Left;
+      break;
+    }
     case Agreement::Action::Error::NotAdmitted:
-      error = record(ErrorCode::ShutDown, "This rank has left the elastic group.", "");
+      error = notAdmitted();
       break;
   }
   error.rank = jobRankOf(view, self_);
@@ -805,14 +834,16 @@ void AgreementDriver::raise(const Agreement::Action& action) {
   failWith(std::move(error));
 }
 
-// The others have left in order and no step is under way: begin() says so, if this rank wants one more.
+// This rank has left in order, or the others have and no step is under way: begin() says so, if this rank wants one more.
 bool AgreementDriver::isNormalEnd(const Agreement::Action& action) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return action.error == Agreement::Action::Error::TooFew && view_.cause == ErrorCode::PeerLeft &&
-      !ledger_.state().launched;
+  const bool others_left = view_.cause == ErrorCode::PeerLeft || view_.cause == ErrorCode::Ok;
+  return leaving_ == Leaving::Left ||
+      (action.error == Agreement::Action::Error::TooFew && others_left && !ledger_.state().launched);
 }
 
 void AgreementDriver::farewell(TimePoint now) {
+  catchUp(); // whether it leaves in order
   agreement_->close(now);
   act();
   const TimePoint end = now + kGoodbyes;
@@ -852,7 +883,23 @@ void AgreementDriver::runJobs() noexcept {
       jobs_.pop_front();
     }
     try {
-      job.kind == Job::Kind::Seal ? sealNow(job) : meetNow(job);
+      switch (job.kind) {
+        case Job::Kind::Seal:
+          sealNow(job);
+          break;
+        case Job::Kind::Meet:
+          meetNow(job);
+          break;
+        case Job::Kind::FindWitness:
+          findWitnessNow(job.process);
+          break;
+        case Job::Kind::Show:
+          show(std::move(job.state));
+          break;
+        case Job::Kind::Ask:
+          askNow(job.handles);
+          break;
+      }
     } catch (const std::exception& exception) {
       ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
       failWith(record);
@@ -864,13 +911,7 @@ void AgreementDriver::runJobs() noexcept {
 void AgreementDriver::sealNow(const Job& job) {
   PYCOMM_FAULT_POINT("survive.seal");
   if (job.old.group != nullptr) {
-    ErrorRecord why = job.why;
-    if (!job.old.group->fail(why, Deadline::after(kSealMs))) {
-      why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
-      if (!job.old.group->fail(why, Deadline::after(kSealMs))) {
-        job.old.group->close();
-      }
-    }
+    endOperations(*job.old.group, job.why);
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -882,6 +923,15 @@ void AgreementDriver::sealNow(const Job& job) {
     }
   }
   inbox_->put(Sealed{job.view.epoch});
+}
+
+void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
+  if (!group.fail(why, Deadline::after(kSealMs))) {
+    why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
+    if (!group.fail(why, Deadline::after(kSealMs))) {
+      group.close();
+    }
+  }
 }
 
 void AgreementDriver::meetNow(const Job& job) {
@@ -897,16 +947,14 @@ void AgreementDriver::meetNow(const Job& job) {
     patience_ms <<= std::max(0, failed_meetings_ - (kQuickMeetings - 1));
   }
   std::optional<ErrorRecord> failure;
+  bool late = false;
+  bool closes = false;
   Epoch made;
   try {
-    std::vector<std::string> handles;
-    for (const Incarnation& member : job.view.members) {
-      handles.push_back(members_by_name_.at(member).handle.text());
-    }
-    const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), handles);
+    const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), job.handles);
     made.number = job.view.epoch;
-    made.members = firstRanks(job.view);
     const TimePoint began = Clock::now();
+    made.members = job.members;
     made.met = members_.meet(plan, Deadline::after(patience_ms), *abort);
     made.meeting_ns = std::chrono::nanoseconds(Clock::now() - began).count();
   } catch (const std::exception& exception) {
@@ -915,19 +963,26 @@ void AgreementDriver::meetNow(const Job& job) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     meeting_.reset();
-    if (!failure) {
-      if (view_.epoch == job.view.epoch && !over_ && !error_) {
-        present_ = made;
-      } else {
-        retired_.push_back(made.met);
-      }
+    late = view_.epoch != job.view.epoch || over_;
+    closes = error_.has_value();
+    if (!failure && !late && !closes) {
+      made.leavers = leavers_;
+      present_ = made;
     }
   }
   changed_.notify_all();
   if (failure) {
     inbox_->put(NotMet{job.view.epoch, *std::move(failure)});
+  } else if (late || closes) {
+    if (!closes) { // others may have it: closed at once, it would tell them that this rank has left
+      endOperations(
+          *made.met.group, record(ErrorCode::ConnectionReset, "The members of the elastic group change again.", ""));
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    retired_.push_back(made.met);
   } else {
     watchFailure(made.met.group, job.view.epoch);
+    writePeers(job.handles, job.view.epoch);
   }
   closeRetired();
 }

@@ -9,12 +9,15 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/error.h"
 #include "elastic/agreement.h"
@@ -22,6 +25,7 @@
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "engine/join_abort.h"
+#include "engine/meeting/meeting_store.h"
 #include "engine/reconfigurable.h"
 #include "engine/survive/kept_record.h"
 #include "engine/survive/outbox.h"
@@ -38,6 +42,10 @@ namespace pycomm {
 /// A Group of an epoch is made with the epoch's number as the uuid of Reconfigurable::plan(). If that fails because a member has died, that
 /// is an event of the new epoch's agreement.
 ///
+/// Ranks. A member's rank in an epoch is its position in the View of that epoch; a Group, and the errors of it, use that of their own epoch. The
+/// agreement's thread reads agreement_->view(); all others read view_, which follows when act() installs it. A member's *first rank*, that in
+/// the first epoch, never changes: users know it by that. Across epochs a member is named by its Incarnation only.
+///
 /// What a training thread may call is marked. Those throw the error that ended it all, again and again: Error(QuorumLost | LeftBehind) from
 /// the agreement, the Group's failure if that is one of the program, Error(ShutDown) after close(), Error(Forked) in a child of fork().
 class AgreementDriver final : public Engine::Maker {
@@ -47,6 +55,11 @@ class AgreementDriver final : public Engine::Maker {
     size_t min_ranks = 1;
     bool accept_split_brain = false;
     int quorum_wait_ms = 10000;
+    int join_pause_ms = 10000;
+    int join_wait_ms = 60000;
+    std::string description; ///< of the model and its options: newcomers must have the same
+    std::string
+        peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: nobody can join
   };
 
   /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
@@ -57,6 +70,22 @@ class AgreementDriver final : public Engine::Maker {
       Reconfigurable::Met first,
       const Config& config,
       const std::function<void()>& wait_for_all);
+  /// Of a newcomer, which asks these members to admit it: see arrive(). Throws Error(ShutDown).
+  [[nodiscard]] static std::shared_ptr<AgreementDriver> join(
+      Reconfigurable& members,
+      const std::vector<MemberHandle>& asked,
+      const Config& config);
+  /// What members that listen at one of these handles say: Config::description, and the handles of all. Asks one after the other, and returns
+  /// the first answer; nullopt if none comes until the deadline. `missing`: those that did not answer, in words.
+  struct Notice {
+    std::string description;
+    std::vector<MemberHandle> members;
+  };
+  [[nodiscard]] static std::optional<Notice> ask(
+      const std::vector<std::string>& handles,
+      const Visitor& from,
+      Deadline deadline,
+      std::string& missing);
   /// Closes. Never in a child of fork(): there, keep the object.
   ~AgreementDriver() override;
   AgreementDriver(const AgreementDriver&) = delete;
@@ -74,15 +103,19 @@ class AgreementDriver final : public Engine::Maker {
     Reconfigurable::Met met;
     std::vector<int> members; ///< by rank: the rank that each had in the first epoch
     int64_t meeting_ns = 0; ///< how long meet() took, of those after the first
+    int leavers = 0; ///< how many members have left in order so far
   };
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
-  /// All buckets of the step have ended well in this epoch. False if that comes too late: the epoch is over. Throws as begin() if it is
+  /// What a rank adds to the commit round.
+  using Wish = elastic::Agreement::Wish;
+  /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
   /// called again in the same epoch.
-  [[nodiscard]] bool finished(uint64_t epoch);
-  /// The commit round of this epoch has ended well. False if that comes too late.
-  [[nodiscard]] bool committed(uint64_t epoch);
+  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch);
+  /// The commit round of this epoch has ended well. False if that comes too late. `changes`: some member's wish was to leave, or all
+  /// admit. Then the epoch is over behind this step, and begin() waits for the next one.
+  [[nodiscard]] bool committed(uint64_t epoch, bool changes);
   /// After a failure in that epoch.
   struct Verdict {
     bool counts = false; ///< the step is committed
@@ -95,6 +128,42 @@ class AgreementDriver final : public Engine::Maker {
   /// Steps that are committed.
   [[nodiscard]] int64_t steps() const;
 
+  // ---- the training thread of a newcomer
+
+  /// The members' state, of their step `step`.
+  struct State {
+    int64_t step = 0;
+    std::vector<std::string> roster; ///< see Giving::roster
+    std::string bytes;
+  };
+  /// Waits until the members' state is here, or this process is a member, or the deadline: then neither. May return several states in
+  /// turn, as the members go on if they cannot admit it. Throws Error(JoinRefused | RendezvousTimeout).
+  struct Arrival {
+    std::optional<State> state;
+    std::optional<Epoch> admitted;
+  };
+  [[nodiscard]] Arrival arrive(Deadline deadline);
+  /// This process holds that state.
+  void loaded(int64_t step);
+
+  // ---- the training thread of a member
+
+  /// After a commit behind which members change: how many newcomers wait for this rank to give them the members' state. Waits for the
+  /// agreement's thread, not for another process.
+  [[nodiscard]] size_t newcomers();
+  /// Sends them this state, one after the other. Blocks for as long as the members wait (Config::join_pause_ms). Throws nothing that they
+  /// do: who has not got all of it is not admitted, and gets the reason if it is the time.
+  void give(std::string_view bytes);
+  /// There is no state for them, and this is why.
+  void refuse(const std::string& why);
+
+  // ---- any thread
+
+  /// Asks to leave in order: with the next step that this rank finishes. Idempotent.
+  void leave();
+  /// Whether it has: its last step is committed, and begin() throws.
+  [[nodiscard]] bool hasLeft() const;
+
  private:
   /// What other threads hand to the agreement's.
   class Inbox;
@@ -105,26 +174,75 @@ class AgreementDriver final : public Engine::Maker {
   struct Sealed {
     uint64_t epoch;
   };
+  struct Boundary {
+    uint64_t epoch;
+  };
   struct NotMet {
     uint64_t epoch;
     ErrorRecord record;
   };
-  using Event = std::variant<elastic::Message, Failed, Sealed, NotMet>;
+  /// A newcomer has introduced itself, or a member of a newcomer.
+  struct Introduced {
+    MemberHandle handle;
+  };
+  /// The groups' thread has looked for the record of a process of this host.
+  struct Witnessed {
+    elastic::Incarnation name;
+    std::shared_ptr<Witness> witness; ///< null: there is none
+  };
+  struct Loaded {
+    int64_t step;
+  };
+  /// A newcomer did not get the state.
+  struct NotGiven {
+    elastic::Incarnation to;
+    ErrorRecord why;
+  };
+  /// The members have refused this newcomer.
+  struct Refused {
+    std::string why;
+  };
+  using Event = std::variant<
+      elastic::Message,
+      Failed,
+      Sealed,
+      Boundary,
+      NotMet,
+      Introduced,
+      Witnessed,
+      State,
+      Loaded,
+      Notice,
+      NotGiven,
+      Refused>;
   struct Member {
     MemberHandle handle;
-    int first_rank = 0;
+    int first_rank =
+        -1; ///< in the first epoch, or the number that it got when it joined; -1: it has been no member so far
+    bool links = false; ///< a newcomer's: its door has not answered yet
+    TimePoint heard = TimePoint::max(); ///< a newcomer's: its last Join
+    TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
+    TimePoint::duration back_off{}; ///< after another failure
+    bool asked_witness = false;
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
     std::optional<Witness> witness; ///< of a process of this host that has not ended
   };
   struct Job {
-    enum class Kind { Seal, Meet } kind = Kind::Seal;
+    enum class Kind { Seal, Meet, FindWitness, Show, Ask } kind = Kind::Seal;
     elastic::View view;
+    std::vector<std::string> handles; ///< of a meeting, by rank; of Ask, whom
+    std::vector<int> members; ///< likewise: Epoch::members
+    MemberHandle process; ///< of FindWitness
+    State state; ///< of Show: arrive() returns it
     Reconfigurable::Met old; ///< of a seal: what is sealed; without a group if none had come together
     ErrorRecord why; ///< of a seal
   };
 
-  AgreementDriver(Reconfigurable& members, Reconfigurable::Met first, const Config& config);
+  AgreementDriver(Reconfigurable& members, const Config& config);
+  void found(Reconfigurable::Met first);
+  void seek(const std::vector<MemberHandle>& asked);
+  void keepRecord();
   void findWitnesses(const Group& group);
   void start();
 
@@ -132,6 +250,7 @@ class AgreementDriver final : public Engine::Maker {
   void run() noexcept;
   void handle(Event event, TimePoint now);
   void handleMissed(const NotMet& missed, TimePoint now);
+  [[nodiscard]] bool isOver() const;
   void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
   void act(); ///< what the event has led to
@@ -145,7 +264,25 @@ class AgreementDriver final : public Engine::Maker {
   [[nodiscard]] elastic::Incarnation someOther() const;
   void farewell(TimePoint now);
   void wait(TimePoint until);
+
+  // ---- the agreement's thread: newcomers (agreement_driver_join.cc)
+  [[nodiscard]] elastic::Agreement::Config settings() const;
+  Member& introduce(const MemberHandle& handle);
+  [[nodiscard]] bool mayHear(const elastic::Message& message, TimePoint now);
+  void link(const elastic::Incarnation& newcomer);
+  void pingNewcomer(Member& newcomer);
+  void handleJoining(Event& event, TimePoint now);
+  void takeRoster(State state);
+  bool findWitness(Member& member); ///< Witnessed says what came of it; false: it is not looked for
+  void lookAfterNewcomers(TimePoint now);
+  [[nodiscard]] TimePoint newcomersTick() const;
+  void dropNewcomer(const elastic::Incarnation& newcomer, ErrorCode why, TimePoint now);
+  [[nodiscard]] std::string welcome(const elastic::View& view); ///< in words: who is new
+  void announce(const elastic::View& view);
+  void showNewcomers();
+  [[nodiscard]] ErrorRecord notAdmitted() const;
   [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
+  [[nodiscard]] ErrorRecord hasLeftRecord() const;
   [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
   /// What records and texts call the members of a view. Any thread.
   [[nodiscard]] JobRanks jobRanksOf(const elastic::View& view) const;
@@ -157,13 +294,25 @@ class AgreementDriver final : public Engine::Maker {
   // ---- the groups' thread
   void runJobs() noexcept;
   void sealNow(const Job& job);
+  static void endOperations(Group& group, ErrorRecord why);
   void meetNow(const Job& job);
+  void findWitnessNow(const MemberHandle& process) noexcept;
+  void show(State state);
+  void askNow(const std::vector<std::string>& handles) noexcept;
+  void writePeers(const std::vector<std::string>& handles, uint64_t epoch) const; ///< also the thread of open()
   void closeRest();
   void closeRetired();
 
   // ---- any thread
   void post(Job job);
   void failWith(ErrorRecord record);
+  struct Giving;
+  [[nodiscard]] std::optional<ErrorRecord> giveTo(const MemberHandle& to, const Giving& giving, std::string_view bytes);
+  [[nodiscard]] std::unique_ptr<Link> openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
+      const;
+  void refuseOne(const MemberHandle& to, const std::string& why) const noexcept;
+  using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&)>;
+  void giveEach(const GiveOne& give_one);
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
@@ -179,20 +328,46 @@ class AgreementDriver final : public Engine::Maker {
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   const elastic::Incarnation self_;
   const std::shared_ptr<Inbox> inbox_;
-  const std::map<elastic::Incarnation, int>
-      job_ranks_; ///< of the first members; empty: they are called by their places
+  std::map<elastic::Incarnation, int> job_ranks_; ///< of the first members; whoever has others by its side calls all by their places
 
   // The agreement thread's, once that runs:
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
+  std::vector<elastic::Incarnation> asked_; ///< of a newcomer: whom it asks to admit it
+  TimePoint ask_again_ = TimePoint::max(); ///< of a newcomer: when it asks who the members are now
+  bool knows_stop_ = false; ///< the boundary of stops_ has been handled
+  int next_number_ = 0; ///< of the next process that becomes a member
+  TimePoint pause_until_; ///< how long members wait for newcomers after their last commit
+  int states_ = 0; ///< of a newcomer: how often the members' state has come
   std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
+  struct Giving {
+    std::vector<MemberHandle> to;
+    std::vector<std::string>
+        roster; ///< first what the next new member is called, then of each member and newcomer its handle and number
+    TimePoint until; ///< the members wait so long
+  };
+  Giving giving_; ///< newcomers that wait for the state, if this is rank 0
+  Giving served_; ///< those that newcomers() has counted, for give()
+  std::set<ProcessId> given_; ///< those that have got that of the step given_at_, or did not
+  int64_t given_at_ = -1;
+  std::shared_ptr<AbortToken> give_abort_; ///< from newcomers() to the end of give()
+  uint64_t stops_ = 0; ///< the epoch behind whose last commit members change, until the agreement's thread knows it
+  std::optional<State> arrived_; ///< of a newcomer
   elastic::StepLedger ledger_;
   elastic::View view_;
   bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided
+  enum class Leaving {
+    No,
+    Asked,
+    Announced,
+    Left
+  } leaving_ = Leaving::No; ///< Announced: with the step that this rank has finished
+  int leavers_ = 0; ///< so far
+  bool admits_ = false; ///< of Agreement::wish(), after its last event
   std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
   std::optional<ErrorRecord> error_; ///< why nothing more happens here
   std::deque<Job> jobs_;

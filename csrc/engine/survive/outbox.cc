@@ -128,7 +128,7 @@ void Outbox::advance(TimePoint now) noexcept {
 
 void Outbox::ask() {
   out_ = entered_ ? packWords({door_request::kSay, queue_.front()})
-                  : packWords({door_request::kAgree, to_.incarnation, from_.self.incarnation});
+                  : packWords({door_request::kAgree, to_.incarnation, from_.self.incarnation, from_.self.text()});
   asked_ = true;
 }
 

@@ -36,6 +36,11 @@ class Outbox final {
     return queue_.empty();
   }
 
+  /// The member has answered on the connection that there is.
+  [[nodiscard]] bool hasEntered() const noexcept {
+    return entered_;
+  }
+
   static constexpr size_t kMost = 128;
 
  private:

@@ -154,9 +154,10 @@ void Oracle::installs(int p, const View& view, bool newcomer, uint64_t chain) {
     }
   }
   for (const Incarnation& member : view.members) {
-    const auto leaves = leaves_us_.find(processOf(member));
-    if (leaves != leaves_us_.end() && leaves->second < sealed_first_us_[view.parent]) {
-      violation("L1: " + name(processOf(member)) + " leaves, and is a member of the next view");
+    const auto leaves = leaves_.find(processOf(member));
+    if (leaves != leaves_.end() && leaves->second.step <= view.step &&
+        leaves->second.at_us < sealed_first_us_[view.parent]) {
+      violation("L1: " + name(processOf(member)) + " leaves with a step that counts, and is a member of the next view");
     }
   }
   for (const Incarnation& member : view.members) {
@@ -255,7 +256,7 @@ void Oracle::raises(int p, Agreement::Action::Error error, const View& view, boo
   if (error == Error::TooFew && installed_[p] != view.id()) {
     violation("S8: " + name(p) + " raises for want of members before it has committed what was decided");
   }
-  if (error == Error::Left && leaves_us_.count(p) == 0) {
+  if (error == Error::Left && leaves_.count(p) == 0) {
     violation("L1: " + name(p) + " leaves without being asked to");
   }
   if (error == Error::LeftBehind && view.has(Incarnation{plan_.seed, static_cast<uint64_t>(p) + 1})) {

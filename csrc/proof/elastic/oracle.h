@@ -40,8 +40,9 @@ class Oracle {
   }
   /// The same while the view's members agree already: the next view may end because of it, too.
   void lateReason(uint64_t view);
-  void leaves(int p, int64_t now_us) {
-    leaves_us_.try_emplace(p, now_us);
+  /// The process is to leave with this step, which it has finished.
+  void leaves(int p, int64_t now_us, int64_t step) {
+    leaves_.insert_or_assign(p, Leaves{now_us, step});
   }
   void cut(int from, int to, int64_t now_us);
   void healed(int from, int to);
@@ -107,7 +108,11 @@ class Oracle {
   std::map<uint64_t, View> views_; ///< by id
   std::map<uint64_t, int64_t> sealed_first_us_; ///< by view
   std::set<std::pair<int, uint64_t>> promised_; ///< process and view
-  std::map<int, int64_t> leaves_us_; ///< by process: when it was asked to
+  struct Leaves {
+    int64_t at_us = 0;
+    int64_t step = 0;
+  };
+  std::map<int, Leaves> leaves_; ///< by process
   std::map<uint64_t, std::map<uint64_t, Vote>> votes_; ///< by view and ballot
   std::map<uint64_t, uint64_t> next_of_; ///< by view: the view that was installed after it
   std::map<std::pair<uint64_t, int64_t>, std::set<int>> finished_; ///< by view and step

@@ -492,6 +492,10 @@ void World::handleOf(Process& process, const Event& event) {
         return;
       }
       StepOps& ops = ops_[{process.view, event.m}];
+      if (process.leave_asked) {
+        oracle_.leaves(event.p, now_us_, event.m);
+        agreement.leave();
+      }
       const Agreement::Wish wish = agreement.wish();
       ops.entered.insert(event.p);
       ops.leaves = ops.leaves || wish.leaves;
@@ -769,6 +773,13 @@ void World::act(int p) {
           if (action.error == Agreement::Action::Error::LeftBehind && keepsMembers(plan_)) {
             oracle_.violation("M9: process " + std::to_string(p) + " is left behind, although all have heard it");
           }
+          if (action.error == Agreement::Action::Error::Left && process.ledger.state().launched) {
+            if (process.ledger.install(action.view) != StepLedger::Outcome::Commit) {
+              oracle_.violation("L1: process " + std::to_string(p) + " leaves in the middle of a step");
+            } else {
+              commits(p, process.view, {p}, false);
+            }
+          }
           process.raised = true;
           ++report_.raised;
           say("process " + std::to_string(p) + " raises " + std::to_string(static_cast<int>(action.error)));
@@ -989,8 +1000,6 @@ void World::strike(size_t index) {
     case Fault::Kind::Leave:
       if (process.running && process.agreement) {
         process.leave_asked = true;
-        oracle_.leaves(fault.process, now_us_);
-        process.agreement->leave();
       }
       return;
     case Fault::Kind::Newcomer:

@@ -68,7 +68,7 @@ void readAddresses(MemberHandle& handle, std::string_view list, const std::strin
 std::string MemberHandle::text() const {
   std::string out = std::string(kBegin) + "v=" + std::to_string(version) + ";i=" + incarnation + ";d=" + door +
       ";n=" + hexText(nonce) + ";k=" + key_id + ";h=" + host.wireText() + ";p=" + std::to_string(pid) +
-      ";u=" + unix_socket + ";a=";
+      ";u=" + unix_socket + ";w=" + watch_name + ";a=";
   for (size_t i = 0; i < addresses.size(); ++i) {
     out += (i == 0 ? "" : ",") + addresses[i].wireText();
   }
@@ -138,6 +138,9 @@ MemberHandle MemberHandle::parse(const std::string& text) {
       case 'u':
         handle.unix_socket = value;
         break;
+      case 'w':
+        handle.watch_name = value;
+        break;
       case 'a':
         readAddresses(handle, value, text);
         has_addresses = true;
@@ -148,7 +151,7 @@ MemberHandle MemberHandle::parse(const std::string& text) {
   }
   if (handle.version == 0 || !isProcessId(handle.incarnation) || !isProcessId(handle.door) || !has_nonce || !has_host ||
       !has_addresses || text.back() != ';' || handle.unix_socket.size() > kMaxUnixName ||
-      (handle.unix_socket.empty() && handle.addresses.empty())) {
+      handle.watch_name.size() > kMaxUnixName || (handle.unix_socket.empty() && handle.addresses.empty())) {
     refuse(text, "a part of it is missing or was changed");
   }
   return handle;

@@ -454,6 +454,7 @@ TEST(Agreement, AMemberLeavesAtACommitAndNobodyWaits) {
   group.run();
   ASSERT_EQ(group.installed[1].size(), 1U);
   EXPECT_EQ(group.installed[1][0].members, ids({1, 2}));
+  EXPECT_EQ(group.installed[1][0].left, MemberSet(0b1));
   EXPECT_EQ(group.installed[2], group.installed[1]);
   ASSERT_TRUE(group.raised[0]);
   EXPECT_EQ(group.raised[0]->error, Error::Left);

@@ -14,6 +14,7 @@ View view() {
   view.members = {{1, 2}, {3, 4}, {5, 6}};
   view.step = 1000;
   view.cause = ErrorCode::PeerDead;
+  view.left = MemberSet(0b1000);
   return view;
 }
 
@@ -28,7 +29,7 @@ Message full(Kind kind) {
   message.cause = ErrorCode::ConnectionReset;
   message.culprit = Incarnation{3, 4};
   message.step = {999, true, true};
-  message.leaving = true;
+  message.leaving = Message::Leaving::AtOnce;
   message.reach = MemberSet(0b101);
   message.newcomers = {{7, 8}};
   message.accepted = Accepted{Ballot(0, 1, 2), view()};
@@ -51,6 +52,7 @@ TEST(ElasticMessage, EveryKindIsReadAsItWasWritten) {
   EXPECT_EQ(promise->accepted, full(Kind::Promise).accepted);
   EXPECT_EQ(promise->testaments, full(Kind::Promise).testaments);
   EXPECT_EQ(promise->reach, MemberSet(0b101));
+  EXPECT_EQ(promise->leaving, Message::Leaving::AtOnce);
   EXPECT_FALSE(promise->next); // no field of a promise
 }
 

@@ -96,13 +96,47 @@ TEST(ElasticProposal, TheStepThatWasUnderWayCountsIfAllWhoGoOnHaveFinishedIt) {
   EXPECT_EQ(promises.next().step, 4);
 }
 
+TEST(ElasticProposal, WhoLeavesDoesSoWithItsStepAndStaysIfThatIsSummedAgain) {
+  Promises promises(4);
+  promises.of(1).leaving = Message::Leaving::WithItsStep;
+  promises.of(1).step = {3, true, true};
+  for (const int other : {0, 2, 3}) {
+    promises.of(other).step = {3, true, other != 3};
+  }
+  EXPECT_EQ(promises.next().step, 3);
+  EXPECT_EQ(promises.next().members, candidates({0, 1, 2, 3}));
+  EXPECT_EQ(promises.next().left, MemberSet());
+  promises.of(3).step.finished = true;
+  EXPECT_EQ(promises.next().step, 4);
+  EXPECT_EQ(promises.next().members, candidates({0, 2, 3}));
+  EXPECT_EQ(promises.next().left, MemberSet(0b10));
+  promises.of(1).step.finished = false;
+  EXPECT_EQ(promises.next().step, 3);
+  promises.of(1).step.finished = true;
+  promises.cut(1, 0); // nobody has to reach who leaves
+  EXPECT_EQ(promises.next().members, candidates({0, 2, 3}));
+}
+
+TEST(ElasticProposal, WhoHasLeftIsNotTakenForLost) {
+  Promises promises(4);
+  promises.of(0).leaving = Message::Leaving::WithItsStep;
+  promises.of(1).leaving = Message::Leaving::AtOnce; // an error
+  EXPECT_EQ(promises.next().members, candidates({2, 3}));
+  EXPECT_EQ(promises.next().left, MemberSet(0b1));
+  promises.dead = {{0, std::nullopt}}; // it has ended, after its promise
+  EXPECT_EQ(promises.next().left, MemberSet(0b1));
+  promises.proposal.promises.erase(0); // or before, with a goodbye
+  promises.proposal.left.set(0);
+  EXPECT_EQ(promises.next().left, MemberSet(0b1));
+}
+
 TEST(ElasticProposal, NewcomersComeBehindAndDoNotVote) {
   Promises promises(2, {2, 3});
   EXPECT_EQ(promises.next().members, candidates({0, 1, 2, 3}));
   EXPECT_EQ(promises.proposal.voters(), MemberSet(0b11));
-  promises.of(0).leaving = true;
+  promises.of(0).leaving = Message::Leaving::WithItsStep;
   EXPECT_EQ(promises.next().members, candidates({1, 2, 3})); // rank 0 is a member
-  promises.of(1).leaving = true;
+  promises.of(1).leaving = Message::Leaving::WithItsStep;
   EXPECT_EQ(promises.next().members, candidates({})); // they found no group
 }
 

@@ -2,7 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <barrier>
+#include <chrono>
+#include <csignal>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -11,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fault_point.h"
 #include "engine/meeting/instance.h"
 #include "ranks.h"
 
@@ -81,7 +88,7 @@ TEST(AgreementDriver, DeliversEachStepBeforeTheNextBegins) {
   ASSERT_TRUE(driver->finished(1));
   EXPECT_EQ(codeOf([&] { (void)driver->begin(soon); }), ErrorCode::Aborted);
   EXPECT_EQ(codeOf([&] { (void)driver->finished(1); }), ErrorCode::Aborted);
-  EXPECT_TRUE(driver->committed(1));
+  EXPECT_TRUE(driver->committed(1, false));
   EXPECT_TRUE(driver->begin(soon));
   EXPECT_EQ(driver->steps(), 1);
 }
@@ -140,6 +147,383 @@ TEST(AgreementDriver, CallsMembersByTheirNumbersInTheJob) {
   EXPECT_EQ(error->code, ErrorCode::QuorumLost) << error->text();
   EXPECT_EQ(error->rank, 7) << error->text();
   EXPECT_NE(error->summary.find("(rank 7 ("), std::string::npos) << error->text();
+}
+
+// ---- several members
+
+/// Members that have met in epoch 1, each with an engine of its own in this process, and their drivers.
+class Members {
+ public:
+  explicit Members(int count, const AgreementDriver::Config& config = {}) {
+    std::vector<std::string> handles;
+    for (int i = 0; i < count; ++i) {
+      Group::Config of_groups = groupConfig(0, 1);
+      of_groups.dead_after_ms = 1500;
+      engines_.push_back(std::make_unique<Engine>());
+      members_.push_back(std::make_unique<Reconfigurable>(*engines_.back(), of_groups));
+      handles.push_back(members_.back()->handle());
+    }
+    drivers.resize(members_.size());
+    std::barrier<> here(count);
+    onAll([&](size_t i) {
+      JoinAbort nobody;
+      const auto met = members_[i]->meet(members_[i]->plan(1, handles), Deadline::after(10000), nobody);
+      drivers[i] = AgreementDriver::open(*members_[i], met, config, [&] { here.arrive_and_wait(); });
+    });
+  }
+  ~Members() {
+    onAll([&](size_t i) { drivers[i]->close(); });
+  }
+  Members(const Members&) = delete;
+  Members& operator=(const Members&) = delete;
+
+  /// Each on a thread of its own.
+  void onAll(const std::function<void(size_t)>& body) const {
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < members_.size(); ++i) {
+      threads.emplace_back([&, i] { body(i); });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+  /// All begin a step, in the same epoch.
+  std::vector<AgreementDriver::Epoch> begin() const {
+    std::vector<AgreementDriver::Epoch> epochs(members_.size());
+    onAll([&](size_t i) { epochs[i] = drivers[i]->begin(Deadline::after(10000)).value(); });
+    for (const AgreementDriver::Epoch& epoch : epochs) {
+      EXPECT_EQ(epoch.number, epochs.front().number);
+    }
+    return epochs;
+  }
+  /// What they agree on after a failure.
+  std::vector<AgreementDriver::Verdict> verdicts(uint64_t epoch) const {
+    std::vector<AgreementDriver::Verdict> found(members_.size());
+    onAll([&](size_t i) { found[i] = drivers[i]->verdict(epoch, Deadline::after(10000)).value(); });
+    return found;
+  }
+  /// The commit round has ended on all: each commits by itself, or by the next view if another member was so much faster.
+  void commit(uint64_t epoch, bool changes) const {
+    for (const auto& driver : drivers) {
+      EXPECT_TRUE(driver->committed(epoch, changes) || driver->verdict(epoch, Deadline::after(10000)).value().counts);
+    }
+  }
+  [[nodiscard]] MemberHandle handle(size_t i) const {
+    return MemberHandle::parse(members_[i]->handle());
+  }
+  [[nodiscard]] elastic::Incarnation name(size_t i) const {
+    const ProcessId id = handle(i).incarnation;
+    return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
+  }
+  [[nodiscard]] Visitor visitor(size_t i) const {
+    return members_[i]->visitor();
+  }
+  [[nodiscard]] Engine& engine(size_t i) const {
+    return *engines_[i];
+  }
+
+  std::vector<std::shared_ptr<AgreementDriver>> drivers;
+
+ private:
+  std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::unique_ptr<Reconfigurable>> members_;
+};
+
+/// What a broken connection does to a group: nobody is dead.
+void breakConnection(const AgreementDriver::Epoch& epoch) {
+  ErrorRecord broken;
+  broken.code = ErrorCode::ConnectionReset;
+  broken.peer = 1;
+  EXPECT_TRUE(epoch.met.group->fail(broken, Deadline::after(5000)));
+}
+
+TEST(AgreementDriver, AMemberLeavesWithItsStepAndTheOthersGoOn) {
+  const Members group(3);
+  group.drivers[1]->leave();
+  group.drivers[1]->leave();
+  (void)group.begin();
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(group.drivers[i]->finished(1).value().leaves, i == 1);
+    EXPECT_FALSE(group.drivers[i]->hasLeft());
+  }
+  group.commit(1, true);
+  EXPECT_TRUE(group.drivers[1]->hasLeft());
+  EXPECT_EQ(codeOf([&] { (void)group.drivers[1]->begin(Deadline::after(5000)); }), ErrorCode::ShutDown);
+  for (const size_t i : {0U, 2U}) {
+    const auto epoch = group.drivers[i]->begin(Deadline::after(5000));
+    ASSERT_TRUE(epoch);
+    EXPECT_EQ(epoch->number, 2U); // not in the one that ends behind that commit
+    EXPECT_EQ(epoch->members, (std::vector<int>{0, 2}));
+    EXPECT_EQ(epoch->leavers, 1);
+    EXPECT_EQ(group.drivers[i]->steps(), 1);
+  }
+}
+
+TEST(AgreementDriver, AllMembersMayLeaveAtOnce) {
+  const Members group(3);
+  group.onAll([&](size_t i) { group.drivers[i]->leave(); });
+  (void)group.begin();
+  group.onAll([&](size_t i) { EXPECT_TRUE(group.drivers[i]->finished(1).value().leaves); });
+  group.commit(1, true);
+  group.onAll([&](size_t i) {
+    EXPECT_EQ(codeOf([&] { (void)group.drivers[i]->begin(Deadline::after(5000)); }), ErrorCode::ShutDown);
+    EXPECT_EQ(group.drivers[i]->steps(), 1);
+  });
+}
+
+TEST(AgreementDriver, WhoLeavesStaysForAStepThatIsSummedAgain) {
+  const Members group(3);
+  group.drivers[1]->leave();
+  const auto first = group.begin();
+  EXPECT_TRUE(group.drivers[1]->finished(1).value().leaves);
+  breakConnection(first[0]);
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    ASSERT_TRUE(verdict.again); // two have not finished it
+    EXPECT_EQ(verdict.again->members, (std::vector<int>{0, 1, 2}));
+  }
+  EXPECT_FALSE(group.drivers[1]->hasLeft());
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(group.drivers[i]->finished(2).value().leaves, i == 1);
+  }
+  group.commit(2, true);
+  EXPECT_TRUE(group.drivers[1]->hasLeft());
+  EXPECT_EQ(group.drivers[2]->begin(Deadline::after(5000)).value().members, (std::vector<int>{0, 2}));
+}
+
+TEST(AgreementDriver, WhoLeavesHasLeftIfItsRoundFailsAndTheStepCounts) {
+  const Members group(3);
+  group.drivers[0]->leave();
+  const auto first = group.begin();
+  group.onAll([&](size_t i) { EXPECT_TRUE(group.drivers[i]->finished(1)); });
+  breakConnection(first[2]);
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_TRUE(verdict.counts);
+  }
+  EXPECT_TRUE(group.drivers[0]->hasLeft());
+  EXPECT_EQ(codeOf([&] { (void)group.drivers[0]->begin(Deadline::after(5000)); }), ErrorCode::ShutDown);
+  for (const size_t i : {1U, 2U}) {
+    EXPECT_EQ(group.drivers[i]->begin(Deadline::after(5000)).value().members, (std::vector<int>{1, 2}));
+    EXPECT_EQ(group.drivers[i]->begin(Deadline::after(5000)).value().leavers, 1);
+  }
+}
+
+TEST(AgreementDriver, NobodyLeavesBetweenSteps) {
+  const Members group(2);
+  const auto first = group.begin();
+  group.onAll([&](size_t i) {
+    EXPECT_TRUE(group.drivers[i]->finished(1));
+    EXPECT_TRUE(group.drivers[i]->committed(1, false));
+  });
+  group.drivers[1]->leave();
+  breakConnection(first[0]);
+  group.onAll([&](size_t i) {
+    auto second = group.drivers[i]->begin(Deadline::after(5000)).value();
+    for (const Deadline end = Deadline::after(5000); second.number == 1 && !end.expired();) { // it has not noticed yet
+      second = group.drivers[i]->begin(Deadline::after(5000)).value();
+    }
+    EXPECT_EQ(second.number, 2U);
+    EXPECT_EQ(second.members, (std::vector<int>{0, 1}));
+  });
+}
+
+// ---- the rules of one epoch
+
+TEST(AgreementDriver, AStepThatFinishesBeforeTheSealCountsAndNoneBehindIt) {
+  const Members group(2);
+  const auto first = group.begin();
+  armFaultPoints("survive.seal:1+:delay=700");
+  group.onAll([&](size_t i) {
+    if (i == 0) {
+      breakConnection(first[0]);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    EXPECT_TRUE(group.drivers[i]->isOver(first[i]));
+    EXPECT_TRUE(group.drivers[i]->finished(1)); // its buckets had ended well
+  });
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_TRUE(verdict.counts);
+  }
+  armFaultPoints("survive.meet:1+:delay=700");
+  const auto second = group.begin();
+  group.onAll([&](size_t i) {
+    if (i == 0) {
+      breakConnection(second[0]);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    EXPECT_FALSE(group.drivers[i]->finished(2)); // too late
+    EXPECT_FALSE(group.drivers[i]->committed(2, false));
+  });
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(2)) {
+    EXPECT_FALSE(verdict.counts);
+  }
+  armFaultPoints("");
+}
+
+TEST(AgreementDriver, NothingCountsBehindTheSeal) {
+  const Members group(2);
+  const auto first = group.begin();
+  armFaultPoints("survive.seal:2:delay=1500");
+  breakConnection(first[0]);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const int in_time = static_cast<int>(group.drivers[0]->finished(1).has_value()) +
+      static_cast<int>(group.drivers[1]->finished(1).has_value());
+  EXPECT_EQ(in_time, 1); // of the member that has not sealed
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_FALSE(verdict.counts);
+  }
+  armFaultPoints("");
+}
+
+TEST(AgreementDriver, AllOperationsOfAnEpochHaveEndedBeforeTheNextBegins) {
+  const Members group(3);
+  const auto first = group.begin();
+  std::vector<float> values(1000);
+  const auto operation = first[0].met.group->start(testing::allReduceCall(values)); // the others do not come
+  group.drivers[1]->leave();
+  armFaultPoints("group.close:1+:delay=1500"); // which ends operations, too
+  for (const auto& driver : group.drivers) {
+    EXPECT_TRUE(driver->finished(1));
+  }
+  group.commit(1, true);
+  EXPECT_EQ(group.drivers[0]->begin(Deadline::after(5000)).value().number, 2U);
+  EXPECT_TRUE(operation->error());
+  armFaultPoints("");
+}
+
+TEST(AgreementDriver, AnErrorOfTheProgramChangesNoMembers) {
+  const Members group(3);
+  const auto first = group.begin();
+  ErrorRecord mismatch;
+  mismatch.code = ErrorCode::CollectiveMismatch;
+  mismatch.peer = 1;
+  first[0].met.group->abort(mismatch);
+  group.onAll([&](size_t i) {
+    const auto raised = codeOf([&] { (void)group.drivers[i]->verdict(1, Deadline::after(5000)); });
+    EXPECT_EQ(raised, ErrorCode::CollectiveMismatch);
+    EXPECT_EQ(codeOf([&] { (void)group.drivers[i]->begin(Deadline::after(5000)); }), raised);
+  });
+}
+
+TEST(AgreementDriver, AMemberThatCannotMeetSaysSoAndTheOthersGoOn) {
+  const Members group(3);
+  const auto first = group.begin();
+  armFaultPoints("reconfigure.call:1:errno=EMFILE");
+  breakConnection(first[0]);
+  std::vector<std::optional<ErrorCode>> raised(3);
+  std::vector<size_t> sizes(3);
+  group.onAll([&](size_t i) {
+    raised[i] =
+        codeOf([&] { sizes[i] = group.drivers[i]->verdict(1, Deadline::after(10000)).value().again->members.size(); });
+  });
+  armFaultPoints("");
+  EXPECT_EQ(std::count(raised.begin(), raised.end(), std::optional(ErrorCode::SystemError)), 1);
+  EXPECT_EQ(std::count(raised.begin(), raised.end(), std::nullopt), 2);
+  EXPECT_EQ(std::count(sizes.begin(), sizes.end(), 2U), 2);
+}
+
+TEST(AgreementDriver, WhatItHasPromisedIsKeptWhereOthersReadIt) {
+  const Members group(2);
+  const auto first = group.begin();
+  const Witness witness = Witness::of(
+      group.handle(1),
+      group.engine(1).hostMates().name(),
+      recordKey(group.handle(1).incarnation, nullptr),
+      Deadline::after(3000));
+  EXPECT_EQ(witness.record().value().view.epoch, 1U);
+  breakConnection(first[0]);
+  (void)group.verdicts(1);
+  EXPECT_EQ(witness.record().value().view.epoch, 2U);
+  EXPECT_EQ(witness.record().value().past.size(), 1U);
+}
+
+TEST(AgreementDriver, AMemberSpeaksForItselfOnly) {
+  const Members group(3);
+  elastic::Message message;
+  message.epoch = 1;
+  message.cause = ErrorCode::PeerDead;
+  elastic::View first;
+  first.epoch = 1;
+  for (size_t i = 0; i < 3; ++i) {
+    first.members.push_back(group.name(i));
+  }
+  message.view = first.id();
+  Outbox outbox(group.handle(0), group.visitor(1));
+  const auto say = [&](size_t as) {
+    message.from = group.name(as);
+    outbox.push(encode(message));
+    for (const Deadline end = Deadline::after(5000); !outbox.isIdle() && !end.expired();) {
+      outbox.advance(Clock::now());
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(300)); // in which the members could have agreed
+  };
+  say(2);
+  EXPECT_EQ(group.begin()[0].number, 1U);
+  say(1); // else the test would notice nothing
+  EXPECT_EQ(group.begin()[0].number, 2U);
+}
+
+/// A member in a process of its own, which tells its handle through a pipe and has met by the time that it writes a second time.
+TEST(AgreementDriver, ADeathOnThisHostIsCertified) {
+  int to_child[2] = {-1, -1};
+  int to_parent[2] = {-1, -1};
+  ASSERT_EQ(::pipe(to_child), 0);
+  ASSERT_EQ(::pipe(to_parent), 0);
+  const auto writeText = [](int fd, const std::string& text) {
+    const std::string padded = text + std::string(1024 - text.size(), ' ');
+    return ::write(fd, padded.data(), padded.size()) == 1024;
+  };
+  const auto readText = [](int fd) {
+    std::string text(1024, ' ');
+    size_t got = 0;
+    while (got < text.size()) {
+      const ssize_t n = ::read(fd, text.data() + got, text.size() - got);
+      if (n <= 0) {
+        return std::string();
+      }
+      got += static_cast<size_t>(n);
+    }
+    return text.substr(0, text.find(' '));
+  };
+  const auto join = [&](Reconfigurable& members, int rank, int out, int in, const AgreementDriver::Config& config) {
+    EXPECT_TRUE(writeText(out, members.handle()));
+    const std::string other = readText(in);
+    const std::vector<std::string> handles = rank == 0 ? std::vector<std::string>{members.handle(), other}
+                                                       : std::vector<std::string>{other, members.handle()};
+    JoinAbort nobody;
+    auto met = members.meet(members.plan(1, handles), Deadline::after(10000), nobody);
+    return AgreementDriver::open(members, met, config, [&] {
+      EXPECT_TRUE(writeText(out, "here"));
+      (void)readText(in);
+    });
+  };
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    Engine engine;
+    Reconfigurable members(engine, groupConfig(0, 1));
+    const auto driver = join(members, 0, to_parent[1], to_child[0], {});
+    (void)driver->begin(Deadline::after(10000));
+    (void)writeText(to_parent[1], "begun");
+    ::close(to_child[1]);
+    (void)readText(to_child[0]); // until it is killed, or its parent has ended
+    ::_exit(0);
+  }
+  Engine engine;
+  Reconfigurable members(engine, groupConfig(0, 1));
+  AgreementDriver::Config config;
+  config.quorum_wait_ms = 3000;
+  const auto driver = join(members, 1, to_child[1], to_parent[0], config);
+  ASSERT_TRUE(driver->begin(Deadline::after(10000)));
+  EXPECT_EQ(readText(to_parent[0]), "begun");
+  ASSERT_EQ(::kill(child, SIGKILL), 0);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  const auto verdict = driver->verdict(1, Deadline::after(10000)); // half of two, without the lowest
+  ASSERT_TRUE(verdict && verdict->again);
+  EXPECT_EQ(verdict->again->members, std::vector<int>{1});
+  for (const int fd : {to_child[0], to_child[1], to_parent[0], to_parent[1]}) {
+    ::close(fd);
+  }
 }
 
 } // namespace

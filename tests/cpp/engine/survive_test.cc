@@ -25,8 +25,17 @@ namespace {
 
 /// Knows one member.
 struct Letters final : Door::Mailbox {
-  [[nodiscard]] bool knows(const ProcessId& from, const std::optional<ProcessId>& /*door*/) const override {
+  [[nodiscard]] bool knows(
+      const ProcessId& from,
+      const std::string& /*handle*/,
+      const std::optional<ProcessId>& /*door*/) override {
     return from == member;
+  }
+  [[nodiscard]] std::vector<std::string> notice() const override {
+    return {"a model", "a handle"};
+  }
+  [[nodiscard]] bool take(const ProcessId& from, const std::vector<std::string>& words) override {
+    return from == member && words.size() == 2 && words[1] == "part";
   }
   void deliver(const ProcessId& from, const std::string& bytes) override {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -77,7 +86,7 @@ TEST(Door, TakesMessagesOfMembersOnly) {
   const auto letters = std::make_shared<Letters>();
   const ProcessId& to = open.handle.incarnation;
   const auto agree = [&](const ProcessId& incarnation, const ProcessId& from) {
-    return OpenDoor::ask(*open.knock(), {door_request::kAgree, incarnation, from});
+    return OpenDoor::ask(*open.knock(), {door_request::kAgree, incarnation, from, "handle"});
   };
   EXPECT_EQ(agree(to, letters->member), door_answer::kGone); // nobody is there
   open.door->add(to);
@@ -88,17 +97,43 @@ TEST(Door, TakesMessagesOfMembersOnly) {
   EXPECT_EQ(OpenDoor::ask(*open.knock(), {door_request::kSay, "early"}), door_answer::kGone);
 
   const auto link = open.knock();
-  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kAgree, to, letters->member}), door_answer::kHere);
+  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
   EXPECT_EQ(OpenDoor::ask(*link, {door_request::kSay, std::string(100000, 'x')}), door_answer::kHere);
-  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kAgree, to, letters->member}), door_answer::kGone);
+  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kGone);
   EXPECT_EQ(OpenDoor::ask(*link, {door_request::kSet, "key", "value"}), door_answer::kGone);
   EXPECT_EQ(letters->all(), std::vector<std::string>{std::string(100000, 'x')});
 
   const auto another = open.knock(); // which ends the first
-  EXPECT_EQ(OpenDoor::ask(*another, {door_request::kAgree, to, letters->member}), door_answer::kHere);
+  EXPECT_EQ(OpenDoor::ask(*another, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
   EXPECT_THROW((void)OpenDoor::ask(*link, {door_request::kSay, "late"}), Error);
   open.door->remove(to);
   EXPECT_EQ(agree(to, letters->member), door_answer::kGone);
+}
+
+TEST(Door, TakesAStateBesideTheMessages) {
+  const OpenDoor open;
+  const auto letters = std::make_shared<Letters>();
+  const ProcessId& to = open.handle.incarnation;
+  open.door->add(to);
+  EXPECT_EQ(OpenDoor::ask(*open.knock(), {door_request::kWho, to}), door_answer::kNotYet);
+  open.door->receive(to, letters);
+  EXPECT_EQ(OpenDoor::ask(*open.knock(), {door_request::kWho, newProcessId()}), door_answer::kGone);
+  EXPECT_EQ(
+      askDoor(*open.knock(), {door_request::kWho, to}, Deadline::after(3000), AbortToken()),
+      (std::vector<std::string>{std::string(door_answer::kHere), "a model", "a handle"}));
+
+  const auto messages = open.knock();
+  EXPECT_EQ(OpenDoor::ask(*messages, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
+  const auto state = open.knock();
+  EXPECT_EQ(OpenDoor::ask(*state, {door_request::kState, "part"}), door_answer::kGone); // nobody has introduced itself
+  const auto given = open.knock();
+  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kGive, to, newProcessId(), "handle"}), door_answer::kGone);
+  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kGive, to, letters->member, "handle"}), door_answer::kHere);
+  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kState, "part"}), door_answer::kHere);
+  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kState, "other"}), door_answer::kNone);
+  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kSay, "a message"}), door_answer::kGone);
+  EXPECT_EQ(OpenDoor::ask(*messages, {door_request::kSay, "a message"}), door_answer::kHere); // it goes on
+  EXPECT_EQ(letters->all(), std::vector<std::string>{"a message"});
 }
 
 /// As the agreement's thread does.
@@ -124,6 +159,22 @@ TEST(Outbox, BringsMessagesInOrder) {
   }
   turn(outbox, 5000);
   EXPECT_EQ(letters->all(), sent);
+}
+
+TEST(Outbox, SendsAgainWhatABrokenConnectionHasNotTaken) {
+  const OpenDoor open;
+  const auto letters = std::make_shared<Letters>();
+  const ProcessId& to = open.handle.incarnation;
+  open.door->add(to);
+  open.door->receive(to, letters);
+  Outbox outbox(open.handle, open.from(letters->member));
+  outbox.push("one");
+  turn(outbox, 5000);
+  const auto another = open.knock(); // which ends the first connection
+  EXPECT_EQ(OpenDoor::ask(*another, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
+  outbox.push("two");
+  turn(outbox, 5000);
+  EXPECT_EQ(letters->all(), (std::vector<std::string>{"one", "two"}));
 }
 
 TEST(Outbox, KeepsLittleForAMemberThatIsGone) {

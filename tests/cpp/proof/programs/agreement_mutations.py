@@ -303,8 +303,8 @@ MUTATIONS = [
         "M9",
         "who has ended since its promise is a member",
         "proposal.cc",
-        "    if (!promise.leaving && dead.count(position) == 0) {\n",
-        "    if (!promise.leaving) {\n",
+        "    if (promise.leaving == leaving && dead.count(position) == 0) {\n",
+        "    if (promise.leaving == leaving) {\n",
         survives="the next epoch ends at once, without it; "
         "ElasticProposal.WhoHasEndedSinceItsPromiseIsNoMember notices it",
     ),
@@ -341,14 +341,14 @@ MUTATIONS = [
         "S2",
         "one survivor that has finished is enough",
         "proposal.cc",
-        "std::all_of(members.begin(), members.end(), finished)",
-        "std::any_of(members.begin(), members.end(), finished)",
+        "std::all_of(of.begin(), of.end(), finished)",
+        "std::any_of(of.begin(), of.end(), finished)",
     ),
     Mutation(
         "S1 S6",
         "a step that all have finished is summed again",
         "proposal.cc",
-        "    ++next.step;\n",
+        "  next.step += counts ? 1 : 0;\n",
         "",
     ),
     Mutation(
@@ -401,8 +401,32 @@ MUTATIONS = [
         "L1",
         "who leaves is a member of the next view",
         "proposal.cc",
-        "    if (!promise.leaving && dead.count(position) == 0) {\n",
-        "    if (dead.count(position) == 0) {\n",
+        "  const std::set<int> stayers = promised(proposal, dead, Message::Leaving::No);\n",
+        "  std::set<int> stayers = promised(proposal, dead, Message::Leaving::No);\n"
+        "  stayers.merge(promised(proposal, dead, Message::Leaving::WithItsStep));\n",
+    ),
+    Mutation(
+        "L1",
+        "who leaves does not stay for a step that is summed again",
+        "proposal.cc",
+        "  if (!counts && std::any_of(leavers.begin(), leavers.end(), under_way)) {",
+        "  if (false) {",
+    ),
+    Mutation(
+        "L1",
+        "a process that leaves gives up a step that is not decided",
+        "agreement.h",
+        "    return leaving_ && !step_.launched;\n",
+        "    return leaving_;\n",
+    ),
+    Mutation(
+        "S2",
+        "the step counts although one that leaves has not finished it",
+        "proposal.cc",
+        "  bool counts = all_finished(with(members, leavers));\n",
+        "  bool counts = all_finished(members.empty() ? leavers : members);\n",
+        survives="a process has finished its last step when it says that it leaves; "
+        "ElasticProposal.WhoLeavesDoesSoWithItsStepAndStaysIfThatIsSummedAgain notices it",
     ),
 ]
 

@@ -1,0 +1,697 @@
+// How a process becomes a member of an elastic group that runs, as both sides see it.
+//
+//   1. The newcomer asks a member who is in the group (ask()), and from then on sends Join to all of them, every 200 ms.
+//   2. Each member introduces the newcomer to its Agreement, sends it a ping, and looks for its record if it is on the same host. Then the
+//      newcomer can be reached: the next commit round in which all members say so ends the epoch (Agreement::boundary()).
+//   3. When rank 0's training thread comes to its next forward pass it gives the members' state to the newcomers (give()): one connection to
+//      a newcomer's door, with parts of 1 MiB. The others wait where their next step begins.
+//   4. The newcomer's training thread loads it (arrive(), loaded()), which its next Join says, and the agreement admits it.
+//
+// Each member drops a newcomer of which it has heard nothing for as long as a member may be silent. So a newcomer that dies costs the members
+// no more than that, and only if they wait for it just then.
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <utility>
+
+#include "base/fault_point.h"
+#include "base/log.h"
+#include "base/printable.h"
+#include "engine/meeting/door_words.h"
+#include "engine/survive/agreement_driver.h"
+#include "engine/survive/agreement_inbox.h"
+
+namespace pycomm {
+namespace {
+
+using elastic::Incarnation;
+using elastic::View;
+using std::chrono::milliseconds;
+
+constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
+constexpr size_t kMostStrangers = 64;
+constexpr size_t kStatePartNbytes = 1 << 20;
+constexpr int kJoinAskMs = 2000; // for the answer of one member
+constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
+constexpr int kNewWitnessMs = 300; // a process that has just answered
+constexpr int kBoundaryMs = 2000; // for the agreement's thread
+constexpr milliseconds kAskEvery{1000};
+constexpr milliseconds kFirstJoinBackOff{1000};
+constexpr milliseconds kLongestJoinBackOff{60000};
+constexpr std::string_view kStateBegins = "begin"; // step, bytes of the state, roster
+constexpr std::string_view kStatePart = "part"; // the next bytes
+constexpr std::string_view kStateRefused = "refuse"; // why
+
+std::optional<int64_t> wholeNumber(const std::string& text) {
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size() ? std::optional<int64_t>(number) : std::nullopt;
+}
+
+std::string secondsOf(int ms) {
+  std::string text = std::to_string(ms / 1000.0);
+  text.erase(text.find_last_not_of('0') + 1);
+  return text.back() == '.' ? text.substr(0, text.size() - 1) : text;
+}
+
+} // namespace
+
+// ---- the inbox
+
+bool AgreementDriver::Inbox::knows(
+    const ProcessId& from,
+    const std::string& handle,
+    const std::optional<ProcessId>& door) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto known = doors_.find(from); known != doors_.end()) {
+    return !door || *door == known->second;
+  }
+  if (notice_.empty() && !expects_state_) {
+    return false; // nobody can join
+  }
+  MemberHandle stranger;
+  try {
+    stranger = MemberHandle::parse(handle);
+  } catch (const Error&) {
+    return false;
+  }
+  if (stranger.incarnation != from || (door && *door != stranger.door)) {
+    return false;
+  }
+  if (strangers_.size() >= kMostStrangers) {
+    doors_.erase(strangers_.front());
+    strangers_.pop_front();
+  }
+  doors_.emplace(from, stranger.door);
+  strangers_.push_back(from);
+  putLocked(Introduced{std::move(stranger)}, kMostMessages);
+  return true;
+}
+
+void AgreementDriver::Inbox::deliver(const ProcessId& from, const std::string& bytes) {
+  auto message = elastic::decodeMessage(bytes);
+  if (message && message->from == incarnationOf(from)) {
+    put(*std::move(message), kMostMessages);
+  }
+}
+
+bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::string>& words) {
+  PYCOMM_FAULT_POINT("survive.take");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!expects_state_ || words.size() < 3) {
+    return false;
+  }
+  if (words[1] == kStateBegins && words.size() >= 5) {
+    const auto step = wholeNumber(words[2]);
+    const auto nbytes = wholeNumber(words[3]);
+    if (!step || !nbytes || *nbytes <= 0) {
+      return false;
+    }
+    giver_ = from;
+    state_nbytes_ = static_cast<size_t>(*nbytes);
+    state_ = State{*step, {words.begin() + 4, words.end()}, ""};
+    state_.bytes.reserve(state_nbytes_);
+    return true;
+  }
+  if (words[1] == kStatePart && giver_ == from && words[2].size() <= state_nbytes_ - state_.bytes.size()) {
+    state_.bytes += words[2];
+    if (state_.bytes.size() == state_nbytes_) {
+      giver_.clear();
+      putLocked(std::exchange(state_, {}), SIZE_MAX);
+    }
+    return true;
+  }
+  if (words[1] == kStateRefused) {
+    putLocked(Refused{printable(words[2], kMaxFirstDoorFrame)}, kMostMessages);
+    return true;
+  }
+  return false;
+}
+
+// ---- the newcomer
+
+std::optional<AgreementDriver::Notice> AgreementDriver::ask(
+    const std::vector<std::string>& handles,
+    const Visitor& from,
+    Deadline deadline,
+    std::string& missing) {
+  const AbortToken none;
+  for (const std::string& text : handles) {
+    if (deadline.expired()) {
+      break;
+    }
+    const MemberHandle to = MemberHandle::parse(text);
+    std::string why = "it has no elastic training that can be joined";
+    try {
+      const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinAskMs).instant()));
+      const Knocked knocked = knock(to, from, patience, none);
+      if (knocked.link == nullptr) {
+        why = knocked.why;
+      } else {
+        const auto answer = askDoor(*knocked.link, {door_request::kWho, to.incarnation}, patience, none);
+        if (answer.front() == door_answer::kHere && answer.size() > 2) {
+          Notice notice{answer[1], {}};
+          for (size_t i = 2; i < answer.size(); ++i) {
+            notice.members.push_back(MemberHandle::parse(answer[i]));
+          }
+          return notice;
+        }
+        why = answer.front() == door_answer::kGone ? "it is a later process" : why;
+      }
+    } catch (const Error& error) {
+      why = error.record().summary;
+    }
+    missing += (missing.empty() ? "" : "; ") + to.who() + ": " + printable(why, kMaxFirstDoorFrame);
+  }
+  return std::nullopt;
+}
+
+std::shared_ptr<AgreementDriver> AgreementDriver::join(
+    Reconfigurable& members,
+    const std::vector<MemberHandle>& asked,
+    const Config& config) {
+  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, config));
+  driver->engine_.add(std::weak_ptr<Maker>(driver));
+  try {
+    driver->seek(asked);
+    driver->start();
+  } catch (...) {
+    driver->close();
+    throw;
+  }
+  return driver;
+}
+
+void AgreementDriver::seek(const std::vector<MemberHandle>& asked) {
+  inbox_->expectState(true);
+  inbox_->know(asked);
+  members_.receive(inbox_);
+  introduce(members_.visitor().self);
+  for (const MemberHandle& member : asked) {
+    introduce(member);
+    asked_.push_back(incarnationOf(member.incarnation));
+  }
+  keepRecord();
+  ask_again_ = Clock::now() + kAskEvery;
+  agreement_ = std::make_unique<elastic::Agreement>(settings(), asked_, Clock::now());
+}
+
+AgreementDriver::Arrival AgreementDriver::arrive(Deadline deadline) {
+  refuseInChild();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto admitted = [this] { return present_ && !view_.members.empty(); };
+  if (!waitFor(lock, deadline, [&] { return error_ || arrived_ || admitted(); })) {
+    return {};
+  }
+  if (admitted()) {
+    return {std::nullopt, present_};
+  }
+  if (error_) {
+    throw Error(*error_);
+  }
+  return {std::exchange(arrived_, std::nullopt), std::nullopt};
+}
+
+void AgreementDriver::loaded(int64_t step) {
+  refuseInChild();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!view_.members.empty()) {
+      return;
+    }
+    ledger_ = elastic::StepLedger(step);
+  }
+  inbox_->put(Loaded{step});
+}
+
+// Witnesses first: from its first step on the newcomer knows of the ends of the others of its host.
+void AgreementDriver::takeRoster(State state) {
+  ++states_;
+  const std::vector<std::string>& roster = state.roster;
+  next_number_ = static_cast<int>(wholeNumber(roster.front()).value_or(0));
+  std::vector<MemberHandle> known;
+  for (size_t i = 1; i + 1 < roster.size(); i += 2) {
+    const MemberHandle handle = MemberHandle::parse(roster[i]);
+    Member& member = introduce(handle);
+    member.first_rank = static_cast<int>(wholeNumber(roster[i + 1]).value_or(-1));
+    known.push_back(handle);
+    findWitness(member);
+  }
+  inbox_->know(known);
+  Job show;
+  show.kind = Job::Kind::Show;
+  show.state = std::move(state);
+  post(std::move(show));
+}
+
+// Others may have joined since, and they have to be asked as well.
+void AgreementDriver::askNow(const std::vector<std::string>& handles) noexcept {
+  try {
+    std::string missing;
+    if (auto notice = ask(handles, members_.visitor(), Deadline::after(kJoinAskMs), missing)) {
+      inbox_->put(*std::move(notice));
+    }
+  } catch (const std::exception&) { // next time
+  }
+}
+
+void AgreementDriver::show(State state) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    arrived_ = std::move(state);
+  }
+  changed_.notify_all();
+}
+
+ErrorRecord AgreementDriver::notAdmitted() const {
+  std::string asked;
+  for (const Incarnation& one : asked_) {
+    asked += (asked.empty() ? "" : "; ") + members_by_name_.at(one).handle.who();
+  }
+  const std::string came = states_ == 0
+      ? "their state did not come"
+      : "their state came " + std::to_string(states_) + " times, the last one too late";
+  return record(
+      ErrorCode::RendezvousTimeout,
+      "This process was not admitted to an elastic training within join_wait=" + secondsOf(config_.join_wait_ms) +
+          " s (timed out). It asked the members (" + asked + "); " + came + ".",
+      "see whether they still train: members admit others at the end of a step, and their rank 0 gives the state as its next forward pass "
+      "begins; after a long evaluation, or with a slow state, a longer join_pause on all members helps");
+}
+
+// ---- newcomers, as members see them
+
+elastic::Agreement::Config AgreementDriver::settings() const {
+  elastic::Agreement::Config settings;
+  settings.self = self_;
+  settings.min_ranks = config_.min_ranks;
+  settings.accept_split_brain = config_.accept_split_brain;
+  settings.dead_after_ms = members_.config().dead_after_ms;
+  settings.quorum_wait_ms = config_.quorum_wait_ms;
+  settings.join_pause_ms = config_.join_pause_ms;
+  settings.join_wait_ms = config_.join_wait_ms;
+  return settings;
+}
+
+AgreementDriver::Member& AgreementDriver::introduce(const MemberHandle& handle) {
+  const Incarnation name = incarnationOf(handle.incarnation);
+  const auto [found, is_new] = members_by_name_.try_emplace(name);
+  Member& member = found->second;
+  if (is_new) {
+    member.handle = handle;
+    if (name != self_) {
+      member.outbox = std::make_unique<Outbox>(handle, members_.visitor());
+    }
+  }
+  return member;
+}
+
+// Whether a message goes to the agreement. Of a process that was no member yet, members take only what a newcomer says.
+bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
+  using Kind = elastic::Message::Kind;
+  const auto found = members_by_name_.find(message.from);
+  if (found == members_by_name_.end()) {
+    return false; // nor could it be answered
+  }
+  Member& from = found->second;
+  if (agreement_->view().members.empty()) {
+    return message.kind != Kind::Join; // this is a newcomer itself
+  }
+  if (from.first_rank >= 0) {
+    return true;
+  }
+  if (message.kind == Kind::Join) {
+    if (config_.peers_path.empty() || now < from.not_before) {
+      return false;
+    }
+    from.heard = now;
+    if (from.links && from.outbox->isIdle()) {
+      pingNewcomer(from);
+    }
+    return true;
+  }
+  return message.kind == Kind::Ping || message.kind == Kind::Pong || message.kind == Kind::Promise;
+}
+
+void AgreementDriver::link(const Incarnation& newcomer) {
+  Member& member = members_by_name_.at(newcomer);
+  log(LogLevel::Info, "a process wants to join the elastic group: " + member.handle.who());
+  member.links = true;
+  pingNewcomer(member);
+}
+
+// Its answer at the door says that it can be reached.
+void AgreementDriver::pingNewcomer(Member& newcomer) {
+  PYCOMM_FAULT_POINT("survive.link");
+  elastic::Message ping;
+  ping.kind = elastic::Message::Kind::Ping;
+  ping.from = self_;
+  newcomer.outbox->push(encode(ping));
+}
+
+bool AgreementDriver::findWitness(Member& member) {
+  if (member.asked_witness || member.ended || member.outbox == nullptr || member.handle.watch_name.empty() ||
+      member.handle.host != members_.visitor().self.host) {
+    return false;
+  }
+  member.asked_witness = true;
+  Job find;
+  find.kind = Job::Kind::FindWitness;
+  find.process = member.handle;
+  post(std::move(find));
+  return true;
+}
+
+void AgreementDriver::findWitnessNow(const MemberHandle& process) noexcept {
+  Witnessed witnessed{incarnationOf(process.incarnation), nullptr};
+  try {
+    witnessed.witness = std::make_shared<Witness>(Witness::of(
+        process,
+        process.watch_name,
+        recordKey(process.incarnation, members_.config().security.secret.get()),
+        Deadline::after(kNewWitnessMs)));
+  } catch (const std::exception& error) {
+    log(LogLevel::Info, "the end of " + process.who() + " will not be certified: " + error.what());
+  }
+  inbox_->put(std::move(witnessed));
+}
+
+void AgreementDriver::handleJoining(Event& event, TimePoint now) {
+  const bool is_newcomer = agreement_->view().members.empty();
+  if (const auto* const introduced = std::get_if<Introduced>(&event)) {
+    introduce(introduced->handle);
+  } else if (auto* const witnessed = std::get_if<Witnessed>(&event)) {
+    const auto found = members_by_name_.find(witnessed->name);
+    if (found == members_by_name_.end()) {
+      return;
+    }
+    Member& member = found->second;
+    if (witnessed->witness != nullptr) {
+      member.witness.emplace(std::move(*witnessed->witness));
+    }
+    if (!is_newcomer && member.first_rank < 0) {
+      agreement_->linked(witnessed->name, now);
+    }
+  } else if (auto* const state = std::get_if<State>(&event)) {
+    if (is_newcomer) {
+      takeRoster(std::move(*state));
+    }
+  } else if (const auto* const loaded = std::get_if<Loaded>(&event)) {
+    agreement_->loaded(loaded->step, now);
+  } else if (const auto* const notice = std::get_if<Notice>(&event)) {
+    if (is_newcomer) {
+      inbox_->know(notice->members);
+      asked_.clear();
+      for (const MemberHandle& member : notice->members) {
+        introduce(member);
+        asked_.push_back(incarnationOf(member.incarnation));
+      }
+      ask_again_ = now + kAskEvery;
+    }
+  } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
+    if (const auto found = members_by_name_.find(lost->to); found != members_by_name_.end()) {
+      Member& member = found->second;
+      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kFirstJoinBackOff, kLongestJoinBackOff);
+      member.not_before = now + member.back_off;
+      dropNewcomer(lost->to, lost->why.code, now);
+    }
+  } else if (const auto* const refused = std::get_if<Refused>(&event); refused != nullptr && is_newcomer) {
+    failWith(record(ErrorCode::JoinRefused, refused->why, ""));
+    agreement_->close(now);
+  }
+}
+
+// It may come again.
+void AgreementDriver::dropNewcomer(const Incarnation& newcomer, ErrorCode why, TimePoint now) {
+  Member& member = members_by_name_.at(newcomer);
+  if (agreement_->view().has(newcomer)) {
+    return;
+  }
+  member.links = false;
+  member.heard = TimePoint::max();
+  agreement_->failed(
+      elastic::Agreement::changesMembers(why) ? why : ErrorCode::ConnectionReset, newcomer, now); // the newcomer's only
+}
+
+void AgreementDriver::lookAfterNewcomers(TimePoint now) {
+  if (agreement_->view().members.empty()) {
+    if (now >= ask_again_) {
+      ask_again_ = now + 2 * milliseconds(kJoinAskMs); // or as the answer says
+      Job ask;
+      ask.kind = Job::Kind::Ask;
+      for (const Incarnation& name : asked_) {
+        ask.handles.push_back(members_by_name_.at(name).handle.text());
+      }
+      post(std::move(ask));
+    }
+    return;
+  }
+  std::vector<Incarnation> reached;
+  std::vector<Incarnation> silent;
+  for (auto& [name, member] : members_by_name_) {
+    if (member.first_rank >= 0 || member.heard == TimePoint::max()) {
+      continue;
+    }
+    if (member.links && member.outbox->hasEntered() && member.outbox->isIdle()) {
+      reached.push_back(name);
+    } else if (now >= member.heard + milliseconds(members_.config().dead_after_ms)) {
+      silent.push_back(name);
+    }
+  }
+  for (const Incarnation& name : reached) {
+    Member& member = members_by_name_.at(name);
+    member.links = false;
+    if (!findWitness(member)) { // else when that has been looked for
+      agreement_->linked(name, now);
+      act();
+    }
+  }
+  for (const Incarnation& name : silent) {
+    dropNewcomer(name, ErrorCode::PeerUnresponsive, now);
+    act();
+    inbox_->forget(members_by_name_.at(name).handle.incarnation);
+    members_by_name_.erase(name);
+  }
+}
+
+TimePoint AgreementDriver::newcomersTick() const {
+  TimePoint at = agreement_->view().members.empty() ? ask_again_ : TimePoint::max();
+  for (const auto& [name, member] : members_by_name_) {
+    if (member.first_rank >= 0 || member.heard == TimePoint::max()) {
+      continue;
+    }
+    at = std::min(at, member.heard + milliseconds(members_.config().dead_after_ms));
+  }
+  return at;
+}
+
+std::string AgreementDriver::welcome(const View& view) {
+  std::string fresh;
+  for (const Incarnation& name : view.members) {
+    Member& member = members_by_name_.at(name);
+    if (member.first_rank < 0) {
+      member.first_rank = next_number_++;
+      member.heard = TimePoint::max();
+      member.links = false;
+      inbox_->know({member.handle});
+      if (name == self_) {
+        inbox_->expectState(false);
+      }
+      fresh += (fresh.empty() ? "" : ", ") + who(view, name);
+    }
+  }
+  return fresh;
+}
+
+void AgreementDriver::announce(const View& view) {
+  if (config_.peers_path.empty()) {
+    return;
+  }
+  std::vector<std::string> notice = {config_.description};
+  for (const Incarnation& name : view.members) {
+    notice.push_back(members_by_name_.at(name).handle.text());
+  }
+  inbox_->announce(std::move(notice));
+}
+
+void AgreementDriver::showNewcomers() {
+  Giving giving;
+  const View& view = agreement_->view();
+  if (view.position(self_) == 0) {
+    for (const Incarnation& name : agreement_->loading()) {
+      giving.to.push_back(members_by_name_.at(name).handle);
+    }
+  }
+  if (!giving.to.empty()) {
+    giving.roster.push_back(std::to_string(next_number_));
+    const auto enter = [&](const Incarnation& name) {
+      const Member& member = members_by_name_.at(name);
+      giving.roster.push_back(member.handle.text());
+      giving.roster.push_back(std::to_string(member.first_rank));
+    };
+    std::for_each(view.members.begin(), view.members.end(), enter);
+    for (const MemberHandle& newcomer : giving.to) {
+      enter(incarnationOf(newcomer.incarnation));
+    }
+    const TimePoint now = Clock::now();
+    // Too few members for a step wait for newcomers, and no commit was before.
+    giving.until = pause_until_ > now ? pause_until_ : now + milliseconds(config_.join_pause_ms);
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    giving_ = std::move(giving);
+    if (std::exchange(knows_stop_, false)) {
+      stops_ = 0;
+    }
+  }
+  changed_.notify_all();
+}
+
+// ---- the training thread of rank 0
+
+size_t AgreementDriver::newcomers() {
+  refuseInChild();
+  std::unique_lock<std::mutex> lock(mutex_);
+  (void)waitFor(lock, Deadline::after(kBoundaryMs), [this] { return stops_ == 0 || error_; });
+  const int64_t step = ledger_.state().committed;
+  if (std::exchange(given_at_, step) != step) {
+    given_.clear();
+  }
+  served_ = giving_;
+  std::erase_if(served_.to, [this](const MemberHandle& to) { return given_.count(to.incarnation) != 0; });
+  give_abort_ = served_.to.empty() ? nullptr : std::make_shared<AbortToken>();
+  return served_.to.size();
+}
+
+void AgreementDriver::giveEach(const GiveOne& give_one) {
+  refuseInChild();
+  Giving serving;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    serving = std::exchange(served_, {});
+  }
+  for (const MemberHandle& to : serving.to) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      given_.insert(to.incarnation);
+    }
+    if (auto why = give_one(to, serving)) {
+      log(LogLevel::Warn, "a newcomer, " + to.who() + ", did not get the members' state: " + why->text());
+      inbox_->put(NotGiven{incarnationOf(to.incarnation), *std::move(why)});
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  give_abort_.reset();
+}
+
+void AgreementDriver::give(std::string_view bytes) {
+  giveEach([&](const MemberHandle& to, const Giving& giving) { return giveTo(to, giving, bytes); });
+}
+
+void AgreementDriver::refuse(const std::string& why) {
+  giveEach([&](const MemberHandle& to, const Giving& /*giving*/) {
+    refuseOne(to, why);
+    return record(ErrorCode::PeerLeft, why, "");
+  });
+}
+
+namespace {
+
+void sayAtDoor(Link& link, const std::vector<std::string_view>& words, Deadline deadline, const AbortToken& abort) {
+  if (askDoor(link, words, deadline, abort).front() != door_answer::kHere) {
+    throw Error(ErrorCode::PeerLeft, "it does not take the members' state");
+  }
+}
+
+} // namespace
+
+std::unique_ptr<Link> AgreementDriver::openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
+    const {
+  const Visitor from = members_.visitor();
+  Knocked knocked = knock(to, from, deadline, abort);
+  if (knocked.link == nullptr) {
+    throw Error(knocked.nobody_listens ? ErrorCode::PeerDead : ErrorCode::ConnectFailed, knocked.why);
+  }
+  const std::string self = from.self.text();
+  sayAtDoor(*knocked.link, {door_request::kGive, to.incarnation, from.self.incarnation, self}, deadline, abort);
+  return std::move(knocked.link);
+}
+
+std::optional<ErrorRecord> AgreementDriver::giveTo(
+    const MemberHandle& to,
+    const Giving& giving,
+    std::string_view bytes) {
+  const Deadline deadline = Deadline::at(giving.until);
+  const std::shared_ptr<AbortToken> abort = [this] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return give_abort_;
+  }();
+  if (abort == nullptr) {
+    return std::nullopt;
+  }
+  size_t given = 0;
+  try {
+    const std::unique_ptr<Link> link = openToGive(to, deadline, *abort);
+    const std::string step = std::to_string(steps());
+    const std::string nbytes = std::to_string(bytes.size());
+    std::vector<std::string_view> begin = {door_request::kState, kStateBegins, step, nbytes};
+    begin.insert(begin.end(), giving.roster.begin(), giving.roster.end());
+    sayAtDoor(*link, begin, deadline, *abort);
+    while (given < bytes.size()) {
+      PYCOMM_FAULT_POINT("survive.give");
+      const std::string_view part = bytes.substr(given, kStatePartNbytes);
+      sayAtDoor(*link, {door_request::kState, kStatePart, part}, deadline, *abort);
+      given += part.size();
+    }
+    return std::nullopt;
+  } catch (const Error& error) {
+    if (!deadline.expired() && abort->aborted()) { // a member has died: the newcomer gets the state of the next epoch
+      const std::lock_guard<std::mutex> lock(mutex_);
+      given_.erase(to.incarnation);
+      return std::nullopt;
+    }
+    if (!deadline.expired()) {
+      return error.record();
+    }
+  }
+  const std::string why = "The members' state has " + std::to_string(bytes.size()) + " bytes, of which " +
+      std::to_string(given) + " reached this process within their join_pause=" + secondsOf(config_.join_pause_ms) +
+      " s. They go on without it. Try: a longer join_pause on the members.";
+  refuseOne(to, why);
+  return record(ErrorCode::PeerUnresponsive, why, "");
+}
+
+void AgreementDriver::refuseOne(const MemberHandle& to, const std::string& why) const noexcept {
+  try {
+    const Deadline until = Deadline::after(kRefusalMs);
+    const AbortToken none;
+    sayAtDoor(*openToGive(to, until, none), {door_request::kState, kStateRefused, why}, until, none);
+  } catch (const std::exception&) { // it is stopped, or gone
+  }
+}
+
+// ---- the groups' thread
+
+// Under another name first, so that who reads it finds all or nothing.
+void AgreementDriver::writePeers(const std::vector<std::string>& handles, uint64_t epoch) const {
+  if (config_.peers_path.empty() || handles.front() != members_.handle()) {
+    return;
+  }
+  const std::string draft = config_.peers_path + "." + members_.visitor().self.incarnation;
+  std::ofstream file(draft, std::ios::trunc);
+  file << "# members of an elastic training, epoch " << epoch << "\n";
+  for (const std::string& handle : handles) {
+    file << handle << "\n";
+  }
+  file.close();
+  if (!file || std::rename(draft.c_str(), config_.peers_path.c_str()) != 0) {
+    (void)std::remove(draft.c_str());
+    log(LogLevel::Warn,
+        "the handles of the elastic group's members could not be written to " + config_.peers_path +
+            ", so processes that read it may not find them");
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/unique_fd.h"
+#include "engine/meeting/door.h"
+#include "engine/survive/agreement_driver.h"
+
+namespace pycomm {
+
+[[nodiscard]] inline elastic::Incarnation incarnationOf(const ProcessId& id) {
+  return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
+}
+
+/// The door brings messages here, on the control loop; groups and the groups' thread bring the rest. Any thread.
+class AgreementDriver::Inbox final : public Door::Mailbox {
+ public:
+  Inbox() : wake_(UniqueFd::from([] { return ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
+    if (!wake_) {
+      throw Error(systemError(ErrorCode::SystemError, "no eventfd", errno));
+    }
+  }
+
+  /// These may bring messages, for good; all others are newcomers, of which the last kMostStrangers may.
+  void know(const std::vector<MemberHandle>& members) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const MemberHandle& member : members) {
+      doors_[member.incarnation] = member.door;
+      std::erase(strangers_, member.incarnation);
+    }
+  }
+  /// This one is known no more.
+  void forget(const ProcessId& stranger) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    doors_.erase(stranger);
+    std::erase(strangers_, stranger);
+  }
+  /// The answer to a process that wants to join: the text that it compares with its own, and the members' handles.
+  void announce(std::vector<std::string> notice) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    notice_ = std::move(notice);
+  }
+  /// Whether parts of the members' state are taken: this process is a newcomer.
+  void expectState(bool expects) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    expects_state_ = expects;
+    state_ = {};
+    giver_.clear();
+  }
+
+  [[nodiscard]] bool knows(const ProcessId& from, const std::string& handle, const std::optional<ProcessId>& door)
+      override;
+  void deliver(const ProcessId& from, const std::string& bytes) override;
+  [[nodiscard]] std::vector<std::string> notice() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return notice_;
+  }
+  [[nodiscard]] bool take(const ProcessId& from, const std::vector<std::string>& words) override;
+
+  void put(Event event, size_t most = SIZE_MAX) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    putLocked(std::move(event), most);
+  }
+  void leave() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    leaving_ = true;
+    ring();
+  }
+
+  struct Taken {
+    std::deque<Event> events;
+    bool leaving = false;
+  };
+  [[nodiscard]] Taken take() {
+    uint64_t rung = 0;
+    (void)::read(wake_.get(), &rung, sizeof rung);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {std::exchange(events_, {}), leaving_};
+  }
+  [[nodiscard]] int fd() const noexcept {
+    return wake_.get();
+  }
+
+ private:
+  void putLocked(Event event, size_t most) {
+    if (events_.size() < most) {
+      events_.push_back(std::move(event));
+      ring();
+    }
+  }
+  void ring() const noexcept {
+    const uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof one);
+  }
+
+  const UniqueFd wake_;
+  mutable std::mutex mutex_; ///< guards the rest
+  std::map<ProcessId, ProcessId> doors_; ///< of those that may bring messages
+  std::deque<ProcessId> strangers_; ///< of these, those that are no members, the newest last
+  std::vector<std::string> notice_;
+  bool expects_state_ = false;
+  ProcessId giver_; ///< of the state that comes
+  State state_; ///< its parts so far
+  size_t state_nbytes_ = 0; ///< when it is complete
+  std::deque<Event> events_;
+  bool leaving_ = false;
+};
+
+} // namespace pycomm

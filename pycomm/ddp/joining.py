@@ -1,0 +1,172 @@
+"""How a process becomes a member of an elastic training that runs.
+
+A module of its own, because torch's decorator imports torch's compiler, which
+takes about as long as torch itself.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pycomm._group.creation import native_backend
+from pycomm._group.model_check import first_difference
+from pycomm._native import loader
+from pycomm.ddp.elastic import Elastic
+from pycomm.errors import InvalidArgumentError, JoinRefusedError, RendezvousTimeoutError
+
+logger = logging.getLogger("pycomm")
+_ASK_MS = 5000
+_PAUSE_S = 0.1
+
+
+def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
+    """Handles of the members, as one of them has said.
+
+    Raises:
+        JoinRefusedError: Their model or options differ from ``description``, or the file is none.
+        RendezvousTimeoutError: No member has answered within ``join_wait``.
+    """
+    backend = native_backend(group)
+    assert elastic.peers is not None
+    deadline_s = time.monotonic() + elastic.join_wait
+    while True:
+        handles, why = _read(elastic.peers)
+        if handles:
+            left_ms = round((deadline_s - time.monotonic()) * 1000)
+            try:
+                answer = loader.native.ask_members(backend, handles, max(1, min(left_ms, _ASK_MS)))
+            except InvalidArgumentError as error:
+                raise JoinRefusedError(
+                    f"{elastic.peers} is not a file of handles, as members of an elastic training "
+                    f"write it: {error}. Try: the peers= of the members"
+                ) from error
+            if not isinstance(answer, str):
+                theirs, members = answer
+                if theirs != description:
+                    raise JoinRefusedError(
+                        "this process cannot join an elastic training: "
+                        + first_difference(theirs, description, "the members", "this process")
+                        + ". Try: the members' model and options"
+                    )
+                return list(members)
+            why = f"{elastic.peers} names {answer}"
+        if time.monotonic() >= deadline_s:
+            raise RendezvousTimeoutError(
+                f"no member of an elastic training answered within join_wait={elastic.join_wait:g} "
+                f"s (timed out): {why}. Try: see whether the members run, write the same file, and "
+                "are reached from this host; a process that is to begin a training is made without "
+                "join=True"
+            )
+        time.sleep(_PAUSE_S)
+
+
+def _read(path: str) -> tuple[list[str], str]:
+    """The handles in a file, or none and why."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = [line.strip() for line in file]
+    except OSError as error:
+        return [], f"{path} cannot be read ({error.strerror})"
+    return [line for line in lines if line and not line.startswith("#")], f"{path} has no handles"
+
+
+def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
+    """Blocks until this process is a member. Returns what the reducer takes over.
+
+    Raises:
+        JoinRefusedError: The state does not fit, or did not come within ``join_pause``.
+        RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
+    """
+    shared: Mapping[str, Any] = {}
+    try:
+        while (state := agreement.pull()) is not None:
+            shared = _load(state, model)
+            agreement.loaded()
+    except BaseException:
+        agreement.close()
+        raise
+    return shared
+
+
+def _load(state: bytes, model: Any) -> Mapping[str, Any]:
+    try:
+        loaded = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise JoinRefusedError(
+            f"the members' state cannot be read here: {error}. Try: objects in state= whose "
+            "state_dict() has tensors, numbers, texts, lists and dicts only"
+        ) from error
+    with torch.no_grad():
+        for name, tensor in _tensors(model).items():
+            tensor.copy_(loaded["tensors"][name])
+    trained = set(loaded["trained"])
+    for name, parameter in model.module.named_parameters():
+        parameter.requires_grad_(name in trained)
+    for mine, theirs in zip(model._elastic.state, loaded["state"], strict=True):
+        try:
+            mine.load_state_dict(theirs)
+        except Exception as error:
+            raise JoinRefusedError(
+                f"the members' state of a {type(mine).__name__} in state= cannot be loaded here: "
+                f"{error}. Try: make it with the same arguments on all ranks"
+            ) from error
+    shared: Mapping[str, Any] = loaded["shared"]
+    return shared
+
+
+def take_over(reducer: Any, shared: Mapping[str, Any]) -> None:
+    """What ``pull()`` returned, to a reducer that was made since."""
+    reducer.set_shared(shared["exponents"], shared["order"], shared["agreed"])
+    reducer.set_passes(shared["passes"])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def give_state(model: Any, args: object) -> None:
+    """Before a forward with gradients: gives newcomers the state of all members, if rank 0."""
+    if not torch.is_grad_enabled():
+        return
+    agreement = model._agreement
+    if agreement.newcomers() == 0:
+        return
+    try:
+        state = _packed(model)
+    except Exception as error:  # of a state_dict(): the training goes on
+        logger.exception("the state for a process that wants to join could not be read")
+        agreement.refuse(f"The members' state could not be read there: {error!r}.")
+    else:
+        agreement.give(state)
+
+
+def _packed(model: Any) -> memoryview:
+    order, agreed = model.reducer.order()
+    parameters = model.module.named_parameters()
+    packed = io.BytesIO()
+    torch.save(
+        {
+            "tensors": _tensors(model),
+            "trained": [name for name, parameter in parameters if parameter.requires_grad],
+            "state": [each.state_dict() for each in model._elastic.state],
+            "shared": {
+                "exponents": model.reducer.exponents(),
+                "order": order,
+                "agreed": agreed,
+                "passes": model.reducer.passes(),
+                "steps": model.elastic.step,
+            },
+        },
+        packed,
+    )
+    return packed.getbuffer()
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, but for those that the wrapper ignores."""
+    module = model.module
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: each.detach() for name, each in named if name not in model.parameters_to_ignore}
