@@ -233,7 +233,7 @@ class _Round:
         return BY_CODE[code](f"{summary} Try: {hint}", record)
 
     def _forget_earlier(self) -> None:
-        # All ranks have come to this round, so each has read the verdicts of the earlier ones. A late
+        # All ranks have come to this round, so each has read earlier verdicts. A late
         # rank needs those: only a complete round may delete them.
         first = _first_kept.get(self.group, 1)
         _first_kept[self.group] = self.number

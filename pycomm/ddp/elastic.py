@@ -220,7 +220,7 @@ class ElasticGroup:
             print(model.elastic.mean(loss))
 
         Args:
-            value: A number; or a tensor of floats of any shape, the same on all members, on the CPU.
+            value: A number; or a tensor of floats of any shape, the same on all, on the CPU.
                 It is summed in float64.
             weight: How much this member counts; 0 if its value is not to count at all. None: with
                 the wrapper's ``weight="samples"`` by its samples in the last step, so that a mean

@@ -106,9 +106,9 @@ def trained_alike(step: int, trained: Sequence[int], members: Sequence[int]) -> 
         other = next(each for each, count in enumerate(trained) if count != trained[0])
         raise RuntimeError(
             f"step {step} has used up {trained[0]} batches on rank {members[0]} of the model's "
-            f"group and {trained[other]} on rank {members[other]}, so the batches of BalancedSampler "
-            "no longer belong together. Try: drop a pass that accumulates, by zero_grad(), on all "
-            "ranks or on none"
+            f"group and {trained[other]} on rank {members[other]}, so the batches of "
+            "BalancedSampler no longer belong together. Try: drop a pass that accumulates, by "
+            "zero_grad(), on all ranks or on none"
         )
     return trained[0]
 

@@ -328,7 +328,8 @@ class AgreementDriver final : public Engine::Maker {
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   const elastic::Incarnation self_;
   const std::shared_ptr<Inbox> inbox_;
-  std::map<elastic::Incarnation, int> job_ranks_; ///< of the first members; whoever has others by its side calls all by their places
+  std::map<elastic::Incarnation, int>
+      job_ranks_; ///< of the first members; beside others, members are called by their places
 
   // The agreement thread's, once that runs:
   std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
