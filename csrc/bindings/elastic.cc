@@ -1,3 +1,5 @@
+#include <torch/csrc/utils/pybind.h>
+
 #include <exception>
 #include <memory>
 #include <string>
