@@ -577,6 +577,49 @@ TEST_P(FarAhead, ASenderThatLeavesWithAQueueIsNamed) {
       over(GetParam()));
 }
 
+// What a rank may announce beyond its bound is what it was asked for and has not brought yet.
+TEST_P(FarAhead, QuestionsThatHaveBroughtTheirMessagesCountNoMore) {
+  constexpr size_t kCount = 20000;
+  std::atomic<bool> looked{false};
+  runRanks(
+      2,
+      [&](Rank& self) {
+        Numbers others(kCount);
+        Numbers wanted(50);
+        std::vector<std::shared_ptr<Operation>> operations;
+        const bool sends = self.rank == 0;
+        const auto start = [&](uint32_t tag, std::vector<float>& values) {
+          return sends ? send(self, 1, tag, values, kPatientMs) : receive(self, 0, tag, values, kPatientMs);
+        };
+        for (auto& values : sends ? others.values : wanted.values) {
+          operations.push_back(start(sends ? 1 : 2, values));
+        }
+        for (size_t i = 0; !sends && i < operations.size(); ++i) {
+          expectDone(operations[i], kPatientMs); // behind the pool: questions bring them
+        }
+        for (auto& values : sends ? wanted.values : others.values) {
+          operations.push_back(start(sends ? 2 : 1, values));
+        }
+        for (const auto& operation : operations) {
+          expectDone(operation, kPatientMs);
+        }
+        if (sends) {
+          while (!looked) { // when it leaves, nothing is asked of it any more
+            std::this_thread::yield();
+          }
+          return;
+        }
+        size_t asked = self.group.usage().tables.asked;
+        for (const Deadline soon = Deadline::after(1000); asked != 0 && !soon.expired();) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          asked = self.group.usage().tables.asked;
+        }
+        EXPECT_EQ(asked, 0U);
+        looked = true;
+      },
+      over(GetParam()));
+}
+
 INSTANTIATE_TEST_SUITE_P(Transports, FarAhead, ::testing::ValuesIn(kTransports), [](const auto& info) {
   return info.param == Transport::Tcp ? "Tcp" : "SharedMemory";
 });
