@@ -339,11 +339,8 @@ std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
 }
 
 double Reducer::weightUnsynced() {
-  if (const std::unique_lock turn = turnUnlessReducing(); turn.owns_lock()) {
-    return weights().unsynced();
-  }
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.unsynced;
+  const std::lock_guard lock(mutex_);
+  return weights().unsynced();
 }
 
 void Reducer::setWeightUnsynced(double weight) {
@@ -352,11 +349,8 @@ void Reducer::setWeightUnsynced(double weight) {
 }
 
 PassWeights::Accumulated Reducer::weighed() {
-  if (const std::unique_lock turn = turnUnlessReducing(); turn.owns_lock()) {
-    return weights().accumulated();
-  }
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.weighed;
+  const std::lock_guard lock(mutex_);
+  return weights().accumulated();
 }
 
 int64_t Reducer::weighedSteps() {
@@ -365,11 +359,8 @@ int64_t Reducer::weighedSteps() {
 }
 
 int64_t Reducer::lastComputeNs() {
-  if (const std::unique_lock turn = turnUnlessReducing(); turn.owns_lock()) {
-    return weights().lastComputeNs();
-  }
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.last_compute_ns;
+  const std::lock_guard lock(mutex_);
+  return weights().lastComputeNs();
 }
 
 void Reducer::setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns) {
@@ -575,13 +566,6 @@ void Reducer::show() {
   shown_.rank = rank_;
   shown_.leads = group_.rank() == 0;
   shown_.members = members_;
-}
-
-void Reducer::showWeights() {
-  const std::lock_guard lock(shown_mutex_);
-  shown_.weighed = weights_->accumulated();
-  shown_.last_compute_ns = weights_->lastComputeNs();
-  shown_.unsynced = weights_->unsynced();
 }
 
 void Reducer::showBuckets() {

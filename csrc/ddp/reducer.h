@@ -106,7 +106,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setWeightUnsynced(double weight);
   /// Steps on record.
   [[nodiscard]] int64_t weighedSteps();
-  /// During a backward pass that reduces as before it, as these three are part of a checkpoint.
   [[nodiscard]] PassWeights::Accumulated weighed();
   [[nodiscard]] int64_t lastComputeNs();
   void setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns);
@@ -265,14 +264,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     int rank = 0;
     bool leads = false; ///< rank 0 of the newest members
     std::vector<int> members; ///< with a StepAgreement
-    PassWeights::Accumulated weighed; ///< before the last pass that reduced; this and the next two if ranks are weighed
-    int64_t last_compute_ns = PassWeights::kUnknown;
-    double unsynced = 0;
     std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
     bool reduces = false; ///< a pass that reduces is under way
   };
   void show(); ///< with the turn
-  void showWeights(); ///< likewise
   void showBuckets(); ///< likewise
   void showIfIdle();
   [[nodiscard]] std::unique_lock<PassLock> turnUnlessReducing();

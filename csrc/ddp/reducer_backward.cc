@@ -195,9 +195,6 @@ void Reducer::beginPass() {
   }
   pass_.begin();
   if (weights_.has_value()) {
-    if (pass_.reducing()) {
-      showWeights();
-    }
     weights_->begin(forward_weight_, trained(), pass_.reducing());
   }
   show();

@@ -283,7 +283,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has the
         loss that this rank has not sent yet: a float32 tensor per parameter name. Save and load it
         on every rank, since each has its own.
-        During a backward pass that reduces it is the one of before the pass, without residuals.
+        During a backward pass it comes without residuals, as if the step had been dropped. With
+        ``weight`` take it between two passes: "weighed" would count the pass under way.
 
         A wrapper of the same options that loads it continues bit by bit as this one would.
         """

@@ -99,42 +99,6 @@ def a_state_is_taken_while_backward_waits(rank: int, world_size: int) -> None:
     assert "residuals" in model.communication_state_dict()
 
 
-def a_state_of_weights_is_taken_in_backward(rank: int, world_size: int) -> None:
-    """By a hook of the last of two passes that accumulate, and while that pass waits."""
-    store = dist.distributed_c10d._get_default_store()
-    model = made(weight="samples")
-    taken: list[Any] = []
-
-    def train(samples: int) -> None:
-        model(torch.ones(samples, 4)).sum().backward()
-
-    def take(*_: object) -> None:
-        taken.append(model.communication_state_dict())
-
-    def handler(*_: object) -> None:
-        take()
-        store.set("handled", "yes")
-
-    train(4)
-    with model.no_sync():
-        train(2 + rank)
-    before = model.communication_state_dict()
-    assert before["weighed"][0] == 2 + rank and before["weighed"][2] == 1
-    model.module[1].weight.register_hook(take)
-    if rank == 1:
-        store.wait(["handled"])
-    else:
-        signal.signal(signal.SIGUSR1, handler)
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
-    train(2 + rank)
-    assert len(taken) == (1 if rank == 1 else 2)
-    for state in taken:
-        assert state["weighed"] == before["weighed"]
-    assert model.communication_state_dict()["weighed"][2] == 0
-
-
 def a_hook_asks(rank: int, world_size: int) -> None:
     want = backward(made(), rank)
     model = made()
@@ -165,7 +129,6 @@ def a_hook_asks(rank: int, world_size: int) -> None:
     [
         a_signal_comes_while_backward_waits,
         a_state_is_taken_while_backward_waits,
-        a_state_of_weights_is_taken_in_backward,
         a_hook_asks,
     ],
 )
