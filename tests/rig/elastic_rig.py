@@ -47,7 +47,7 @@ def agreeing(make: Callable[[Any], Any]) -> Iterator[None]:
 
     before = _elastic.make_agreement
 
-    def replaced(group: Any, elastic: Any) -> Any:
+    def replaced(group: Any, elastic: Any, description: str = "") -> Any:
         return loader.native.StepAgreement(make(group))
 
     _elastic.make_agreement = replaced

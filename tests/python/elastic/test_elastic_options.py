@@ -25,6 +25,15 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
         ({"split_brain": "yes"}, ValueError, "split_brain='yes'"),
         ({"split_brain": True}, ValueError, "split_brain=True"),
         ({"quorum_wait": -1}, ValueError, "quorum_wait"),
+        ({"join": 1}, TypeError, "join=1"),
+        ({"join": True}, ValueError, "join=True needs peers="),
+        ({"state": [nn.Linear(1, 1)]}, ValueError, "state= needs peers="),
+        ({"peers": "file"}, ValueError, "peers= needs state="),
+        ({"peers": 3, "state": [nn.Linear(1, 1)]}, TypeError, "peers=3"),
+        ({"peers": "file", "state": [3]}, TypeError, "an object of int, which has no state_dict"),
+        ({"peers": "file", "state": nn.Linear(1, 1)}, TypeError, "not a list"),
+        ({"join_pause": -1}, ValueError, "join_pause"),
+        ({"join_wait": "1"}, ValueError, "join_wait"),
         ({"global_batch": 4}, TypeError, "global_batch"),
     ],
 )
@@ -56,6 +65,10 @@ def refusals(rank: int, world_size: int) -> None:
             make()
 
     refused("not a pycomm.Elastic", lambda: wrap(Net(), elastic=True), TypeError)
+    joined = pycomm.Elastic(peers="file", state=[nn.Linear(1, 1)])
+    refused("static_graph=True", lambda: wrap(Net(), elastic=joined, static_graph=True))
+    joins = pycomm.Elastic(peers="file", state=[nn.Linear(1, 1)], join=True)
+    refused("the process group has 2 ranks", lambda: wrap(Net(), elastic=joins), ValueError)
     refused(
         "gradient_as_bucket_view=True",
         lambda: wrap(Net(), elastic=elastic, gradient_as_bucket_view=True),

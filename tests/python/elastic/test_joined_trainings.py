@@ -1,0 +1,315 @@
+"""Processes join a training that runs: they have the others' bits from their first step on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_joining import Plan, trains, trains_with_faults
+from ranks import TORCH_DDP, RankResult, Ranks, start_ranks
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(200)]
+
+SHARED: dict[str, Any] = {"transport": "shm"}
+TCP: dict[str, Any] = {"transport": "tcp"}
+
+
+def start(world_size: int, plan: Plan, options: dict[str, Any]) -> Any:
+    return start_ranks(
+        world_size,
+        trains,
+        args=(plan,),
+        pg_options=options,
+        preload=TORCH_DDP,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+def joining(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, join=True)
+
+
+def check(results: Sequence[RankResult]) -> list[dict[str, Any]]:
+    """What they did; raises AssertionError unless they did it alike, and rightly."""
+    text = "\n".join(result.describe() for result in results)
+    by_step: dict[int, tuple[str, tuple[int, ...]]] = {}
+    values = []
+    for result in results:
+        assert result.ok, text
+        value = result.value
+        assert value["error"] is None, (value["error"], text)
+        assert value["wrong"] == "", (value["wrong"], text)
+        numbers = [step["step"] for step in value["steps"]]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), text
+        for step in value["steps"]:
+            known = by_step.setdefault(step["step"], (step["bits"], step["members"]))
+            assert known == (step["bits"], step["members"]), (step["step"], text)
+            assert value["mine"] in step["members"], text
+        values.append(value)
+    return values
+
+
+CASES = [
+    Plan("", 2),
+    Plan("", 2, wire="fp16", adam=False),
+    Plan("", 2, wire="int8"),
+    Plan("", 2, wire="bf16", passes=2),
+    Plan("", 2, options=(("find_unused_parameters", True),)),
+    Plan("", 2, options=(("weight", "samples"),)),
+]
+
+
+@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("case", CASES, ids=["adam", "fp16", "int8", "bf16", "unused", "samples"])
+def test_a_process_joins(case: Plan, options: dict[str, Any], tmp_path: Path) -> None:
+    plan = dataclasses.replace(case, peers=str(tmp_path / "peers"))
+    with start(2, plan, options) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), options) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    values = check(results)
+    assert values[2]["steps"][0]["step"] >= 10
+    assert values[2]["steps"][0]["members"] == (0, 1, 2)
+    assert values[0]["stats"]["joined_ranks"] == 1
+    assert values[2]["stats"]["joined_ranks"] == 0
+
+
+def test_the_first_one_is_alone(tmp_path: Path) -> None:
+    """One process begins, others come: none needs a rank of its own."""
+    plan = Plan(str(tmp_path / "peers"), 2)
+    with start(1, plan, SHARED) as first:
+        first.wait_for_mark(0, "trains")
+        with start(1, joining(plan), SHARED) as second, start(1, joining(plan), SHARED) as third:
+            results = [*first.collect(90), *second.collect(90), *third.collect(90)]
+    assert check(results)[0]["steps"][-1]["members"] == (0, 1, 2)
+
+
+def test_the_place_of_a_dead_rank_is_taken(tmp_path: Path) -> None:
+    """Both founders die one after the other, and the training goes on: nobody has begun it anew."""
+    plan = Plan(str(tmp_path / "peers"), 3)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        running.kill(0)
+        with start(1, joining(plan), SHARED) as second:
+            second.wait_for_mark(0, "trains")
+            running.kill(1)
+            with start(1, joining(plan), SHARED) as third:
+                results = [*second.collect(90), *third.collect(90)]
+            running.collect(30)
+    values = check(results)
+    assert values[0]["steps"][-1]["members"] == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"wide": True}, "'left.weight'"),
+        ({"wire": "bf16"}, "wire_dtype"),
+        ({"settings": (("min_ranks", 2),)}, "elastic"),
+    ],
+)
+def test_another_model_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 2)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, dataclasses.replace(joining(plan), **changes), SHARED) as newcomer:
+            refused = newcomer.collect(60)[0].value["error"]
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    assert refused.is_a("JoinRefusedError") and text in refused.text, refused.text
+    assert "the members" in refused.text
+    check(results)
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 2, settings=(("join_wait", 1.0),))
+    with start(1, joining(plan), SHARED) as newcomer:
+        none = newcomer.collect(60)[0].value
+    assert none["error"].is_a("RendezvousTimeoutError"), none["error"].text
+    assert "cannot be read" in none["error"].text
+    assert 0.9 < none["after_s"] < 10.0
+    with start(1, plan, SHARED) as running:
+        running.wait_for_mark(0, "trains")
+        running.kill(0)
+        running.collect(30)
+    with start(1, joining(plan), SHARED) as newcomer:
+        dead = newcomer.collect(60)[0].value
+    assert dead["error"].is_a("RendezvousTimeoutError"), dead["error"].text
+    assert "pid" in dead["error"].text
+    (tmp_path / "peers").write_text("no handle\n")
+    with start(1, joining(plan), SHARED) as newcomer:
+        wrong = newcomer.collect(60)[0].value
+    assert wrong["error"].is_a("JoinRefusedError"), wrong["error"].text
+
+
+def test_a_state_that_takes_too_long_is_refused(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 2, payload=200 << 20, settings=(("join_pause", 0.1),))
+    with start(2, plan, TCP) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), TCP) as newcomer:
+            refused = newcomer.collect(90)[0].value["error"]
+        assert refused.is_a("JoinRefusedError") and "join_pause" in refused.text, refused.text
+        for rank in (0, 1):  # they go on
+            running.kill(rank)
+        running.collect(30)
+
+
+@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+def test_a_newcomer_dies_while_it_loads(options: dict[str, Any], tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 2)
+    with start(2, plan, options) as running:
+        running.wait_for_mark(0, "step 10")
+        dying = dataclasses.replace(joining(plan), dies=(-1, "loads"))
+        with start(1, dying, options) as newcomer:
+            newcomer.collect(60)
+        with start(1, joining(plan), options) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    check(results)
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_rank_0_dies_while_it_gives(turn: int, tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 3, payload=64 << 20, check=False)
+    with start(3, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            running.wait_for_mark(0, "gives")
+            time.sleep(0.03 * turn)
+            running.kill(0)
+            results = [*running.collect(90), *newcomer.collect(90)]
+    assert results[0].exit_code == -signal.SIGKILL
+    values = check(results[1:])
+    assert values[-1]["steps"][-1]["members"] == (1, 2, 3)
+
+
+def test_two_join_at_once(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 3)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with contextlib.ExitStack() as stack:
+            newcomers: list[Ranks] = [
+                stack.enter_context(start(1, joining(plan), SHARED)) for _ in range(2)
+            ]
+            results = [*running.collect(90), *(each.collect(90)[0] for each in newcomers)]
+    values = check(results)
+    assert values[0]["steps"][-1]["members"] == (0, 1, 2, 3)
+
+
+def changes_of(seed: int, count: int) -> list[bool]:
+    """True: a process joins. False: one is killed. 1 to 4 are left; the last change is a join."""
+    dice = random.Random(seed)
+    alive = 2
+    changes = []
+    for _ in range(count - 1):
+        joins = alive <= 1 or (alive < 4 and dice.random() < 0.5)
+        alive += 1 if joins else -1
+        changes.append(joins)
+    return [*changes, True]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+def test_processes_die_and_join_again_and_again(options: dict[str, Any], tmp_path: Path) -> None:
+    seed = random.randrange(1000)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    changes = changes_of(seed, 30)
+    plan = Plan(str(tmp_path / "peers"), 1 + changes.count(True), wire="int8", check=False)
+    with contextlib.ExitStack() as stack:
+        founders = stack.enter_context(start(2, plan, options))
+        alive = [(founders, 0), (founders, 1)]
+        founders.wait_for_mark(0, "step 10")
+        for joins in changes:
+            if joins:
+                newcomer = stack.enter_context(start(1, joining(plan), options))
+                newcomer.wait_for_mark(0, "trains")
+                alive.append((newcomer, 0))
+            else:
+                running, rank = alive.pop(dice.randrange(len(alive)))
+                running.kill(rank)
+            time.sleep(dice.random() * 0.1)
+        ended = {id(running): running.collect(60) for running, _ in alive}
+        results = [ended[id(running)][rank] for running, rank in alive]
+    values = check(results)
+    assert len(values) >= 2
+
+
+# --- deaths at one place --------------------------------------------------------------------------
+
+
+def start_with_faults(world_size: int, store: Path, plan: Plan) -> Any:
+    return start_ranks(
+        world_size,
+        trains_with_faults,
+        args=(str(store), plan),
+        destroy=False,
+        init="none",
+        only_pycomm=True,
+        preload=TORCH_DDP,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("at", "point"),
+    [
+        ("newcomer", "survive.take:1:kill"),
+        ("newcomer", "survive.take:3:kill"),
+        ("newcomer", "survive.take:2:stop"),
+        ("newcomer", "survive.meet:1:kill"),
+        ("newcomer", "reconfigure.call:2:kill"),
+        ("newcomer", "reconfigure.ready:2:kill"),
+        ("newcomer", "group.joined:2:kill"),
+        ("rank 0", "survive.link:1:kill"),
+        ("rank 0", "survive.give:1:kill"),
+        ("rank 0", "survive.give:3:kill"),
+        ("rank 0", "survive.seal:1:kill"),
+        ("rank 0", "survive.meet:1:kill"),
+        ("rank 1", "survive.link:1:kill"),
+        ("rank 1", "survive.seal:1:kill"),
+        ("rank 1", "survive.meet:1:kill"),
+    ],
+)
+def test_a_process_dies_at_any_place_of_a_join(at: str, point: str, tmp_path: Path) -> None:
+    """The others go on, and the next process that joins becomes a member."""
+    stays = Plan(
+        str(tmp_path / "peers"),
+        4 if at.startswith("rank") else 3,
+        payload=8 << 20,
+        check=False,
+        settings=(("join_pause", 2.0),),
+    )
+    dead = -1
+    with contextlib.ExitStack() as stack:
+        founders = stays
+        if at.startswith("rank"):
+            dead = int(at[-1])
+            founders = dataclasses.replace(stays, struck=(dead, point))
+        running = stack.enter_context(start_with_faults(3, tmp_path / "store", founders))
+        running.wait_for_mark(0, "step 10")
+        first = joining(stays)
+        if at == "newcomer":
+            first = dataclasses.replace(first, struck=(0, point))
+        newcomer = stack.enter_context(start_with_faults(1, tmp_path / "first", first))
+        results = []
+        if at == "newcomer":
+            time.sleep(4.0)
+            newcomer.kill(0)  # where it has not ended
+        else:
+            newcomer.wait_for_mark(0, "trains")
+        second = stack.enter_context(start_with_faults(1, tmp_path / "second", joining(stays)))
+        results = [*running.collect(90), *second.collect(90)]
+        if at != "newcomer":
+            results += newcomer.collect(90)
+    check([result for index, result in enumerate(results) if index != dead])
+    if dead >= 0:
+        assert results[dead].exit_code == -signal.SIGKILL

@@ -1,0 +1,195 @@
+"""A rank of the tests of joining: it founds a training, or joins one, and notes each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from typing import Any
+
+import elastic_training
+import fault_ranks
+import torch
+import torch.distributed as dist
+from elastic_rig import Net
+from rank_child import describe_exception, mark
+
+import pycomm
+from pycomm._native import loader
+
+MOST_STEPS = 40_000
+STEPS_AFTER = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a rank trains."""
+
+    peers: str
+    """The file of handles."""
+    last: int
+    """It ends some steps after a member of this number, or a later one, has come."""
+    join: bool = False
+    wire: str | None = None
+    adam: bool = True
+    passes: int = 1
+    """``accumulate``."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of ``pycomm.Elastic``."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Of the wrapper."""
+    payload: int = 0
+    """Elements of a tensor that is part of the state."""
+    dies: tuple[int, str] = (-1, "")
+    """A member's number (for a process that joins, any number below 0), and where it kills itself:
+    "gives" or "loads"."""
+    struck: tuple[int, str] = (-1, "")
+    """A rank of the founders, or any if it joins, and the fault points that it arms, of the build
+    that has them."""
+    wide: bool = False
+    """Another model."""
+    check: bool = True
+
+
+class Ballast:
+    """A part of the state of a size, in which a process may end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._dies = plan.dies[1]
+        self.armed = plan.join
+        self.values = torch.zeros(max(1, plan.payload), dtype=torch.uint8)
+        self.count = 0
+
+    def _die(self, where: str) -> None:
+        mark(where)
+        if self.armed and self._dies == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._die("gives")
+        return {"values": self.values, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._die("loads")
+        self.values = state["values"]
+        self.count = state["count"]
+
+
+def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
+    """Its members and bits after each step, and its gradients checked against float64."""
+    net = Net()
+    if plan.wide:
+        net.left = torch.nn.Linear(200, 9)
+    if plan.join:
+        with torch.no_grad():
+            for each in net.parameters():
+                each.fill_(7.0)  # which the members' values must replace
+    if plan.adam:
+        optimizer: Any = torch.optim.Adam(net.parameters(), lr=0.003)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.97)
+    ballast = Ballast(plan)
+    ballast.armed = plan.join or rank == plan.dies[0]
+    if plan.join and plan.struck[1]:
+        loader.load().arm_fault_points(plan.struck[1])
+    error: Any = None
+    began_s = time.monotonic()
+    try:
+        model = pycomm.DistributedDataParallel(
+            net,
+            wire_dtype=plan.wire,
+            bucket_cap_mb=0.02,
+            accumulate=plan.passes,
+            elastic=pycomm.Elastic(
+                peers=plan.peers,
+                state=[optimizer, scheduler, ballast],
+                join=plan.join,
+                **dict(plan.settings),
+            ),
+            **dict(plan.options),
+        )
+    except Exception as caught:
+        return {"error": describe_exception(caught), "after_s": time.monotonic() - began_s}
+    if not plan.join and rank == plan.struck[0]:
+        loader.load().arm_fault_points(plan.struck[1])
+    mark("trains")
+    mine = model.elastic.members[model.elastic.rank]
+    oracle = elastic_training.Plan(plan.wire, passes=plan.passes)
+    steps: list[dict[str, Any]] = []
+    wrong = ""
+    left = STEPS_AFTER
+    try:
+        while left > 0 and len(steps) < MOST_STEPS:
+            step = model.elastic.step
+            checks = plan.check and (step < 20 or left < STEPS_AFTER or len(steps) < 20)
+            optimizer.zero_grad()
+            before = [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
+            for number in range(plan.passes):
+                elastic_training.loss_of(model, oracle, mine, step, number).backward()
+            members = model.elastic.members
+            if checks:
+                wrong = wrong or difference(net, before, oracle, members, step)
+            optimizer.step()
+            scheduler.step()
+            ballast.count += 1
+            steps.append(
+                {
+                    "step": step,
+                    "members": members,
+                    "bits": digest(net, optimizer, scheduler, ballast),
+                    "ended_s": time.monotonic(),
+                }
+            )
+            if len(steps) % 10 == 1 or left < STEPS_AFTER:
+                mark(f"step {step}")
+            left -= 1 if max(members) >= plan.last or left < STEPS_AFTER else 0
+    except Exception as caught:
+        error = describe_exception(caught)
+    return {
+        "mine": mine,
+        "steps": steps,
+        "wrong": wrong,
+        "error": error,
+        "stats": dataclasses.asdict(model.stats()),
+    }
+
+
+def difference(
+    net: Net, before: list[torch.Tensor], oracle: Any, members: tuple[int, ...], step: int
+) -> str:
+    """The first wrong average of a step, as float64 has it; "" if there is none."""
+    alone = Net()
+    with torch.no_grad():
+        for each, value in zip((*alone.parameters(), *alone.buffers()), before, strict=True):
+            each.copy_(value)
+    expected = elastic_training.exact(alone, oracle, members, step)
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, each in net.named_parameters():
+        assert each.grad is not None
+        off = float((each.grad - expected[name]).abs().max()) / largest
+        if off > elastic_training.TOLERANCES[oracle.wire] * oracle.passes:
+            return f"step {step}, members {members}, {name}: {off} of the largest gradient"
+    return ""
+
+
+def digest(net: Net, optimizer: Any, scheduler: Any, ballast: Ballast) -> str:
+    """Of all that a process trains with."""
+    tensors = [*net.parameters(), *net.buffers()]
+    for group in optimizer.param_groups:
+        tensors.append(torch.tensor(group["lr"], dtype=torch.float64))
+        for each in group["params"]:
+            state = optimizer.state.get(each, {})
+            tensors += [state[key] for key in sorted(state) if state[key] is not None]
+    tensors.append(torch.tensor([scheduler.last_epoch, ballast.count]))
+    return elastic_training.hash_of(tensors)
+
+
+def trains_with_faults(rank: int, world_size: int, path: str, plan: Plan) -> dict[str, Any]:
+    """The same with the build that has fault points."""
+    fault_ranks.use_fault_build()
+    dist.init_process_group(
+        "pycomm", init_method=f"file://{path}", rank=rank, world_size=world_size
+    )
+    return trains(rank, world_size, plan)
