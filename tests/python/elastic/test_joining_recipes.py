@@ -23,7 +23,7 @@ ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZ
 
 
 class Replica:
-    """One process, or one torchrun, whose output goes to a file."""
+    """One process, or one torchrun, whose output goes to a file. It ends by itself after a while."""
 
     def __init__(self, folder: Path, name: str, *flags: str, torchrun: bool) -> None:
         self.torchrun = torchrun
@@ -58,7 +58,7 @@ class Replica:
 
 @contextlib.contextmanager
 def replica(folder: Path, name: str, *flags: str, torchrun: bool = False) -> Iterator[Replica]:
-    made = Replica(folder, name, "--steps=1000000", "--pause=0.005", *flags, torchrun=torchrun)
+    made = Replica(folder, name, "--steps=20000", "--pause=0.005", *flags, torchrun=torchrun)
     try:
         yield made
     finally:
@@ -76,22 +76,6 @@ def test_processes_by_hand(tmp_path: Path) -> None:
             third.wait_for(r"members \(0, 2\)")
             first.kill()
             third.wait_for(r"members \(2,\)")
-
-
-def test_all_end_with_the_same_bits(tmp_path: Path) -> None:
-    flags = ("--steps=1500", "--pause=0.004")
-    first = Replica(tmp_path, "first", *flags, torchrun=False)
-    try:
-        first.wait_for(r"members \(0,\)")
-        second = Replica(tmp_path, "second", *flags, "--join", torchrun=False)
-        try:
-            ends = [each.wait_for(r"end, (.*)")[1] for each in (first, second)]
-        finally:
-            second.kill()
-    finally:
-        first.kill()
-    assert "members (0, 1)" in second.output.read_text()
-    assert ends[0] == ends[1]
 
 
 def test_one_torchrun_per_replica(tmp_path: Path) -> None:
