@@ -44,7 +44,9 @@ class SshHosts:
         run(*node.command(SSHD, "-E", str(log), "-f", str(self.folder / f"{node.name}.conf")))
         deadline = time.monotonic() + 20
         # The file with its number is there before the number is in it.
-        while "listening on" not in log.read_text() or not (pid.exists() and pid.read_text().strip()):
+        while "listening on" not in log.read_text() or not (
+            pid.exists() and pid.read_text().strip()
+        ):
             assert time.monotonic() < deadline, f"sshd did not start: {log.read_text()}"
             time.sleep(0.02)
         self.servers[node.name] = int(pid.read_text())
