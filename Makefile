@@ -32,17 +32,17 @@ demo: ## train on handwritten digits over two ranks
 	$(BOOTSTRAP) --group demo
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_digits.py
 
-test: ## C++ and Python tests, without those of `make share`
+test: ## C++ and Python tests without a mark: the first of four rings
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python tools/run_tests.py
+	@$(BIN)/python tools/run_tests.py test
 
-share: ## today's fifth of the slow Python tests and fault cases; SHARE=2 chooses another
+ci_tests: ## those of the second ring, which .ci/run runs too: slow ones, and those that inject faults
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python tools/python_tests.py -m "in_shares or faults" $(ARGS)
+	@$(BIN)/python tools/run_tests.py ci
 
 cpp: ## C++ tests only
 	$(BOOTSTRAP) --no-torch
-	@$(BIN)/python tools/cpp.py plain
+	@$(BIN)/python tools/cpp.py plain $(ARGS)
 
 files: ## the extension compiled file by file, so that a missing include shows; into build/files
 	$(BOOTSTRAP) --group test
@@ -61,7 +61,7 @@ strict: ## C++ tests file by file, without precompiled headers, so that a missin
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py strict
 
-# A fifth of the slow tests on each day; SHARE=2 chooses another, ARGS=--all-cases runs all.
+# Without those that tests/cpp/slow_tests.txt lists; ARGS=--slow runs only them, as `make nightly` does.
 asan: ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py asan $(ARGS)
@@ -70,14 +70,9 @@ tsan: ## C++ tests under ThreadSanitizer
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py tsan $(ARGS)
 
-# Of the Python tests of tests/python/seam_tests.txt a fifth on each day, as above. seam_all runs those that are not listed.
-seam: ## the extension under AddressSanitizer and UndefinedBehaviorSanitizer, and today's fifth of the Python tests listed for it
+seam: ## the extension under the same sanitizers, with some Python tests; ARGS=--listed: with more of them, ARGS=--all: with the rest
 	$(BOOTSTRAP) --group test --no-build
 	@$(BIN)/python tools/seam.py $(ARGS)
-
-seam_all: ## all Python tests that are not listed, under the same sanitizers
-	$(BOOTSTRAP) --group test --no-build
-	@$(BIN)/python tools/seam.py --all $(ARGS)
 
 fuzz: ## fuzz the code that reads bytes from outside, guided by coverage, with clang; ARGS="--seconds 3600 frames"
 	$(BOOTSTRAP) --no-torch
@@ -91,26 +86,32 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
 
-TCP_TESTS = collectives/test_collectives_basic collectives/test_async_work faults/test_error_contract \
-  faults/test_faults_basic collectives/test_random_programs collectives/test_support ddp/test_torch_ddp \
-  faults/test_life_cycle service/test_service service/test_service_ends service/test_service_restarts \
-  service/test_service_strangers
-tcp: ## today's fifth of twelve files of Python tests, over TCP instead of shared memory and Unix sockets; ARGS=--all-cases: all
+TCP_SAMPLE = collectives/test_collectives_basic collectives/test_async_work faults/test_error_contract service/test_service_ends
+TCP_TESTS = $(TCP_SAMPLE) faults/test_faults_basic collectives/test_random_programs collectives/test_support ddp/test_torch_ddp \
+  faults/test_life_cycle service/test_service service/test_service_restarts service/test_service_strangers
+tcp: ## four files of Python tests over TCP instead of shared memory and Unix sockets
 	$(BOOTSTRAP) --group test
-	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py --all-in-shares \
-	  $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
+	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py $(patsubst %,tests/python/%.py,$(TCP_SAMPLE)) $(ARGS)
+
+tcp_all: ## twelve files of them, with every case
+	$(BOOTSTRAP) --group test
+	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py --ring test,ci,nightly $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
 
 faults: ## the Python tests that kill, stop or starve ranks, every case of them
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python -m pytest --require-native -m faults --all-faults $(ARGS)
+	@$(BIN)/python -m pytest --require-native -m faults --ring test,ci,nightly $(ARGS)
 
 fault_build: ## the extension with fault points, in build/faults: what the fault tests load
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
-nightly: ## the steps that take hours; PART=2 runs an hour of it, STEPS="fuzz1 tests" these, ARGS=--list names them
+nightly: ## the third ring, within three hours on 2 cores; STEPS="fuzz tests" runs these steps, ARGS=--list names them
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python tools/nightly.py $(if $(PART),--part $(PART)) $(STEPS) $(ARGS)
+	@$(BIN)/python tools/nightly.py $(STEPS) $(ARGS)
+
+release: ## the fourth, without a limit: also other torches, hours of fuzzing, every mutation
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python tools/nightly.py --release $(STEPS) $(ARGS)
 
 simulate: ## seeds of the simulator; ARGS="--seeds 100000": so many of each kind
 	$(BOOTSTRAP) --no-torch
@@ -118,9 +119,9 @@ simulate: ## seeds of the simulator; ARGS="--seeds 100000": so many of each kind
 
 integrations: ## other libraries over pycomm; installs Lightning, Accelerate, transformers. A run of all tests is written to docs
 	$(BOOTSTRAP) --group test --group integrations
-	@$(BIN)/python -m pytest --require-native tests/integrations \
+	@$(BIN)/python -m pytest --require-native tests/integrations --ring test,ci,nightly \
 	  --integration-results docs/integrations.json $(ARGS); code=$$?; \
-	  $(BIN)/python tools/integration_table.py && exit $$code
+	  $(BIN)/python tools/doc_tables.py integrations && exit $$code
 
 torchrec: ## TorchRec over pycomm, in an environment of its own; ARGS="-k plan"
 	$(BOOTSTRAP) --group test
@@ -169,5 +170,5 @@ site: ## the documents as a website in build/site; every link is checked, and ea
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/torch_* pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations torchrec bench torch_suite other_torch files lint \
+.PHONY: help venv demo test ci_tests cpp cuda gpu strict asan tsan seam fuzz wheel py tcp tcp_all faults fault_build nightly release simulate integrations torchrec bench torch_suite other_torch files lint \
   format layers typecheck stubs stubs_check site clean

@@ -26,8 +26,8 @@ def open_groups(names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
     """
     modes = {
         "pycomm:nccl": pycomm.Options(cuda_mode="nccl"),
-        "pycomm:host": pycomm.Options(cuda_mode="tcp"),
-        "pycomm:wire": pycomm.Options(cuda_mode="tcp", transport="tcp"),
+        "pycomm:host": pycomm.Options(cuda_mode="host"),
+        "pycomm:wire": pycomm.Options(cuda_mode="host", transport="tcp"),
     }
     groups = {}
     for name in names:

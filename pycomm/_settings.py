@@ -32,7 +32,11 @@ _OF_TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _OF_TORCH |= {f"torch.{dtype}": name for dtype, name in _OF_TORCH.items()}
 
 
-def wire_dtype_name(where: str, value: object, *, or_none: bool = False) -> str:
+AS_THE_GROUP = "group"
+"""The default ``wire_dtype`` of a wrapper: as the group's own."""
+
+
+def wire_dtype_name(where: str, value: object) -> str:
     """One of ``WIRE_DTYPES``: "fp16" for "FP16", "float16", "torch.float16", ``torch.float16``.
 
     Every wire dtype that a user may pass goes through here.
@@ -40,16 +44,30 @@ def wire_dtype_name(where: str, value: object, *, or_none: bool = False) -> str:
     Args:
         where: The option or variable, in errors.
         value: A name, in upper or lower case, or a dtype of torch.
-        or_none: Whether the error offers None, too.
 
     Raises:
         ValueError: It is no wire dtype.
     """
+    return _wire_dtype_name(where, value, WIRE_DTYPES)
+
+
+def wrapper_wire_dtype(where: str, value: object) -> str:
+    """What a wrapper may be given: also None, which is "fp32", and ``AS_THE_GROUP``.
+
+    Raises:
+        ValueError: It is no wire dtype.
+    """
+    if value is None:
+        return "fp32"
+    return _wire_dtype_name(where, value, (AS_THE_GROUP, *WIRE_DTYPES), " or None")
+
+
+def _wire_dtype_name(where: str, value: object, names: tuple[str, ...], more: str = "") -> str:
     text = str(value).strip().lower()
     name = _OF_TORCH.get(text, text)
-    if name in WIRE_DTYPES:
+    if name in names:
         return name
-    allowed = " or ".join([*(["None"] if or_none else []), *map(repr, WIRE_DTYPES)])
+    allowed = " or ".join(map(repr, names)) + more
     nearest = difflib.get_close_matches(text.removeprefix("torch."), WIRE_DTYPES, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise _bad(where, value, allowed + hint)
@@ -203,7 +221,7 @@ class Setting:
     default: object
     variable: str
     doc: str
-    """Markdown, as docs/options.md has it; tools/options_table.py writes it there and into the
+    """Markdown, as docs/options.md has it; tools/doc_tables.py writes it there and into the
     docstring of ``Options``."""
     fallbacks: tuple[str, ...] = ()
     """Variables of other libraries with the same meaning, the first one found wins."""
@@ -292,22 +310,23 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_WIRE_DTYPE",
         "The encoding of large float32 and float64 sums: `fp32` for their own dtype, `fp16`, "
         "`bf16` or `int8`. `float32`, `float16` and `bfloat16`, with or without `torch.`, "
-        "are the first three, and case does not matter, as in every `wire_dtype`. [Averages that "
-        "pycomm makes](codecs.md#what-is-encoded-and-what-is-not) do not use it: "
-        "`DistributedDataParallel` and `StreamingDiLoCo` have a `wire_dtype` of their own, and the "
-        "others are exact. [Codecs](codecs.md)",
+        "are the first three, and case does not matter, as in every `wire_dtype`. "
+        "`DistributedDataParallel` and `StreamingDiLoCo` do as the group unless their own "
+        "`wire_dtype` is another; [other averages that pycomm makes]"
+        "(codecs.md#what-is-encoded-and-what-is-not) are exact. "
+        "[Codecs](codecs.md)",
         same_on_all_ranks=True,
     ),
     Setting(
         "cuda_mode",
-        _one_of("auto", "nccl", "tcp"),
+        _one_of("auto", "nccl", "host"),
         "auto",
         "PYCOMM_CUDA_MODE",
-        "How CUDA tensors travel: `tcp` copies them through pinned memory of the host to the same "
+        "How CUDA tensors travel: `host` copies them through pinned memory of the host to the same "
         "engine that serves CPU tensors; `nccl` hands collectives to NCCL, or is an error that "
         "says why not; `auto`: NCCL if every rank has a GPU of its own, NCCL loads and supports "
         "the group's `algorithm` and `wire_dtype`, and it would send nothing in plain in spite of "
-        "a secret, else `tcp`. "
+        "a secret, else `host`. "
         "[CUDA tensors](cuda.md)",
         same_on_all_ranks=True,
     ),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pycomm._settings import wire_dtype_name
+from pycomm._settings import AS_THE_GROUP, wrapper_wire_dtype
 from pycomm.errors import UnsupportedError
 
 ENCODED = ("int8",)
@@ -17,13 +17,13 @@ _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 WireDtype = str | torch.dtype | Mapping[str, str | torch.dtype | None] | None
 """What a caller may pass."""
-Named = str | dict[str, str | None] | None
-"""The same by name."""
+Named = str | dict[str, str]
+"""The same by name; "fp32" for None."""
 _NAMES_SHOWN = 5
 
 
 def named_wire_dtype(wire_dtype: WireDtype) -> Named:
-    """The names of wire dtypes, as ``wire_dtype_name`` reads them.
+    """The names of wire dtypes, as ``wrapper_wire_dtype`` reads them.
 
     Needs no model.
 
@@ -32,14 +32,10 @@ def named_wire_dtype(wire_dtype: WireDtype) -> Named:
     """
     if isinstance(wire_dtype, Mapping):
         return {
-            pattern: _name_of(f"wire_dtype[{pattern!r}]", dtype)
+            pattern: wrapper_wire_dtype(f"wire_dtype[{pattern!r}]", dtype)
             for pattern, dtype in wire_dtype.items()
         }
-    return _name_of("wire_dtype", wire_dtype)
-
-
-def _name_of(where: str, dtype: str | torch.dtype | None) -> str | None:
-    return None if dtype is None else wire_dtype_name(where, dtype, or_none=True)
+    return wrapper_wire_dtype("wire_dtype", wire_dtype)
 
 
 def wire_dtypes(
@@ -47,36 +43,42 @@ def wire_dtypes(
     names: Sequence[str],
     dtypes: Sequence[torch.dtype],
     *,
+    of_group: str = "fp32",
     option: str = "",
 ) -> list[str | None]:
-    """Each parameter's wire dtype, None for its own.
+    """Each parameter's wire dtype, None for its own: so is "fp32".
 
     Patterns are those of ``fnmatch``, in the mapping's order; the first that matches a name wins,
-    and a name that none matches keeps its own dtype. ``option``: its name in errors.
+    and a name that none matches keeps its own dtype. ``of_group``: the group's wire dtype, which
+    float32 gradients take if they do as the group. ``option``: its name in errors.
 
     Raises:
         ValueError: A pattern applies to no parameter.
         UnsupportedError: A parameter is of a dtype that cannot be cast.
     """
     patterns = dict(wire_dtype) if isinstance(wire_dtype, Mapping) else {"*": wire_dtype}
-    chosen: list[str | None] = []
+    chosen: list[str] = []
     won: set[str] = set()
     for name in names:
         winner = next((each for each in patterns if fnmatch.fnmatchcase(name, each)), None)
         if winner is not None:
             won.add(winner)
-        chosen.append(None if winner is None else patterns[winner])
+        chosen.append("fp32" if winner is None else patterns[winner])
     for pattern in patterns:
         if pattern not in won and isinstance(wire_dtype, Mapping):
             raise ValueError(_useless(pattern, list(patterns), names))
+    found: list[str | None] = []
     for name, dtype, wire in zip(names, dtypes, chosen, strict=True):
-        if wire is not None and dtype not in _CASTABLE:
+        if wire == AS_THE_GROUP:  # whose codec leaves other dtypes as they are, too
+            wire = of_group if dtype is torch.float32 else "fp32"
+        found.append(None if wire == "fp32" else wire)
+        if found[-1] is not None and dtype not in _CASTABLE:
             raise UnsupportedError(
                 f"parameter {name!r} is {dtype}; {option or f'wire_dtype={wire!r}'} is for float32,"
                 " float16 and bfloat16. A pattern of wire_dtype that gives it None lets it travel "
                 "as it is."
             )
-    return chosen
+    return found
 
 
 def _useless(pattern: str, patterns: list[str], names: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
 
 def all_reduce(
     tensor: torch.Tensor,
-    wire_dtype: str | torch.dtype,
+    wire_dtype: str | torch.dtype | None,
     *,
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
@@ -67,7 +67,8 @@ def all_reduce(
 
     Args:
         tensor: As for ``dist.all_reduce``.
-        wire_dtype: "fp32", "bf16", "fp16" or "int8"; ``torch.float16`` and the like.
+        wire_dtype: "bf16", "fp16" or "int8"; None or "fp32" for its own dtype; ``torch.float16``
+            and the like.
         op: As for ``dist.all_reduce``.
         group: A group of pycomm; default: the default group.
         residual: (as tensor) float32, contiguous. Error feedback: the same tensor in every call,
@@ -89,7 +90,9 @@ def all_reduce(
     work = loader.native.all_reduce_as(
         native_backend(group),
         tensor,
-        wire_dtype_name("codecs.all_reduce: wire_dtype", wire_dtype),
+        "fp32"
+        if wire_dtype is None
+        else wire_dtype_name("codecs.all_reduce: wire_dtype", wire_dtype),
         residual,
         op,
         async_op,

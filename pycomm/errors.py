@@ -7,7 +7,7 @@ Four families group them by what a program can do: ``PeerError``, ``RendezvousEr
 connection also a ``ConnectionError``. ``record`` holds all known facts about the failure. The text
 is one sentence, the same facts as ``key=value``, and a hint.
 
-tools/errors_table.py writes a part of docs/errors.md from the docstrings of the classes below.
+tools/doc_tables.py writes a part of docs/errors.md from the docstrings of the classes below.
 """
 
 from __future__ import annotations

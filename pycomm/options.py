@@ -88,14 +88,15 @@ class Options:
         wire_dtype: The encoding of large float32 and float64 sums: ``fp32`` for their own dtype,
             ``fp16``, ``bf16`` or ``int8``. ``float32``, ``float16`` and ``bfloat16``, with or
             without ``torch.``, are the first three, and case does not matter, as in every
-            ``wire_dtype``. Averages that pycomm makes (docs/codecs.md) do not use it:
-            ``DistributedDataParallel`` and ``StreamingDiLoCo`` have a ``wire_dtype`` of their own,
-            and the others are exact. Codecs (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``; default: fp32.
-        cuda_mode: How CUDA tensors travel: ``tcp`` copies them through pinned memory of the host to
-            the same engine that serves CPU tensors; ``nccl`` hands collectives to NCCL, or is an
+            ``wire_dtype``. ``DistributedDataParallel`` and ``StreamingDiLoCo`` do as the group
+            unless their own ``wire_dtype`` is another; other averages that pycomm makes
+            (docs/codecs.md) are exact. Codecs (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``; default:
+            fp32.
+        cuda_mode: How CUDA tensors travel: ``host`` copies them through pinned memory of the host
+            to the same engine that serves CPU tensors; ``nccl`` hands collectives to NCCL, or is an
             error that says why not; ``auto``: NCCL if every rank has a GPU of its own, NCCL loads
             and supports the group's ``algorithm`` and ``wire_dtype``, and it would send nothing in
-            plain in spite of a secret, else ``tcp``. CUDA tensors (docs/cuda.md).
+            plain in spite of a secret, else ``host``. CUDA tensors (docs/cuda.md).
             ``PYCOMM_CUDA_MODE``; default: auto.
         segment_nbytes: Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as
             ``262144``, ``"256K"``, ``"1M"``; above 1 MiB it counts as 1 MiB. No effect in shared

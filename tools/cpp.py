@@ -1,19 +1,19 @@
 """Build layers 0 to 3 and run their tests.
 
-    python tools/cpp.py FLAVOUR [--all-cases] [--remember-failures] [CMake arguments]
+    python tools/cpp.py FLAVOUR [--slow] [CMake arguments]
 
 FLAVOUR is a key of FLAVOURS below. $CMAKE_ARGS may hold more arguments for CMake.
 
-Under a sanitizer the tests that tests/cpp/in_shares.txt lists come in shares, a fifth on each day:
-see cpp_shares.py. All of them run with --all-cases, and in the flavours whose names end in _full.
-With --remember-failures tests that fail are added to tests/python/always.txt: they run on every day
-then. Where $GTEST_FILTER is set, it alone chooses the tests.
+tests/cpp/slow_tests.txt lists slow tests of a flavour. They are left out, and with --slow only they
+run: by `.ci/run` for plain, by `make nightly` under sanitizers. The flavours whose names end in
+_full run all tests, with every case. Where $GTEST_FILTER is set, it alone chooses the tests.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import json
 import os
 import platform
@@ -24,11 +24,9 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import cpp_shares
 import machine
 import native
 import reruns
-import shares
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -42,10 +40,11 @@ FLAVOURS = {
     "asan": ["-DPYCOMM_SANITIZE=address,undefined", "-DPYCOMM_WERROR=ON"],
     "tsan": ["-DPYCOMM_SANITIZE=thread", "-DPYCOMM_WERROR=ON"],
 }
-# Every group size and as many seeds as without a sanitizer: `make nightly`.
-IN_SHARES = ("asan", "tsan")
-for name in IN_SHARES:
+# Every group size and more seeds: plain in `make nightly`, the sanitizers in `make release`.
+for name in ("plain", "asan", "tsan"):
     FLAVOURS[f"{name}_full"] = [*FLAVOURS[name], "-DPYCOMM_TEST_IN_FULL=ON"]
+SLOW = ROOT / "tests" / "cpp" / "slow_tests.txt"
+NOT_GTEST = "^(simulator.*|agreement|schedule_cost)$"  # of ctest's tests
 
 GTEST_HINT = """\
 CMake could not configure the tests. If GoogleTest is what it missed, install it (Debian, Ubuntu: \
@@ -126,31 +125,6 @@ def may_run_again(found: Counts, folder: Path) -> bool:
     )
 
 
-_TEST_OR_END = re.compile(
-    r"^\[ +(RUN|OK|FAILED|SKIPPED) +\] (\S+)|^(\d+/\d+ Testing: )|("
-    + "|".join(SANITIZER_REPORTS)
-    + ")",
-    re.MULTILINE,
-)
-
-
-def broken_off(log: str) -> list[str]:
-    """The tests in which a program crashed, ran out of time or printed a sanitizer's report.
-
-    They have left no failure in its results. `log` is what ctest has kept of all programs.
-    """
-    found, running = [], ""
-    for match in _TEST_OR_END.finditer(log + "\n1/1 Testing: "):
-        what, name, program, report = match.groups()
-        if what == "RUN":
-            running = name
-        elif running and (program or report):
-            found.append(running)
-        if what != "RUN" and not report:
-            running = ""
-    return sorted(set(found))
-
-
 def run_again(folder: Path, failed: Mapping[str, Sequence[str]], prefix: Sequence[str]) -> bool:
     """Runs these tests alone, one program at a time; whether they passed.
 
@@ -224,27 +198,54 @@ def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all"
     return folder
 
 
-def in_shares(folder: Path, prefix: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Chooses today's share; returns the environment that runs it, and those tests."""
-    shares.choose()
-    today = os.environ["SHARE"]
-    every = cpp_shares.names(folder, prefix)
-    later = cpp_shares.later(every)
-    print(
-        f"C++: share {today} of {shares.SHARES} (SHARE={today} repeats it), "
-        f"{len(later)} of {len(every)} tests run on other days",
-        flush=True,
-    )
+def names_in(listing: str) -> list[str]:
+    """The tests that --gtest_list_tests has printed."""
+    found, suite = [], ""
+    for line in listing.splitlines():
+        if re.match(r"\S+\.( |$)", line):
+            suite = line.split()[0]
+        elif suite and line.startswith("  "):
+            found.append(suite + line.split()[0])
+    return [name for name in found if "DISABLED_" not in name]
+
+
+def names(folder: Path, prefix: Sequence[str]) -> list[str]:
+    """All tests of the test programs in a build folder."""
+    found = []
+    for program in sorted((folder / "tests" / "cpp").glob("*_test")):
+        command = [*prefix, str(program), "--gtest_list_tests"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found += names_in(done.stdout)
+    return found
+
+
+def slow_patterns(flavour: str, text: str) -> list[str]:
+    """The patterns under the headings that name this flavour, as `[asan tsan]` does."""
+    found, ours = [], False
+    for line in (each.partition("#")[0].strip() for each in text.splitlines()):
+        if line.startswith("["):
+            ours = flavour in line.strip("[]").split()
+        elif line and ours:
+            found.append(line)
+    return found
+
+
+def chosen_of(flavour: str, every: Sequence[str], *, slow: bool) -> tuple[list[str], str]:
+    """The tests of this flavour that run, and the filter that chooses them."""
+    patterns = slow_patterns(flavour, SLOW.read_text())
     # ThreadSanitizer's build has not all programs.
-    if folder.name == "cpp-asan" and (gone := cpp_shares.unmatched(every)):
-        raise SystemExit(f"{cpp_shares.LISTED} names tests that do not exist: {', '.join(gone)}")
-    filters = {"GTEST_FILTER": f"*-{':'.join(later)}"} if later else {}
-    return os.environ | filters, sorted(set(every) - set(later))
+    gone = [each for each in patterns if not fnmatch.filter(every, each)]
+    if gone and flavour != "tsan":
+        raise SystemExit(f"{SLOW} names tests that do not exist: {', '.join(gone)}")
+    listed = [name for name in every if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+    if slow:
+        return listed, ":".join(listed) or "none"
+    return sorted(set(every) - set(listed)), f"*-{':'.join(listed)}" if listed else "*"
 
 
 def main() -> int:
-    options = {"--all-cases", "--remember-failures"} & {*sys.argv[1:]}
-    flavour, *cmake_arguments = [each for each in sys.argv[1:] if each not in options] or ["plain"]
+    slow = "--slow" in sys.argv
+    flavour, *cmake_arguments = [each for each in sys.argv[1:] if each != "--slow"] or ["plain"]
     folder = build(flavour, cmake_arguments)
     if folder is None:
         return 1
@@ -254,13 +255,11 @@ def main() -> int:
     shutil.rmtree(results, ignore_errors=True)
     prefix = test_prefix(flavour)
     ctest = [*prefix, "ctest", "--test-dir", str(folder), "--output-on-failure", "-j", jobs]
-    chosen, wanted = dict(os.environ), list[str]()
-    # A filter of the caller's own chooses, whatever the share.
-    if flavour in IN_SHARES and "--all-cases" not in options and "GTEST_FILTER" not in os.environ:
-        chosen, wanted = in_shares(folder, prefix)
-    elif "GTEST_FILTER" not in os.environ:
-        wanted = sorted(cpp_shares.names(folder, prefix))
-    code = subprocess.run(ctest, env=chosen, check=False).returncode
+    ctest += ["-E", NOT_GTEST] if slow else []
+    env, wanted = dict(os.environ), list[str]()
+    if "GTEST_FILTER" not in env:  # the caller's own filter alone chooses
+        wanted, env["GTEST_FILTER"] = chosen_of(flavour, names(folder, prefix), slow=slow)
+    code = subprocess.run(ctest, env=env, check=False).returncode
     found = counts(results)
     failed = ", ".join(found.names)
     again = ""
@@ -268,16 +267,13 @@ def main() -> int:
         print(f"=== too slow, run again alone: {failed}", flush=True)
         code = 0 if run_again(folder, found.failed, prefix) else code
         again = reruns.report(found.names, code == 0)
-    if code == 0 and wanted and sorted(found.tests) != wanted:
+    if code == 0 and wanted and sorted(found.tests) != sorted(wanted):
         print(f"C++ {flavour}: did not run exactly once: {', '.join(wrong_times(found, wanted))}")
         code = 1
-    if code != 0 and "--remember-failures" in options:
-        log = folder / "Testing" / "Temporary" / "LastTest.log"
-        shares.remember([*found.names, *broken_off(log.read_text(errors="replace"))])
     passed = found.ran - len(found.names) - found.skipped
     print(
-        f"C++ {flavour}: {'passed' if code == 0 else 'FAILED'}, {passed} passed, "
-        f"{len(found.names)} failed, {found.skipped} skipped{again}",
+        f"C++ {flavour}{' slow' if slow else ''}: {'passed' if code == 0 else 'FAILED'}, "
+        f"{passed} passed, {len(found.names)} failed, {found.skipped} skipped{again}",
         flush=True,
     )
     return 1 if code else 0

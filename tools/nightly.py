@@ -1,14 +1,14 @@
-"""Run what takes too long for every change, step by step. `make nightly` does.
+"""Run what takes too long for every change, step by step: `make nightly` and `make release`.
 
-    make nightly                        # every step that has not passed at this commit yet
-    make nightly PART=2                 # those of the second part, of about an hour each
-    make nightly STEPS="fuzz1 tests"     # these, whether or not they have passed
-    make nightly ARGS=--list            # names, minutes and commands
+    make nightly                         # its steps that have not passed at this commit yet
+    make release                         # the same, and those without a limit
+    make nightly STEPS="fuzz tests"      # these, of either, whether or not they have passed
+    make nightly ARGS=--list             # names, minutes and commands
 
 Each step's output goes to build/nightly/<step>.log, its result to build/nightly/summary.json, and
-all results to build/nightly/summary.txt, those of a part to part-<number>.txt. A step that passed
-at this commit is not repeated, so a run that was interrupted goes on where it was. A step that
-skipped everything, because the machine lacks something, has not passed.
+all results to build/nightly/summary.txt. A step that passed at this commit is not repeated, so a
+run that was interrupted goes on where it was. A step that skipped everything, because the machine
+lacks something, has not passed.
 """
 
 from __future__ import annotations
@@ -44,73 +44,67 @@ class Step:
 # Of bytes 0 to 31: for tests.
 _SECRET = "pycomm-secret-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh86oZq"
 
-STEPS = [
-    *(
-        Step(
-            f"mutations{share}",
-            f"{{python}} tests/cpp/proof/programs/mutations.py --share {share}/3",
-            40,
-        )
-        for share in (1, 2, 3)
-    ),
-    Step("security_mutations", "{python} tests/cpp/proof/programs/security_mutations.py", 30),
-    Step("host_mutations", "{python} tests/cpp/proof/programs/host_mutations.py", 8),
-    Step("core_mutations", "{python} tests/cpp/proof/programs/core_mutations.py", 40),
+MUTATIONS = "{python} tests/cpp/proof/programs"
+SOAK = "{python} tests/soak"
+NIGHTLY_MINUTES = 180
+
+NIGHTLY = [
+    Step("tests", "{python} tools/python_tests.py --ring nightly", 45),
+    Step("cpp_full", "{python} tools/cpp.py plain_full", 12),
+    Step("asan_slow", "{python} tools/cpp.py asan --slow", 10),
+    Step("tsan_slow", "{python} tools/cpp.py tsan --slow", 10),
+    Step("seam", "{make} seam ARGS=--listed", 15),
+    Step("tcp", "{make} tcp_all", 15),
+    Step("integrations", "{make} integrations", 10),
+    Step("simulator", "{python} tools/simulate.py --seeds 50000 --remember-failures", 8),
+    Step("host_mutations", f"{MUTATIONS}/host_mutations.py", 8),
+    Step("fuzz", "{make} fuzz", 18),
     Step(
-        "agreement_mutations",
-        "{python} tests/cpp/proof/programs/agreement_mutations.py",
+        "random",
+        "{python} tools/python_tests.py -k 'random_programs or test_callbacks or random_training' "
+        "--programs 1000 --callbacks 1000 --trainings 1000",
         15,
     ),
-    Step("simulator", "{python} tools/simulate.py --seeds 100000 --remember-failures", 15),
-    Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
+    Step("kills", f"{SOAK}/kill.py --kills 100 --limit-ms 30", 3),
+    Step("kills_large", f"{SOAK}/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),
+    Step("rounds", f"{SOAK}/rounds.py --rounds 100000", 5),
+]
+
+RELEASE = [
+    Step("mutations", f"{MUTATIONS}/mutations.py", 120),
+    Step("security_mutations", f"{MUTATIONS}/security_mutations.py", 30),
+    Step("core_mutations", f"{MUTATIONS}/core_mutations.py", 40),
+    Step("agreement_mutations", f"{MUTATIONS}/agreement_mutations.py", 15),
+    Step("simulator_long", "{python} tools/simulate.py --seeds 500000 --remember-failures", 75),
+    Step("release_tests", "{python} tools/python_tests.py --ring release", 15),
+    Step("faults", "{make} faults ARGS=--exact-bounds", 60),
     Step(
         "faults_tcp",
-        "{make} faults TEST_TRANSPORT=tcp ARGS='--exact-bounds --remember-failures "
+        "{make} faults TEST_TRANSPORT=tcp ARGS='--exact-bounds "
         "tests/python/faults/test_fault_matrix.py'",
         10,
     ),
-    *(
-        Step(f"fuzz{number}", f"{{make}} fuzz ARGS='--seconds 600 {targets}'", 52)
-        for number, targets in enumerate(
-            (
-                "hello reply error rank text",
-                "meeting sealed secret door knock",
-                "control bulk frames matching agreement",
-            ),
-            1,
-        )
+    Step(
+        "faults_tls",
+        f"{{make}} faults TEST_TRANSPORT=tcp TEST_SECRET={_SECRET} "
+        "ARGS='tests/python/faults/test_fault_matrix.py "
+        "tests/python/faults/test_fault_networks.py'",
+        16,
     ),
-    Step("asan", "{python} tools/cpp.py asan_full --remember-failures", 40),
-    Step("tsan", "{python} tools/cpp.py tsan_full --remember-failures", 60),
-    Step("seam", "{make} seam ARGS='--all-cases --remember-failures'", 15),
-    Step("seam_all", "{make} seam_all", 60),
-    Step("integrations", "{make} integrations", 15),
+    Step("tls", f"{{make}} tcp_all TEST_SECRET={_SECRET}", 25),
+    Step("fuzz_long", "{make} fuzz ARGS='--seconds 600'", 156),
+    Step("asan_full", "{python} tools/cpp.py asan_full", 40),
+    Step("tsan_full", "{python} tools/cpp.py tsan_full", 60),
+    Step("seam_all", "{make} seam ARGS=--all", 60),
     Step("torchrec", "{make} torchrec", 15),
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
     # Each has a checkout of its own, so the torch of .venv does not matter.
     *(
-        Step(
-            f"torch_{version.replace('.', '_')}",
-            f"{{make}} other_torch TORCH={version}",
-            60,
-        )
+        Step(f"torch_{version.replace('.', '_')}", f"{{make}} other_torch TORCH={version}", 60)
         for version in ("2.14.1", "2.15.0")
     ),
-    Step("tests", "{python} tools/python_tests.py -m nightly", 15),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
-    Step("given_back", "{make} py ARGS='-k test_memory_given_back --all-cases --repeats 10'", 10),
-    Step(
-        "cases", "{python} tools/python_tests.py -m in_shares --all-cases --remember-failures", 30
-    ),
-    Step("tcp", "{make} tcp ARGS='--all-cases --remember-failures'", 20),
-    Step("tls", f"{{make}} tcp TEST_SECRET={_SECRET} ARGS='--all-cases --remember-failures'", 25),
-    Step(
-        "faults_tls",
-        f"{{make}} faults TEST_TRANSPORT=tcp TEST_SECRET={_SECRET} "
-        "ARGS='--remember-failures tests/python/faults/test_fault_matrix.py "
-        "tests/python/faults/test_fault_networks.py'",
-        16,
-    ),
+    Step("given_back", "{make} py ARGS='-k test_memory_given_back --ring all --repeats 10'", 10),
     Step("strict", "{make} strict", 15),
     Step("files", "{make} files", 20),
     Step("wheel", "{make} wheel", 15),
@@ -119,14 +113,12 @@ STEPS = [
     Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
     Step("callbacks", "{make} py ARGS='-k test_callbacks --callbacks 5000'", 30),
     Step("trainings", "{make} py ARGS='-k random_training --trainings 5000'", 30),
-    Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
-    Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),
-    Step("leaks", "{python} tests/soak/leaks.py --kills 1000", 15),
-    Step("exits", "{python} tests/soak/exits.py 100", 5),
-    Step("life", "{python} tests/soak/life.py --repetitions 200", 20),
-    Step("rounds", "{python} tests/soak/rounds.py --rounds 100000", 5),
-    Step("powersgd", "{python} tests/soak/powersgd.py 50", 10),
+    Step("leaks", f"{SOAK}/leaks.py --kills 1000", 15),
+    Step("exits", f"{SOAK}/exits.py 100", 5),
+    Step("life", f"{SOAK}/life.py --repetitions 200", 20),
+    Step("powersgd", f"{SOAK}/powersgd.py 50", 10),
 ]
+STEPS = [*NIGHTLY, *RELEASE]
 
 _MAKES_OWN = re.compile(r"make(\[\d+\])?: ")
 _COUNT = re.compile(r"(\d[\d,]*) (passed|failed|skipped|xfailed|errors?|mutations|seeds|violated)")
@@ -165,7 +157,7 @@ class Result:
         """One line of the table."""
         how = "skipped" if self.skipped else "passed" if self.passed else f"FAILED ({self.code})"
         again = f"; run again: {', '.join(self.reruns)}" if self.reruns else ""
-        return f"{name:<13} {self.seconds:>6} s  {how}: {self.summary}{again}"
+        return f"{name:<19} {self.seconds:>6} s  {how}: {self.summary}{again}"
 
 
 def commit(root: Path = ROOT) -> str:
@@ -177,9 +169,8 @@ def commit(root: Path = ROOT) -> str:
         )
         return done.stdout.strip()
 
-    # Steps write to docs/: their records of integrations are no change of the code.
-    # Steps write these themselves: tables, and the cases that failed.
-    written = ["docs", "tests/python/always.txt", "tests/cpp/proof/seeds.txt"]
+    # Steps write these themselves: tables and records, and seeds that failed.
+    written = ["docs", "tests/cpp/proof/seeds.txt"]
     written = [f":(exclude){each}" for each in written]
     changed = git("status", "--porcelain", "--", ".", *written)
     return git("rev-parse", "HEAD") + (f" with changes at {time.time():.0f}" if changed else "")
@@ -254,32 +245,11 @@ def save(folder: Path, results: Mapping[str, Result], steps: Sequence[Step]) -> 
     (folder / "summary.txt").write_text(table(results, steps))
 
 
-PART_MINUTES = 60
-
-
-def parts(steps: Sequence[Step]) -> list[list[Step]]:
-    """The steps in their order, in parts of at most PART_MINUTES."""
-    found: list[list[Step]] = [[]]
-    for step in steps:
-        if sum(each.minutes for each in found[-1]) + step.minutes > PART_MINUTES:
-            found.append([])
-        found[-1].append(step)
-    return [part for part in found if part]
-
-
-def nightly(
-    steps: Sequence[Step],
-    chosen: Sequence[str],
-    folder: Path,
-    at: str,
-    part: int | None = None,
-) -> int:
-    """Runs the chosen steps, or else those, all or of one part, that have not passed at this
-    commit."""
+def nightly(steps: Sequence[Step], chosen: Sequence[str], folder: Path, at: str) -> int:
+    """Runs the chosen steps, or else those that have not passed at this commit."""
     folder.mkdir(parents=True, exist_ok=True)
     results = {name: result for name, result in load(folder).items() if result.commit == at}
-    wanted = steps if part is None else parts(steps)[part - 1]
-    for step in wanted:
+    for step in steps:
         kept = results.get(step.name)
         if step.name not in chosen if chosen else kept is not None and kept.passed:
             continue
@@ -287,34 +257,27 @@ def nightly(
         results[step.name] = run(step, folder, at)
         print(results[step.name].line(step.name), flush=True)
         save(folder, results, steps)
-    text = table(results, wanted)
-    if part is not None:
-        (folder / f"part-{part}.txt").write_text(text)
-    print("\n" + text, end="", flush=True)
-    mine = {step.name for step in wanted}
-    return 1 if any(each.failed for name, each in results.items() if name in mine) else 0
+    print("\n" + table(results, steps), end="", flush=True)
+    ran = {step.name for step in steps}
+    return 1 if any(each.failed for name, each in results.items() if name in ran) else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", help="names of steps; without any: all")
-    parser.add_argument("--part", type=int, help="only this part of the steps, from 1")
+    parser.add_argument("--release", action="store_true", help="also the steps without a limit")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     options = parser.parse_args()
     if unknown := set(options.steps) - {step.name for step in STEPS}:
         parser.error(f"no step is named {', '.join(sorted(unknown))}; --list prints them")
-    in_parts = parts(STEPS)
-    if options.part is not None and not 1 <= options.part <= len(in_parts):
-        parser.error(f"there is no part {options.part}; there are {len(in_parts)}")
-    if options.part is not None and options.steps:
-        parser.error("a part, or steps by their names, not both")
     if options.list:
-        for number, part in enumerate(in_parts, 1):
-            for step in part:
-                print(f"part {number}  {step.name:<13} {step.minutes:>4} min  {step.command}")
+        for ring, steps in (("nightly", NIGHTLY), ("release", RELEASE)):
+            for step in steps:
+                print(f"{ring:<8} {step.name:<19} {step.minutes:>4} min  {step.command}")
+            print(f"{ring:<8} {'in all':<19} {sum(step.minutes for step in steps):>4} min")
         return 0
-    folder = ROOT / "build" / "nightly"
-    return nightly(STEPS, options.steps, folder, commit(), options.part)
+    steps = STEPS if options.release or options.steps else NIGHTLY
+    return nightly(steps, options.steps, ROOT / "build" / "nightly", commit())
 
 
 if __name__ == "__main__":

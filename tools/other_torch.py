@@ -1,6 +1,4 @@
-"""Run the Python tests and torch's own suite with another torch: `make other_torch TORCH=2.15.0`.
-
-Of the tests that come in shares it runs today's, as by day.
+"""Run the tests of CI and torch's own suite with another torch: `make other_torch TORCH=2.15.0`.
 
 python tools/other_torch.py 2.15.0 [--keep]
 
@@ -58,7 +56,7 @@ def main() -> int:
     results = [
         run_and_keep_last_line([python, *command], folder)
         for command in (
-            ["tools/python_tests.py", "-rs"],
+            ["tools/python_tests.py", "--ring", "test,ci", "-rs"],
             ["tests/torch_suite/run.py", "--all"],
         )
     ]

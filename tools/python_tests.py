@@ -4,8 +4,12 @@ python tools/python_tests.py [pytest's arguments]
 
 Several processes run the tests: tests/rig/turns.py says which tests may run beside others.
 `-n 0` is one process. The suite starts thousands of processes and bounds many of them in seconds.
-tools/reruns.py says what may be run again and why; tools/time_bounds.py finds out how each test
-failed.
+tools/reruns.py says what may be run again and why.
+
+In pytest this file is a plugin, too: it writes down which tests failed, and whether by a time bound
+only. A test counts as too slow if it has the mark `time_bound` and its body, not its set-up or
+tear-down, raised `TookTooLong` (tests/rig/time_bound.py). With several processes each sends its
+reports to the one that writes $TIME_BOUNDS_FILE.
 """
 
 from __future__ import annotations
@@ -16,16 +20,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import machine
+import pytest
 import reruns
 
 TOOLS = Path(__file__).resolve().parent
-sys.path.insert(0, str(TOOLS.parent / "tests" / "rig"))
-
-import shares  # noqa: E402
 
 _TESTS_FAILED = 1  # pytest's exit status; others are for what is no test's failure
 GIB_PER_PROCESS = 1.5  # it, the process that its ranks are forked from, and up to eight ranks
@@ -60,11 +63,9 @@ def _too_slow(failures: Path) -> list[str]:
 
 def run(arguments: Sequence[str]) -> tuple[int, str]:
     """Runs the tests; returns the exit status, and the counts in words."""
-    # Both runs take the same share, also if midnight comes between them.
-    shares.choose()
     with tempfile.TemporaryDirectory(prefix="pycomm-pytest-") as folder:
         failures = Path(folder) / "failures.json"
-        plugin = ["-p", "time_bounds", "-o", f"cache_dir={folder}", "-n", str(processes())]
+        plugin = ["-p", "python_tests", "-o", f"cache_dir={folder}", "-n", str(processes())]
         code, counts = _run([*plugin, *arguments], failures)
         names = _too_slow(failures)
         if code != _TESTS_FAILED or not names:
@@ -73,6 +74,45 @@ def run(arguments: Sequence[str]) -> tuple[int, str]:
         again = ["--last-failed", "--last-failed-no-failures=none", "-n", "0"]
         code, _ = _run([*plugin, *arguments, *again], failures)
     return code, counts + reruns.report(names, code == 0)
+
+
+# --- the plugin
+
+_slow: set[str] = set()
+_wrong: set[str] = set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    report.too_slow = (  # type: ignore[attr-defined]
+        report.when == "call"
+        and call.excinfo is not None
+        and call.excinfo.typename == "TookTooLong"
+        and item.get_closest_marker("time_bound") is not None
+    )
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:  # the report of a crashed process has no such attribute
+        (_slow if getattr(report, "too_slow", False) else _wrong).add(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _wrong.add(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    if session.shouldfail or session.shouldstop:  # as -x does: what did not run is not known
+        _wrong.add("stopped early")
+    record = {"slow": sorted(_slow - _wrong), "wrong": sorted(_wrong)}
+    Path(os.environ["TIME_BOUNDS_FILE"]).write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

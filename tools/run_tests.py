@@ -1,10 +1,16 @@
-"""Run the C++ tests and then the Python tests; print a table of both. What `make test` runs.
+"""Run the C++ tests and then the Python tests of a ring; print a table of both.
 
-`make share` runs the Python tests that are slow or inject faults, a fifth of them on each day.
+    python tools/run_tests.py test      # `make test`
+    python tools/run_tests.py ci        # `make ci_tests`: slow ones, and those that inject faults
+
+tests/rig/rings.py says which Python tests are of which ring, tests/cpp/slow_tests.txt which C++
+tests are slow.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import resource
 import shlex
 import subprocess
@@ -13,10 +19,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITES = {
-    "C++": [sys.executable, "tools/cpp.py", "plain"],
-    "Python": [sys.executable, "tools/python_tests.py", "-m", "not in_shares and not faults"],
-}
+RINGS = {"test": [], "ci": ["--slow"]}
+"""By name, the arguments that choose its C++ tests."""
+
+
+def suites(ring: str) -> dict[str, list[str]]:
+    """The commands that run the tests of this ring."""
+    return {
+        "C++": [sys.executable, "tools/cpp.py", "plain", *RINGS[ring]],
+        "Python": [sys.executable, "tools/python_tests.py", "--ring", ring],
+    }
 
 
 def run_and_keep_last_line(command: list[str], folder: Path = ROOT) -> tuple[int, str]:
@@ -38,18 +50,21 @@ def core_seconds() -> float:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("ring", choices=RINGS, nargs="?", default="test")
+    ring = parser.parse_args().ring
     table, summary, failed = [], [], False
-    for name, command in SUITES.items():
+    for name, command in suites(ring).items():
         print(f"=== {name} tests: {shlex.join(command[1:])}", flush=True)
         began_s, used_s = time.monotonic(), core_seconds()
         code, last = run_and_keep_last_line(command)
         took_s, used_s = time.monotonic() - began_s, core_seconds() - used_s
         failed = failed or code != 0
-        counted = last.removeprefix("C++ plain: ").removeprefix("Python: ")
+        counted = re.sub(r"^(C\+\+ plain( slow)?|Python): ", "", last)
         summary.append(f"{name}: {counted}" + (f" (exit {code})" if code else ""))
         table.append(f"{name:<7} {took_s:>5.0f} s {used_s:>5.0f} s of cores  {last}")
     print("\n".join(["", *table]))
-    print(f"make test: {'FAILED' if failed else 'passed'}. {'. '.join(summary)}")
+    print(f"tests of ring {ring}: {'FAILED' if failed else 'passed'}. {'. '.join(summary)}")
     return 1 if failed else 0
 
 

@@ -1,10 +1,9 @@
 """Build the extension with AddressSanitizer and UBSan, and run Python tests with it.
 
-    python tools/seam.py              today's fifth of the tests that tests/python/seam_tests.txt
-                                      lists: what CI runs; SHARE=2 chooses another
-    python tools/seam.py --all-cases  all that it lists
-    python tools/seam.py --all        the rest of tests/python, less what seam_skipped.txt lists
-    python tools/seam.py test…        these tests, as pytest names them
+    python tools/seam.py            the tests of tests/python/seam_tests.txt under [ci]
+    python tools/seam.py --listed   the files under [nightly]: what `make nightly` runs
+    python tools/seam.py --all      the rest, less what seam_skipped.txt lists: `make release`
+    python tools/seam.py test…      these tests, as pytest names them
 
 `make asan` covers the C++ core. This covers what includes torch: csrc/c10d, ddp and bindings. The
 extension lies in build/seam/pycomm. It links the core as `make asan` compiles it.
@@ -32,7 +31,6 @@ import cpp
 import fault_build
 import machine
 import native
-import shares
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "seam"
@@ -43,8 +41,7 @@ PLANTED = TESTS / "tools" / "seam_planted.py"
 
 GIB_PER_COMPILER = 4.0
 GIB_PER_PROCESS = 4.0  # of those that run tests, with the ranks of each
-AT_LEAST = 200  # tests that CI's list must have
-AT_LEAST_IN_SHARE = 25
+AT_LEAST = {"ci": 40, "nightly": 200}  # tests that must pass
 REPORT_NCHARS = 20_000
 SANITIZE = ("-fsanitize=address,undefined", "-g1")
 # Leaks: Python and torch keep much memory to the end. Segmentation faults stay the tests' own: some
@@ -60,10 +57,15 @@ ASAN_OPTIONS = (
 UBSAN_OPTIONS = ("print_stacktrace=1", "halt_on_error=1", f"log_path='{REPORTS}/ubsan'")
 
 
-def listed(path: Path) -> list[str]:
-    """The lines of a list of tests, without comments."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line]
+def listed(path: Path, heading: str = "") -> list[str]:
+    """The lines of a list of tests, under one heading if it has some, without comments."""
+    found, under = [], ""
+    for line in (each.partition("#")[0].strip() for each in path.read_text().splitlines()):
+        if line.startswith("["):
+            under = line.strip("[]")
+        elif line and under == heading:
+            found.append(line)
+    return found
 
 
 def build() -> bool:
@@ -146,27 +148,31 @@ def planted_defect_is_reported() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="what CI's list leaves out")
+    parser.add_argument("--listed", action="store_true", help="the files that are listed")
+    parser.add_argument("--all", action="store_true", help="what the list leaves out")
     options, arguments = parser.parse_known_args()
-    shares.choose()
     if not build():
         print("seam: FAILED, the extension with sanitizers could not be built", file=sys.stderr)
         return 1
     if not planted_defect_is_reported():
         print("seam: FAILED")
         return 1
-    lines, left_out = listed(TESTS / "seam_tests.txt"), listed(TESTS / "seam_skipped.txt")
-    quick = [line for line in lines if not line.startswith("- ")]
+    in_ci, lines = (listed(TESTS / "seam_tests.txt", ring) for ring in ("ci", "nightly"))
+    files = [line for line in lines if not line.startswith("- ")]
     later = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    left_out = listed(TESTS / "seam_skipped.txt")
     at_least = 0
     if options.all:
-        files = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("*/test_*.py"))]
-        others = [file for file in files if file not in quick]
-        arguments = [*others, *later, "--all-cases", *arguments]
-    elif all(each.startswith("-") for each in arguments):
-        arguments = [*quick, "--all-in-shares", *arguments]
+        every = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("*/test_*.py"))]
+        others = [file for file in every if file not in files]
+        arguments = [*others, *later, "--ring", "test,ci,nightly", *arguments]
+    elif options.listed:
+        arguments = [*files, "--ring", "test,ci,nightly", *arguments]
         left_out += later
-        at_least = AT_LEAST if "--all-cases" in arguments else AT_LEAST_IN_SHARE
+        at_least = AT_LEAST["nightly"]
+    elif all(each.startswith("-") for each in arguments):
+        arguments = [*in_ci, *arguments]
+        at_least = AT_LEAST["ci"]
     arguments += [f"--deselect={name}" for name in left_out]
     arguments = ["-n", str(machine.jobs(GIB_PER_PROCESS)), *arguments]
     began_s = time.monotonic()

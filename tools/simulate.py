@@ -2,8 +2,8 @@
 
 python tools/simulate.py [--seeds 100000] [--first 1] [--remember-failures]
 
-With --remember-failures seeds that fail are added to tests/cpp/proof/seeds.txt: they run on every
-day then.
+With --remember-failures seeds that fail are added to tests/cpp/proof/seeds.txt: `make test` runs
+them then.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import cpp
 import machine
-import shares
 
 KINDS = {
     "one group": 0,
@@ -37,6 +37,15 @@ def read(output: str) -> tuple[int, int, list[str]]:
     total = _TOTAL.search(output)
     ran, violated = (int(total[1]), int(total[2])) if total else (0, 0)
     return ran, violated, _BROKEN.findall(output)
+
+
+def remember(seeds: Iterable[str], path: Path = KEPT) -> list[str]:
+    """Adds seeds to those that always run; returns those that are new there."""
+    kept = {line.strip() for line in path.read_text().splitlines() if not line.startswith("#")}
+    new = sorted(set(seeds) - kept)
+    with path.open("a") as file:
+        file.writelines(f"{seed}\n" for seed in new)
+    return new
 
 
 def main() -> int:
@@ -63,7 +72,7 @@ def main() -> int:
         broken += named
         complete = complete and done.returncode == 0 and some == options.seeds
     if options.remember_failures:
-        shares.remember(broken, KEPT)
+        remember(broken)
     print(f"simulator: {'passed' if complete else 'FAILED'}, {ran:,} seeds, {violated} violated")
     return 0 if complete else 1
 

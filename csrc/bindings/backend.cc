@@ -157,7 +157,7 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
   CudaDevices::Config config;
   config.library = options.cuda_library;
   config.nccl_libraries = options.nccl_libraries;
-  if (options.cuda_mode == "tcp") {
+  if (options.cuda_mode == "host") {
     return config;
   }
   config.must_use_nccl = options.cuda_mode == "nccl";

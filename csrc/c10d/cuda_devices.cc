@@ -42,13 +42,13 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
     throw Error(
         ErrorCode::Unsupported,
         "cuda_mode=nccl, but NCCL cannot be used: " + why_not_ + ".",
-        "give each rank a GPU of its own (torch.cuda.set_device) and install NCCL, or use cuda_mode='tcp'");
+        "give each rank a GPU of its own (torch.cuda.set_device) and install NCCL, or use cuda_mode='host'");
   }
   if (nccl_ != nullptr && nccl_->device().device() != device) {
     throw Error(
         ErrorCode::InvalidArgument,
         "This group's NCCL works on " + nccl_->device().device().str() + ", and a tensor is on " + device.str() + ".",
-        "use one device a rank and group, or cuda_mode='tcp'");
+        "use one device a rank and group, or cuda_mode='host'");
   }
   if (nccl_ != nullptr && Interruptible::within(nccl_.get())) {
     refuseInHandler();

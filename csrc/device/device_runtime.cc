@@ -16,7 +16,7 @@ void checkReduce(DeviceRuntime& runtime, DType dtype, ReduceOp op, size_t count)
     throw Error(
         ErrorCode::Unsupported,
         std::string("the device's reduce kernel has no ") + (has_dtype ? reduceOpName(op) : dtypeName(dtype)) + ".",
-        "cuda_mode=\"tcp\", which reduces on the CPU");
+        "cuda_mode=\"host\", which reduces on the CPU");
   }
   if (count == 0 || count > kMaxSources) {
     throw Error(

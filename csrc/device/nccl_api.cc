@@ -30,7 +30,7 @@ constexpr int kAvg = 4;
   throw Error(
       ErrorCode::Unsupported,
       std::string("NCCL has no ") + reduceOpName(op) + " of " + dtypeName(dtype) + ".",
-      "cuda_mode=\"tcp\", which reduces on the CPU and has all of them");
+      "cuda_mode=\"host\", which reduces on the CPU and has all of them");
 }
 
 int ncclOpOf(DType dtype, ReduceOp op) {

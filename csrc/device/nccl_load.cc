@@ -194,7 +194,7 @@ std::unique_ptr<NcclApi> loadNccl(const std::vector<std::string>& paths) {
   throw Error(
       ErrorCode::Unsupported,
       "NCCL could not be loaded." + told,
-      "pip install nvidia-nccl-cu13 (or -cu12, as torch's CUDA), or cuda_mode=\"tcp\", which needs no NCCL");
+      "pip install nvidia-nccl-cu13 (or -cu12, as torch's CUDA), or cuda_mode=\"host\", which needs no NCCL");
 }
 
 } // namespace pycomm::cuda

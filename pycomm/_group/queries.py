@@ -17,18 +17,16 @@ from pycomm._group import averaging
 from pycomm._group.creation import (
     group_options,
     group_timeout,
-    group_wire_dtype,
     native_backend,
     next_number,
 )
 from pycomm._native import loader
 from pycomm._settings import OFF
-from pycomm._wire_patterns import ENCODED, Named
+from pycomm._wire_patterns import ENCODED
 from pycomm.errors import UnsupportedError
 from pycomm.options import Options, Reconfigurable
 
 logger = logging.getLogger("pycomm")
-_codecs_reported: set[str] = set()
 
 
 def pycomm_backend(group: Any) -> Any:
@@ -84,7 +82,7 @@ def by_nccl(group: Any, device: torch.device) -> bool:
     return bool(backend.name() == "nccl")
 
 
-def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> None:
+def check_group(group: Any, wires: Iterable[str | None]) -> None:
     """Whether the group serves the wire dtypes of a wrapper's parameters.
 
     Raises:
@@ -93,23 +91,6 @@ def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> N
     encoded = next((wire for wire in wires if wire in ENCODED), None)
     if encoded is not None:
         need_pycomm(group, f"wire_dtype={encoded!r}")
-    if wire_dtype is None:
-        report_unused_codec(group, "DistributedDataParallel")
-
-
-def report_unused_codec(group: Any, owner: str) -> None:
-    """Logs, once per owner, that the group's codec does not apply, as its wire_dtype is None."""
-    codec = group_wire_dtype(group)
-    if codec == "fp32" or owner in _codecs_reported or dist.get_rank(group) != 0:
-        return
-    _codecs_reported.add(owner)
-    logger.warning(
-        "The group's wire_dtype is %r, and does not apply to what %s sends, which travels in its "
-        "own dtype. Pass wire_dtype=%r to it to send fewer bytes.",
-        codec,
-        owner,
-        codec,
-    )
 
 
 def wrapper_store(group: Any) -> Any:

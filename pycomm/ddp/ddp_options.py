@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycomm._settings import AS_THE_GROUP
 from pycomm.errors import UnsupportedError
 
 _NAMES_SHOWN = 10
@@ -39,7 +40,7 @@ _OTHERWISE = {
     "wrapper runs this option on an accelerator only)"
 }
 _OURS = {
-    "wire_dtype": None,
+    "wire_dtype": AS_THE_GROUP,
     "error_feedback": True,
     "drops_nonfinite_steps": True,
     "accumulate": 1,

@@ -17,6 +17,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from pycomm._group.averaging import ring_nbytes
+from pycomm._group.creation import group_wire_dtype
 from pycomm._group.model_check import check_same_on_all_ranks
 from pycomm._group.queries import (
     by_nccl,
@@ -28,6 +29,7 @@ from pycomm._group.queries import (
 )
 from pycomm._metrics.ddp_stats import AS_COUNTED, DDPStats, add_wrapper
 from pycomm._native import loader
+from pycomm._settings import AS_THE_GROUP
 from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats
 from pycomm.ddp import elastic as _elastic
@@ -77,10 +79,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     Args:
         module: The model. Names, shapes, dtypes and strides of parameters must be the same on all
             ranks, and are compared. Freeze and unfreeze parameters between passes, on all ranks.
-        wire_dtype: The dtype that gradients travel in: None for their own dtype, "fp32", "fp16",
-            "bf16" or "int8", ``torch.float16`` and the like, or a mapping from patterns over
-            parameter names to one of these; the first that matches wins:
-            ``{"*.norm.*": "fp32", "*": "int8"}``. The group's ``wire_dtype`` does not count. The
+        wire_dtype: The dtype that gradients travel in: "fp16", "bf16" or "int8"; None or "fp32"
+            for their own; "group", the default: as the group's ``wire_dtype`` for float32
+            gradients, their own for others. ``torch.float16`` and the like, too, or a mapping from
+            patterns over parameter names to one of these; the first that matches wins, and what
+            none matches travels in its own dtype: ``{"*.norm.*": None, "*": "int8"}``. The
             backend rounds fp16 and bf16 sums (pycomm adds in fp32 and rounds once). The division
             comes after, in fp32. fp16 is scaled by a power of two that follows the
             gradients' size, so neither 1e-6 nor 1e5 is lost; if the scale of a bucket was wrong, it
@@ -143,7 +146,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
         *args: Any,
-        wire_dtype: WireDtype = None,
+        wire_dtype: WireDtype = AS_THE_GROUP,
         error_feedback: bool = True,
         drops_nonfinite_steps: bool = True,
         accumulate: int = 1,
@@ -352,20 +355,20 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         so all ranks issue collectives in one order. ``bucket.buffer()`` is (numel,), contiguous, in
         the parameters' dtype and on their device; the future that the hook returns has a tensor of
         that shape and dtype, the averages.
-        With ``wire_dtype`` over a group of pycomm, sums of float32 that it issues are encoded,
+        Over a group of pycomm, sums of float32 that it issues are encoded as ``wire_dtype`` says,
         without error feedback.
 
         Raises:
             RuntimeError: There is a hook already, or training has begun.
-            UnsupportedError: ``wire_dtype`` is set, and the hook's group is not pycomm's; or
-                ``elastic`` is.
+            UnsupportedError: ``wire_dtype`` names an encoding, and the hook's group is not
+                pycomm's; or ``elastic`` is set.
         """
         self._not_elastic("a comm hook", "wire_dtype=")
         self._check_comm_hook(hook)
         from pycomm.comm_hooks import group_of_hook, ordered
 
         group = group_of_hook(hook, state, self._reducing_group())
-        if self._wire_dtype is not None:
+        if self._wire_dtype not in (AS_THE_GROUP, "fp32"):
             need_pycomm(group, f"wire_dtype={self._wire_dtype!r} together with a comm hook")
         wrapped = ordered(
             hook, group=group, describe=self._describe_bucket, codec_of=self._codec_of
@@ -387,6 +390,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             trained = reducible(self.module, self.parameters_to_ignore)
             dtypes = [parameter.dtype for parameter in trained.values()]
             wire_dtypes("fp16", list(trained), dtypes, option="FP16_COMPRESS")
+            if self._wire_dtype == AS_THE_GROUP and any(self._wires.values()):
+                raise UnsupportedError(
+                    'FP16_COMPRESS is wire_dtype="fp16", and the group\'s wire_dtype is '
+                    f"{group_wire_dtype(self.process_group)!r}, which the wrapper follows. "
+                    "Try: wire_dtype=None in the wrapper, or no hook"
+                )
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
@@ -401,7 +410,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         return self.process_group if self._own_group is None else self._own_group
 
     def _codec_of(self, bucket: GradBucket) -> str | None:
-        return self._wires[bucket.parameters()[0]]  # a bucket has one wire dtype
+        if self._wire_dtype == AS_THE_GROUP:
+            return None
+        return self._wires[bucket.parameters()[0]] or "fp32"  # a bucket has one wire dtype
 
     def _describe_bucket(self, bucket: GradBucket) -> str:
         names = some(names_of(self.module, bucket.parameters()))
@@ -496,13 +507,18 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         )
         self._find_places()
         names, tensors = list(everything), list(everything.values())
-        wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
+        wires = wire_dtypes(
+            self._wire_dtype,
+            names,
+            [tensor.dtype for tensor in tensors],
+            of_group=group_wire_dtype(self.process_group),
+        )
         self._wires = dict(zip(tensors, wires, strict=True))
         group = self._reducing_group()
         listed = getattr(self, "bucket_bytes_cap_list", [])
         if self._with_all_ranks and tensors and self._uses_default_cap and not listed:
             self._by_nccl = by_nccl(group, tensors[0].device)
-        check_group(group, self._wire_dtype, wires)
+        check_group(group, wires)
         self.reducer = native.Reducer(
             tensors,
             names,

@@ -11,7 +11,7 @@ receives at the same time:
 A pipeline sends activations instead, and their gradients back: tokens x width x b for each
 neighbour.
 
-docs/which-split.md has these as tables; tools/which_split.py writes them.
+docs/which-split.md has these as tables; tools/doc_tables.py writes them.
 """
 
 from __future__ import annotations

@@ -357,6 +357,6 @@ class Flight:
 
 def _encoded_nbytes(wire: torch.Tensor, wire_dtype: str | None) -> int:
     floats = wire.dtype in (torch.float32, torch.float64)
-    if wire_dtype in (None, "fp32") or not floats or wire.nbytes < _LEAST_ENCODED_NBYTES:
+    if wire_dtype is None or not floats or wire.nbytes < _LEAST_ENCODED_NBYTES:
         return wire.nbytes
     return loader.native.encoded_nbytes(wire_dtype, wire.numel())

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm._group.creation import native_backend
+from pycomm._group.creation import group_wire_dtype, native_backend
 from pycomm._group.model_check import check_same_on_all_ranks, gather_numbers
-from pycomm._group.queries import report_unused_codec
 from pycomm._saved_state import check_options, check_outer, check_tensors, part_of
+from pycomm._settings import AS_THE_GROUP
 from pycomm._wire_patterns import WireDtype, named_wire_dtype
 from pycomm.ddp.ddp_options import ignored_names, reducible
 from pycomm.errors import UnsupportedError
@@ -78,9 +78,9 @@ class StreamingDiLoCo(FixedParameters):
         fragment_update_alpha: The part of its own parameters that a worker keeps when a fragment
             lands, from 0 to less than 1; the rest is the new anchor's. 0 drops the steps that it
             took meanwhile. None is 0 without a delay and 0.5 with one.
-        wire_dtype: The encoding of float32 and float64 differences: None or "fp32" for their own
-            dtype, or "fp16", "bf16", "int8"; with a name the group must be pycomm's. The
-            group's ``wire_dtype`` does not count.
+        wire_dtype: The encoding of float32 and float64 differences: "fp16", "bf16" or "int8" over
+            a group of pycomm; None or "fp32" for their own dtype; "group", the default: as the
+            group's ``wire_dtype``.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks, once for each
             fragment. By default as ``DiLoCo``'s.
 
@@ -111,7 +111,7 @@ class StreamingDiLoCo(FixedParameters):
         fragments: int | Sequence[nn.Module] = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float | None = None,
-        wire_dtype: str | torch.dtype | None = None,
+        wire_dtype: str | torch.dtype | None = AS_THE_GROUP,
         outer_optimizer: MakeOptimizer | None = None,
         process_group: Any = None,
         init_sync: bool = True,
@@ -142,8 +142,6 @@ class StreamingDiLoCo(FixedParameters):
             Fragment(index, {name: self._parameters[name] for name in names}, make)
             for index, names in enumerate(parts)
         ]
-        if wire is None:
-            report_unused_codec(self._group, "StreamingDiLoCo")
         self._delay = fragment_sync_delay
         self._alpha = alpha
         self._wire_dtype = wire
@@ -434,7 +432,9 @@ def _wire_of(wire_dtype: WireDtype, group: Any) -> str | None:
     wire = named_wire_dtype(wire_dtype)
     if isinstance(wire, dict):
         raise ValueError(f"wire_dtype={wire_dtype!r} is not one name: all fragments travel alike")
-    if wire is None:
+    if wire == AS_THE_GROUP:
+        wire = group_wire_dtype(group or dist.distributed_c10d._get_default_group())
+    if wire == "fp32":
         return None
     try:
         native_backend(group)

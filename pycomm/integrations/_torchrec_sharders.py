@@ -79,7 +79,7 @@ def sharders(*, wire_dtype: str | torch.dtype | None = None) -> list[Any]:
         ValueError: TorchRec does not send this dtype on the CPU.
     """
     if wire_dtype is not None:
-        wire_dtype = wire_dtype_name("wire_dtype", wire_dtype, or_none=True)
+        wire_dtype = wire_dtype_name("wire_dtype", wire_dtype)
     if wire_dtype not in (None, "fp32", "fp16"):
         raise ValueError(
             f"wire_dtype={wire_dtype!r}: on the CPU TorchRec sends 'fp32' (None) or 'fp16'"

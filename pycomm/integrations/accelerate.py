@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm._group.creation import group_wire_dtype
-from pycomm._settings import wire_dtype_name
+from pycomm._settings import AS_THE_GROUP, wrapper_wire_dtype
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional, launch
 from pycomm.options import Options
@@ -33,7 +33,7 @@ _WRAPPERS = ("pycomm", "torch")
 def make_accelerator(
     *,
     wrapper: str = "pycomm",
-    wire_dtype: WireDtype = None,
+    wire_dtype: WireDtype = AS_THE_GROUP,
     weight: str | None = None,
     group_options: Mapping[str, Any] | None = None,
     **options: Any,
@@ -60,10 +60,9 @@ def make_accelerator(
     if wrapper not in _WRAPPERS:
         raise ValueError(f"wrapper={wrapper!r}: choose one of {', '.join(_WRAPPERS)}")
     own = {"wire_dtype": wire_dtype, "weight": weight}
-    if wrapper != "pycomm" and (
-        given := [name for name, value in own.items() if value is not None]
-    ):
-        raise ValueError(f"{given[0]} needs wrapper='pycomm': torch's has no such option")
+    if wrapper != "pycomm" and own != {"wire_dtype": AS_THE_GROUP, "weight": None}:
+        given = "weight" if wire_dtype == AS_THE_GROUP else "wire_dtype"
+        raise ValueError(f"{given} needs wrapper='pycomm': torch's has no such option")
     if options.setdefault("cpu", True) is not True:
         raise ValueError(
             "make_accelerator is for CPU training. Try, on GPUs: Accelerator("
@@ -95,17 +94,21 @@ def group_arguments(group_options: object) -> dict[str, Any]:
     return dict(group_options)
 
 
-def make_group(options: Mapping[str, Any], wire_dtype: str | torch.dtype | None = None) -> None:
+def make_group(
+    options: Mapping[str, Any], wire_dtype: str | torch.dtype | None = AS_THE_GROUP
+) -> None:
     """Makes the default group over pycomm where a launcher's variables are, unless there is one.
 
     Args:
         options: For ``init_process_group``.
-        wire_dtype: What sums of the whole group travel as; None: as ``options`` or variables say.
+        wire_dtype: What sums of the whole group travel as; "group": as ``options`` or variables
+            say.
 
     Raises:
         ValueError: There is a default group of another backend, or of another ``wire_dtype``.
     """
-    wire = None if wire_dtype is None else wire_dtype_name("wire_dtype", wire_dtype, or_none=True)
+    name = wrapper_wire_dtype("wire_dtype", wire_dtype)
+    wire = None if name == AS_THE_GROUP else name
     if not dist.is_initialized():
         arguments = dict(options)
         chosen = arguments.get("pg_options") or Options()

@@ -28,17 +28,22 @@ from typing import Any
 
 from torch import nn
 
+from pycomm._settings import AS_THE_GROUP
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional
 
 # The second is the older package of the same code; its classes are not those of the first.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Strategies by name, and their wire dtypes.
-_NAMES: dict[str, WireDtype] = {"pycomm": None, "pycomm_fp16": "fp16", "pycomm_bf16": "bf16"}
+_NAMES: dict[str, WireDtype] = {
+    "pycomm": AS_THE_GROUP,
+    "pycomm_fp16": "fp16",
+    "pycomm_bf16": "bf16",
+}
 
 
 def make_strategy(
-    *, wire_dtype: WireDtype = None, package: str = "lightning.pytorch", **options: Any
+    *, wire_dtype: WireDtype = AS_THE_GROUP, package: str = "lightning.pytorch", **options: Any
 ) -> Any:
     """A ``DDPStrategy`` whose group is pycomm's and whose wrapper is pycomm's.
 
@@ -78,7 +83,7 @@ def _strategy_class(library: ModuleType) -> type[Any]:
     class PycommStrategy(base):  # type: ignore[misc]
         """Puts pycomm's wrapper where Lightning puts torch's."""
 
-        pycomm_wire_dtype: WireDtype = None
+        pycomm_wire_dtype: WireDtype = AS_THE_GROUP
 
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
             return DistributedDataParallel(

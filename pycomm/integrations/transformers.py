@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from pycomm._settings import AS_THE_GROUP
 from pycomm.integrations import _optional
 from pycomm.integrations import accelerate as _accelerate
 
 
 def make_training_arguments(
     *,
-    wire_dtype: str | torch.dtype | None = None,
+    wire_dtype: str | torch.dtype | None = AS_THE_GROUP,
     group_options: Mapping[str, Any] | None = None,
     arguments_class: Any = None,
     **options: Any,
@@ -34,8 +35,9 @@ def make_training_arguments(
 
     Args:
         wire_dtype: What gradients, and other sums of 16 KiB or more, travel as. The Trainer wraps
-            the model in torch's wrapper, so this is the ``pycomm.Options.wire_dtype`` of the group;
-            for CPU. On GPUs set ``PYCOMM_WIRE_DTYPE``.
+            the model in torch's wrapper, so this is the ``pycomm.Options.wire_dtype`` of the group,
+            "fp32" if None; "group", the default, leaves it to ``group_options`` and variables.
+            For CPU; on GPUs set ``PYCOMM_WIRE_DTYPE``.
         group_options: Further arguments of ``init_process_group``, for CPU.
         arguments_class: A subclass of ``TrainingArguments`` to make instead.
         options: For ``TrainingArguments``. ``ddp_backend`` may be left out or be "pycomm".
@@ -57,7 +59,7 @@ def make_training_arguments(
     if options.get("use_cpu") is None:
         options["use_cpu"] = not torch.cuda.is_available()
     if not options["use_cpu"]:
-        if wire_dtype is not None:
+        if wire_dtype != AS_THE_GROUP:
             raise ValueError(
                 "wire_dtype is for use_cpu=True: on GPUs Accelerate makes the group. Try: "
                 "PYCOMM_WIRE_DTYPE"

@@ -17,7 +17,7 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-/// Tests with many cases try all of them if kInFull (`make nightly`), and far fewer if kFewerSizes.
+/// Tests with many cases try all of them if kInFull (tools/cpp.py's flavours *_full), and far fewer if kFewerSizes.
 #if defined(PYCOMM_TEST_IN_FULL)
 inline constexpr bool kInFull = true;
 #else

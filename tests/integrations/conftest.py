@@ -3,7 +3,7 @@
 Each test says with ``@pytest.mark.integration(library, what)`` what it shows. With
 ``--integration-results FILE`` the outcomes are written down as JSON, with the libraries' versions,
 if every test has run: a record is of one day, one commit and one machine.
-``tools/integration_table.py`` makes the table of docs/integrations.md from that.
+``tools/doc_tables.py`` makes the table of docs/integrations.md from that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _ROWS: pytest.StashKey[dict[str, dict[str, Any]]] = pytest.StashKey()
 _LEFT_OUT: pytest.StashKey[list[str]] = pytest.StashKey()
-"""Tests that -k, -m, --deselect or a share has left out."""
+"""Tests that -k, -m, --ring or --deselect has left out."""
 _NOT_WRITTEN: pytest.StashKey[str] = pytest.StashKey()
 _BEGAN: pytest.StashKey[tuple[float, float, float]] = pytest.StashKey()
 

@@ -19,7 +19,7 @@ from training import batch_of, loss_of, make_model
 
 import pycomm
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.needs_native, pytest.mark.nightly]
 
 
 def world() -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ import pytest
 from cases import case
 from test_collective_layers import assert_compiled, run_compiled
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.slow]
+pytestmark = [pytest.mark.needs_native]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -101,7 +101,7 @@ def test_elastic_restart(tmp_path: Path, end: list[str]) -> None:
     restart_until_done(tmp_path, 2, *end)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_four_elastic_restarts(tmp_path: Path, transport: str) -> None:
     restart_until_done(tmp_path, 5, "killed", transport=transport)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from training import WIDTH, assert_close, batch_of, parameters_of
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.needs_native, pytest.mark.nightly]
 
 STEPS = 4
 LR = 0.05

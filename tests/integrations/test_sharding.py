@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from training import assert_close, batch_of, loss_of, make_model, parameters_of, train_alone
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.needs_native, pytest.mark.nightly]
 
 STEPS = 5
 LR = 0.05

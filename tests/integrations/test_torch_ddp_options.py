@@ -39,7 +39,7 @@ from training import (
 
 from pycomm.comm_hooks import ordered
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.needs_native, pytest.mark.nightly]
 
 STEPS = 6
 LR = 0.05

@@ -21,7 +21,7 @@ import costs
 import fault_report
 import must_run
 import ranks
-import shares
+import rings
 import turns
 import zygote
 
@@ -43,26 +43,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--large", action="store_true", help="run tests that need 8 GB of memory")
     parser.addoption(
-        "--programs", type=int, default=250, help="how many random programs of collectives run"
+        "--programs", type=int, default=100, help="how many random programs of collectives run"
     )
     parser.addoption(
-        "--trainings", default="300", help="how many random training programs run, or first:last"
+        "--trainings", default="100", help="how many random training programs run, or first:last"
     )
     parser.addoption(
-        "--callbacks", default="500", help="how many random callback programs run, or first:last"
+        "--callbacks", default="200", help="how many random callback programs run, or first:last"
     )
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(
-        "--all-faults",
-        "--all-cases",
-        action="store_true",
-        help="all cases of tests that come in shares, not today's share of them",
-    )
-    parser.addoption(
-        "--all-in-shares",
-        action="store_true",
-        help="every test comes in shares, not only those with the mark: today's fifth of them runs",
+        "--ring",
+        help="the rings of tests that run, as test,ci or all; without it test and ci, and "
+        "every test that is named with ::",
     )
     parser.addoption(
         "--costs", type=Path, metavar="FILE", help="write the seconds of the cores of each test"
@@ -72,11 +66,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="faults must be noticed as fast as documented: for a machine that does nothing else",
     )
-    parser.addoption(
-        "--remember-failures",
-        action="store_true",
-        help=f"add cases that fail to {shares.ALWAYS.name}: they run on every day then",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,10 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(turns, "turns")
     if must_run.wanted():
         config.pluginmanager.register(must_run, "must-run")
-    try:
-        shares.choose()
-    except SystemExit as wrong:  # pytest would print its stack
-        raise pytest.UsageError(str(wrong)) from None
     if path := config.getoption("--costs"):
         config.pluginmanager.register(costs.Plugin(path.absolute()), "costs-of-tests")
     if config.getoption("--exact-bounds"):
@@ -95,15 +80,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    if config.getoption("--all-faults"):
-        return "cases: all"
-    return f"cases: share {shares.share()} of {shares.SHARES} (SHARE={shares.share()} repeats it)"
+    return f"rings: {config.getoption('--ring') or rings.BY_DEFAULT}"
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    fault_report.write(terminalreporter, remember=config.getoption("--remember-failures"))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    fault_report.write(terminalreporter)
 
 
 def native_is_built() -> bool:
@@ -112,24 +93,12 @@ def native_is_built() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "nightly" not in config.getoption("-m"):
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
-        items[:] = [item for item in items if item not in nightly]
-        config.hook.pytest_deselected(items=nightly)
-    named = any("::" in argument for argument in config.args)
-    every = config.getoption("--all-in-shares")
-    in_shares = [item for item in items if every or item.get_closest_marker("in_shares")]
-    for item in in_shares:
-        item.user_properties.append((shares.CASE, item.name))
-    if not config.getoption("--all-faults") and not named:
-        today = shares.part_of(
-            in_shares,
-            lambda item: item.name,
-            daily=lambda item: item.get_closest_marker("every_day") is not None,
-        )
-        later = set(in_shares) - set(today)
-        items[:] = [item for item in items if item not in later]
-        config.hook.pytest_deselected(items=list(later))
+    given = config.getoption("--ring")
+    if given or not any("::" in argument for argument in config.args):
+        chosen = rings.read(given or rings.BY_DEFAULT)
+        others = [item for item in items if rings.ring_of(item) not in chosen]
+        items[:] = [item for item in items if rings.ring_of(item) in chosen]
+        config.hook.pytest_deselected(items=others)
     if config.getoption("--require-native"):
         if not native_is_built():
             raise pytest.UsageError(

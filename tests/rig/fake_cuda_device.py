@@ -94,7 +94,7 @@ def _digest() -> str:
 def _kept(folder: Path) -> Path:
     """What an earlier session has built of the same sources, or a new build, which is kept.
 
-    It takes some forty seconds of a core, and `make test` and `make share` need it both.
+    It takes some forty seconds of a core, and `make test` and `make ci_tests` need it both.
     """
     kept = ROOT / "build" / "fake_cuda" / f"{_digest()}.so"
     library = folder / "libpycomm_cuda.so"

@@ -8,10 +8,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fault_ranks import Case, mismatches
-from shares import SHARES, part_of, share
 
 WORLDS = (2, 3, 4, 5)
 KILLED = -int(signal.SIGKILL)
@@ -709,24 +708,32 @@ def cases() -> list[Case]:
     return made
 
 
-def mismatch_cases(world_size: int, *, everything: bool) -> list[tuple[str, int]]:
-    """(mismatch, victim) of one world size; without ``everything`` one victim each.
+HAVE_FAILED = (
+    # A rank that was still there was reported as PEER_LEFT. A broken link is no departure now.
+    "connection breaks in all_to_all-socket.write:5=ECONNRESET-3ranks-rank2",
+)
+"""Cases that found a defect once: CI runs them beside its sample."""
 
-    Another one on each day: of up to 5 ranks each is the victim once in five days.
-    """
+
+def sample(every: Sequence[Case]) -> set[str]:
+    """The names of the cases that CI runs: the first of each kind of fault."""
+    return {*{case.kind: case.name for case in reversed(every)}.values(), *HAVE_FAILED}
+
+
+def mismatch_cases(world_size: int, *, everything: bool) -> list[tuple[str, int]]:
+    """(mismatch, victim) of one world size; without ``everything`` one victim each, in turn."""
     names = list(mismatches(world_size))
     if everything:
         return [(name, victim) for name in names for victim in range(world_size)]
-    return [(name, (index + share()) % world_size) for index, name in enumerate(names)]
+    return [(name, index % world_size) for index, name in enumerate(names)]
 
 
 if __name__ == "__main__":
     made = cases()
     wrong = sum(len(mismatch_cases(world, everything=True)) for world in WORLDS)
+    in_ci = sum(len(mismatch_cases(world, everything=False)) for world in WORLDS)
     kinds = {case.kind for case in made} | set(mismatches(2))
     print(
         f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches"
     )
-    today = part_of(made, lambda case: case.name)
-    in_ci = sum(len(mismatch_cases(world, everything=False)) for world in WORLDS)
-    print(f"share {share()} of {SHARES}: {len(today)} faults and {in_ci} mismatches")
+    print(f"in CI: {len(sample(made))} faults and {in_ci} mismatches")

@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import shares
-
 Record = Callable[[str, object], None]
 Row = tuple[str, dict[str, Any]]
 
@@ -58,8 +56,8 @@ def lines(properties: Iterable[Row]) -> list[str]:
     return found
 
 
-def write(terminal: Any, *, remember: bool) -> None:
-    """Writes the summary; with ``remember`` failed cases are run on every day from now on."""
+def write(terminal: Any) -> None:
+    """Writes the summary."""
     reports = [
         report
         for each in terminal.stats.values()
@@ -67,20 +65,7 @@ def write(terminal: Any, *, remember: bool) -> None:
         if getattr(report, "when", "") in ("call", "???")  # ???: its process died
     ]
     rows = [row for report in reports for row in report.user_properties]
-    summary = lines(row for row in rows if row[0].startswith("fault-"))
-    failed = [
-        str(value)
-        for report in reports
-        for name, value in report.user_properties
-        if report.failed and name == shares.CASE
-    ]
-    if not summary and not failed:
-        return
-    terminal.section("faults")
-    for line in summary:
-        terminal.write_line(line)
-    if failed:
-        done = "are added to" if remember else "--remember-failures adds them to"
-        terminal.write_line(f"failed; {done} {shares.ALWAYS.name}, which runs on every day:")
-        for name in shares.remember(failed) if remember else failed:
-            terminal.write_line(f"  {name}")
+    if summary := lines(row for row in rows if row[0].startswith("fault-")):
+        terminal.section("faults")
+        for line in summary:
+            terminal.write_line(line)

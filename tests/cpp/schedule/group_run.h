@@ -10,7 +10,6 @@
 #include "proof/schedule/interpreter.h"
 #include "sanitized.h"
 #include "schedule/make_schedule.h"
-#include "todays_share.h"
 
 namespace pycomm::testing {
 
@@ -91,13 +90,9 @@ inline std::vector<std::vector<int64_t>> distinctInputs(const std::vector<Schedu
   return inputs;
 }
 
-/// Group sizes up to 64: always the small ones, and the larger ones at and beside powers of two. Of the others a plain build tries today's
-/// share, and a sanitizer's none. In full, all of them.
+/// Group sizes up to 64: the small ones, and the larger ones at and beside powers of two. In full, all of them.
 inline bool isTried(int32_t size) {
-  if (kInFull || size <= 13 || (size >= 15 && size <= 17) || (size >= 31 && size <= 33) || size == 64) {
-    return true;
-  }
-  return !kSanitized && static_cast<uint64_t>(size) % kShares == todaysShare();
+  return kInFull || size <= 13 || (size >= 15 && size <= 17) || (size >= 31 && size <= 33) || size == 64;
 }
 inline std::vector<int32_t> allSizes() {
   std::vector<int32_t> sizes;

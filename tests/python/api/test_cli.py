@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import rings
 import torch
 from processes import child_environment, free_port
 from ranks import run_python
@@ -51,9 +52,11 @@ def run_unread(arguments: list[str], **env: str) -> subprocess.CompletedProcess[
         os.close(writer)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["env"], ["status"], ["secret", "--id", "PATH"]])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize(
+    "arguments", rings.ends([["--help"], ["env"], ["status"], ["secret", "--id", "PATH"]])
+)
+@pytest.mark.parametrize("unbuffered", ["", rings.nightly("1")])
+@pytest.mark.ci
 def test_output_that_nobody_reads_ends_a_command_quietly(
     arguments: list[str], unbuffered: str, tmp_path: Path
 ) -> None:
@@ -96,7 +99,7 @@ sys.exit(main(["status"]))
         ("KeyboardInterrupt", 130, ""),
     ],
 )
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_reader_that_has_ended_hides_no_other_error(ends: str, code: int, last: str) -> None:
     done = run_unread(["-c", ENDS_BADLY.replace("ENDS", ends)], PYTHONUNBUFFERED="")
     assert done.returncode == code, done.stderr
@@ -104,6 +107,7 @@ def test_a_reader_that_has_ended_hides_no_other_error(ends: str, code: int, last
     assert bool(done.stderr) == bool(last)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -112,7 +116,6 @@ def test_a_reader_that_has_ended_hides_no_other_error(ends: str, code: int, last
         ["serve", "MAKE", "--listen", "127.0.0.1:0", "--workers", "1"],
     ],
 )
-@pytest.mark.in_shares
 def test_output_that_nobody_reads_is_no_error_of_the_command(
     arguments: list[str], tmp_path: Path
 ) -> None:
@@ -170,22 +173,18 @@ def test_env_shows_all_mistakes_at_once_and_ends_with_1() -> None:
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        pytest.param(
-            {"PYCOMM_SECRET_FILE": "/nowhere/secret"},
-            "/nowhere/secret",
-            marks=pytest.mark.every_day,
-        ),
+        ({"PYCOMM_SECRET_FILE": "/nowhere/secret"}, "/nowhere/secret"),
         ({"PYCOMM_FAULT": "no such point"}, "PYCOMM_FAULT"),
     ],
 )
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str) -> None:
     result = run_python(["-m", "pycomm", "env", "--json"], env=variables)
     assert any(text in problem for problem in json.loads(result.stdout)["problems"]), result.stdout
     assert result.returncode == 1
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_env_says_whether_there_is_a_secret_and_never_which(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     run_python(["-m", "pycomm", "secret", "--generate", str(path)])
@@ -207,7 +206,7 @@ def test_env_says_whether_there_is_a_secret_and_never_which(tmp_path: Path) -> N
     assert any(str(path) in problem for problem in report["problems"])
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_ctrl_c_ends_the_doctor_with_130_and_no_traceback() -> None:
     for rank in (0, 1):
         arguments = ["doctor", "--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
@@ -314,7 +313,7 @@ def test_a_pycomm_command_is_installed() -> None:
     assert command.load() is main
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_bench_prints_one_json_object() -> None:
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     table = [sys.executable, "-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05", "--json"]
@@ -334,7 +333,7 @@ def as_open_mpi(rank: int, port: int, *options: str) -> subprocess.CompletedProc
     return run_python(bench, env={**env, "MASTER_PORT": str(port)}, timeout_s=120.0)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_bench_runs_under_mpirun() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
@@ -357,13 +356,11 @@ def test_bench_waits_as_long_as_it_is_told() -> None:
     ("env", "text"),
     [
         ({}, "no launcher has said which rank this is (torchrun, mpirun and srun do)"),
-        pytest.param(
-            {"RANK": "0"}, "WORLD_SIZE='' is not a whole number", marks=pytest.mark.every_day
-        ),
+        ({"RANK": "0"}, "WORLD_SIZE='' is not a whole number"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS='x' is not"),
     ],
 )
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_bench_without_a_launcher_is_wrong_usage(env: dict[str, str], text: str) -> None:
     done = run_python(["-m", "pycomm", "bench"], env=env)
     assert (done.returncode, done.stdout) == (2, "")

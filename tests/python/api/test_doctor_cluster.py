@@ -29,7 +29,6 @@ from pycomm.doctor.screen import as_text
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.slow,
     pytest.mark.timeout(300),
 ]
 
@@ -160,7 +159,7 @@ def test_several_ranks_of_a_host_are_one_row(three: Cluster, tmp_path: Path) -> 
     assert report["stages"] == ["local", "reach", "rate", "sync"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_it_runs_as_a_step_of_slurm(three: Cluster, tmp_path: Path) -> None:
     """With the variables that srun sets, and nothing else."""
     commands = []
@@ -182,7 +181,7 @@ def test_it_runs_as_a_step_of_slurm(three: Cluster, tmp_path: Path) -> None:
 # Which host reaches which
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_path: Path) -> None:
     node1, node2, node3, node4 = four.nodes
     node1.firewall(f"ip saddr {node4.address} tcp dport 29601-29699 drop")
@@ -202,7 +201,7 @@ def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_p
     assert not [one for one in healed["findings"] if one["code"] == "STORE_OPEN"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_a_firewall_that_opens_the_first_port_only(three: Cluster, tmp_path: Path) -> None:
     _, node2, node3 = three.nodes
     node3.firewall(f"ip saddr {node2.address} tcp dport 29601-29699 drop")
@@ -221,7 +220,7 @@ def test_a_firewall_that_opens_the_first_port_only(three: Cluster, tmp_path: Pat
     assert not [one for one in healed["findings"] if one["code"] == "RANGE_CLOSED"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_what_each_host_lacks_is_found_by_name(four: Cluster, tmp_path: Path) -> None:
     """Another version, low descriptors, an own name on 127.0.1.1, docker0 twins, an open store."""
     for node in four.nodes:
@@ -250,19 +249,7 @@ def test_what_each_host_lacks_is_found_by_name(four: Cluster, tmp_path: Path) ->
     paste(four.nodes[0], store["todo"])  # nft takes every line
 
 
-@pytest.mark.in_shares
-def test_the_docker_bridge_as_interface_is_found(three: Cluster, tmp_path: Path) -> None:
-    for node in three.nodes:
-        node.add_twin()
-    changes = {"node2": {"PYCOMM_SOCKET_IFNAME": "docker0"}}
-    report = report_of(by_hand(three, tmp_path, "--reach-only", "--json", changes=changes), 1)
-    assert problems(report) == [("TWIN_CHOSEN", "node2")]
-    found = finding(report, "TWIN_CHOSEN")
-    assert "docker0 was chosen by PYCOMM_SOCKET_IFNAME=docker0" in found["text"]
-    assert "$ export PYCOMM_SOCKET_IFNAME=eth0" in found["todo"]
-
-
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_an_interface_that_leads_elsewhere_is_found(three: Cluster, tmp_path: Path) -> None:
     node2 = three.nodes[1]
     node2.ip("link", "add", "eth1", "type", "veth", "peer", "name", "eth1-end")
@@ -279,7 +266,7 @@ def test_an_interface_that_leads_elsewhere_is_found(three: Cluster, tmp_path: Pa
     assert "$ export PYCOMM_SOCKET_IFNAME=eth0" in found["todo"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_a_host_that_cannot_join_has_the_line_on_its_own_screen(
     three: Cluster, tmp_path: Path
 ) -> None:
@@ -299,7 +286,7 @@ def test_a_host_that_cannot_join_has_the_line_on_its_own_screen(
     assert problems(healed) == []
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_a_blocked_store_port_is_found_before_torch_needs_it(
     three: Cluster, tmp_path: Path
 ) -> None:
@@ -310,7 +297,7 @@ def test_a_blocked_store_port_is_found_before_torch_needs_it(
     assert problems(report_of(by_hand(three, tmp_path, "--reach-only", "--json"), 0)) == []
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_a_pod_that_starts_again_while_the_others_train_is_not_failed(
     three: Cluster, tmp_path: Path
 ) -> None:
@@ -326,7 +313,7 @@ def test_a_pod_that_starts_again_while_the_others_train_is_not_failed(
         assert "node2 -> node1 (10.77.0.1) port 29501: refused (no doctor listens there" in said
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_first_host_prints_the_lines_for_the_others(three: Cluster, tmp_path: Path) -> None:
     """And these lines, run by a shell as they are, join it and measure what it was asked to."""
     options = ["--hosts", "node1,node2", "--reach-only", "--json", "--wait=90"]

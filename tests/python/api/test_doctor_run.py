@@ -32,7 +32,7 @@ from pycomm.doctor.meeting import NoDoctorError, Place, Plan, Roster
 from pycomm.doctor.report import Report
 from pycomm.doctor.screen import as_text
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 QUICK = Plan(seconds=0.5, reach_only=True, wait_s=20.0)
 Examination = run._Examination
@@ -144,7 +144,6 @@ def test_one_of_two_other_hosts_is_missing() -> None:
 
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("stage", ["_reach", "_rates", "_roll_call"])
-@pytest.mark.in_shares
 def test_a_rank_that_ends_in_the_middle_is_named_and_alone_blamed(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +166,6 @@ def test_a_rank_that_ends_in_the_middle_is_named_and_alone_blamed(
 
 
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.in_shares
 def test_an_engine_that_fails_on_a_slow_network_is_not_to_be_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

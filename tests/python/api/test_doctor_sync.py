@@ -65,8 +65,8 @@ def measured(rank: int, world_size: int, path: str) -> list[Sync]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 def test_ranks_measure_each_wire_with_idle_and_with_busy_cores(tmp_path: object) -> None:
     results = run_ranks(
         2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from datetime import timedelta
 
@@ -235,8 +236,9 @@ def test_each_integration_names_its_package(
 def test_bad_arguments_come_before_anything_is_made() -> None:
     with pytest.raises(ValueError, match="choose one of pycomm, torch"):
         accelerate.make_accelerator(wrapper="horovod")
-    with pytest.raises(ValueError, match="wire_dtype needs wrapper='pycomm'"):
-        accelerate.make_accelerator(wrapper="torch", wire_dtype="fp16")
+    for wire in ("fp16", None):
+        with pytest.raises(ValueError, match="wire_dtype needs wrapper='pycomm'"):
+            accelerate.make_accelerator(wrapper="torch", wire_dtype=wire)
     with pytest.raises(ValueError, match="is for CPU training"):
         accelerate.make_accelerator(cpu=False)
     with pytest.raises(ValueError, match="process_group_backend='gloo'"):
@@ -256,18 +258,32 @@ def test_options_of_the_group_are_a_mapping() -> None:
         arguments(object())
 
 
+def test_every_wrapper_does_as_its_group_by_default() -> None:
+    for made in (
+        pycomm.DistributedDataParallel,
+        pycomm.StreamingDiLoCo,
+        lightning.make_strategy,
+        accelerate.make_accelerator,
+        accelerate.make_group,
+        transformers.make_training_arguments,
+    ):
+        assert inspect.signature(made).parameters["wire_dtype"].default == "group", made
+    assert lightning._NAMES["pycomm"] == "group"
+
+
 def make_with_wire_dtype(rank: int, world_size: int) -> str:
     """What ``make_training_arguments(wire_dtype=...)`` does before it asks for transformers."""
     options = {"pg_options": pycomm.Options(transport="tcp")}
-    with pytest.raises(ValueError, match="wire_dtype='fp61' is not allowed: use None or 'fp32'"):
+    with pytest.raises(ValueError, match="wire_dtype='fp61' is not allowed: use 'group' or 'fp32'"):
         accelerate.make_group(options, "fp61")
     with pytest.raises(ValueError, match="wire_dtype='int8', and pg_options has 'fp16'"):
         accelerate.make_group({"pg_options": pycomm.Options(wire_dtype="fp16")}, "int8")
     accelerate.make_group(options, torch.float16)
     accelerate.make_group({}, "FP16")
     accelerate.make_group({})
-    with pytest.raises(ValueError, match="wire_dtype='int8', and the default group was made with"):
-        accelerate.make_group({}, "int8")
+    for other, name in (("int8", "int8"), (None, "fp32")):  # None is none, not "as the group"
+        with pytest.raises(ValueError, match=f"wire_dtype='{name}', and the default group was"):
+            accelerate.make_group({}, other)
     before = pycomm.codec_stats().bytes_saved
     dist.all_reduce(torch.ones(8192))
     assert pycomm.codec_stats().bytes_saved > before
@@ -275,7 +291,7 @@ def make_with_wire_dtype(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.needs_native
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_group_of_the_trainer_has_a_wire_dtype() -> None:
     port = str(free_port())
 

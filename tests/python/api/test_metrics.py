@@ -24,7 +24,7 @@ from pycomm._metrics import writer as _metrics
 from pycomm._metrics.metrics_text import METRICS
 from pycomm._native.flight_record import BadRecordError, load_record, read_some
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 Key = tuple[str, str, str]
 

@@ -89,7 +89,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("_pycomm_autoload.py",):
         shutil.copy(ROOT / name, folder / name)
     add_option(folder)
-    done = run(folder, "tools/options_table.py")
+    done = run(folder, "tools/doc_tables.py", "options")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "wrote docs/options.md\nwrote pycomm/options.py\n"
     return folder
@@ -137,7 +137,7 @@ def test_the_option_is_read_and_checked_everywhere(copied: Path) -> None:
     assert found["resolved"] == ["tries", "origins"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_command_shows_it(copied: Path) -> None:
     for text, value in (("7", 7), ("seven", None)):
         done = run(copied, "-m", "pycomm", "env", "--json", PYCOMM_TRIES=text)

@@ -80,7 +80,7 @@ SAME_EITHER_WAY = [
     ("security", "Require", "require", "require"),
     ("preflight", "1", True, True),
     ("wire_dtype", "INT8", "int8", "int8"),
-    ("cuda_mode", "TCP", "tcp", "tcp"),
+    ("cuda_mode", "HOST", "host", "host"),
     ("segment_nbytes", "64K", 65536, 65536),
     ("segment_nbytes", "1MiB", "1M", 1 << 20),
     ("segment_nbytes", "4096", "4096", 4096),
@@ -162,7 +162,7 @@ REFUSED = [
     ("algorithm", "rign", "'ring'"),
     ("transport", "shn", "did you mean 'shm'"),
     ("transport", "rdma", "'auto' or 'shm' or 'tcp'"),
-    ("cuda_mode", "gpu", "'auto' or 'nccl' or 'tcp'"),
+    ("cuda_mode", "gpu", "'auto' or 'nccl' or 'host'"),
     ("segment_nbytes", "1K", "4K to 4M"),
     ("heartbeat_timeout", 0.4, "from 0.5 to 3600"),
     ("heartbeat_timeout", "soon", "from 0.5 to 3600"),
@@ -317,7 +317,7 @@ def test_a_wire_dtype_may_be_spelled_alike_everywhere(name: str) -> None:
     for text in spelled:
         assert Options(wire_dtype=text).wire_dtype == name
         assert named_wire_dtype(text) == name
-        assert named_wire_dtype({"*.bias": text, "*": None}) == {"*.bias": name, "*": None}
+        assert named_wire_dtype({"*.bias": text, "*": None}) == {"*.bias": name, "*": "fp32"}
         if isinstance(text, str):
             assert Options().resolve({"PYCOMM_WIRE_DTYPE": text}).wire_dtype == name
         if name != "fp32":

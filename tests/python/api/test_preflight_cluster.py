@@ -21,8 +21,7 @@ from time_bound import assert_within
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.in_shares,
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.timeout(200),
 ]
 
@@ -71,6 +70,7 @@ def said(outcomes: list[Outcome]) -> list[str]:
     return re.findall(r"pycomm \w+: preflight: (.*)", outcomes[0].err)
 
 
+@pytest.mark.nightly
 def test_hosts_that_are_alike_are_one_line(four: Cluster, tmp_path: Path) -> None:
     (line,) = said(start(four, tmp_path))
     assert re.fullmatch(
@@ -78,7 +78,6 @@ def test_hosts_that_are_alike_are_one_line(four: Cluster, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.every_day
 def test_what_differs_is_named_with_host_and_remedy(four: Cluster, tmp_path: Path) -> None:
     """A lower MTU, fewer open files, another version, and an own name on 127.0.1.1."""
     four.nodes[1].ip("link", "set", "eth0", "mtu", "1400")
@@ -97,6 +96,7 @@ def test_what_differs_is_named_with_host_and_remedy(four: Cluster, tmp_path: Pat
     assert name.startswith("node1: own name is 127.0.1.1 in /etc/hosts. pycomm works; gloo may not")
 
 
+@pytest.mark.nightly
 @pytest.mark.time_bound
 def test_a_host_without_the_variable_is_named_and_waited_for_briefly(
     four: Cluster, tmp_path: Path

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import (
@@ -138,7 +139,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_any_plugin_makes_the_default_backend_of_cpu_gloo_undefined(tmp_path: Path) -> None:
     """torch's doing, for whatever plugin. If this fails, torch has mended it: tell users."""
     names = []
@@ -167,9 +168,9 @@ def sum_of_ranks(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.needs_native
-@pytest.mark.parametrize("init", ["file", "tcp", pytest.param("env", marks=pytest.mark.every_day)])
+@pytest.mark.parametrize("init", rings.first_of(["env", "file", "tcp"]))
 @pytest.mark.parametrize("imported", [True, False], ids=["imported", "autoload"])
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_init_methods(init: str, imported: bool, entry_points: str) -> None:
     results = run_ranks(
         2,

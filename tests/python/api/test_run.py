@@ -439,7 +439,7 @@ dist.barrier()
 
 
 @pytest.mark.needs_native
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_rank_that_others_blame_has_failed_first(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LEAVES_EARLY)

@@ -21,7 +21,7 @@ from pycomm import errors, options
 from pycomm._group import creation, secrets
 from pycomm._native import loader
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 _BYTES = bytes(range(32))
 _CHARS = base64.urlsafe_b64encode(_BYTES).rstrip(b"=")
@@ -40,7 +40,6 @@ def _file(folder: Path, text: str = _TEXT, mode: int = 0o600) -> Path:
     return path
 
 
-@pytest.mark.in_shares
 def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
     path = tmp_path / "new" / "secret"
     made = run_python(["-m", "pycomm", "secret", "--generate", str(path)])
@@ -67,7 +66,6 @@ def test_generate_never_overwrites(tmp_path: Path) -> None:
     assert path.read_text() == _TEXT
 
 
-@pytest.mark.in_shares
 def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     made = run_python(["-m", "pycomm", "secret", "--generate"], env=home)
@@ -99,10 +97,9 @@ def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
             "not a pycomm secret (line 1, 44 of 63 characters: cut off in copying?)",
         ),
         ("swordfish", 0o600, 'does not begin with "pycomm-secret-1:"'),
-        pytest.param(_TEXT, 0o666, "has mode 0666: other users may", marks=pytest.mark.every_day),
+        (_TEXT, 0o666, "has mode 0666: other users may"),
     ],
 )
-@pytest.mark.in_shares
 def test_a_bad_file_ends_with_1_and_one_line(
     tmp_path: Path, text: str, mode: int, why: str
 ) -> None:
@@ -250,7 +247,6 @@ assert secrets.find() == (None, "")
 
 
 @pytest.mark.parametrize("option", ["--id", "--generate"])
-@pytest.mark.in_shares
 def test_a_path_that_is_not_utf8_is_refused_by_name(option: str, tmp_path: Path) -> None:
     path = f"{tmp_path}/\udcff"  # as Python has the byte ff
     shown = run_python(["-m", "pycomm", "secret", option], env={"PYCOMM_SECRET_FILE": path})

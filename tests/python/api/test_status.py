@@ -65,7 +65,7 @@ def _one_waits(rank: int, size: int, go: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_rank_that_has_not_entered_is_named(tmp_path: Path) -> None:
     go = tmp_path / "go"
     with start_ranks(2, _one_waits, args=(str(go),)) as ranks:

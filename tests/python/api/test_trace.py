@@ -328,7 +328,7 @@ def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_any_json_is_read_or_refused(value: Any) -> None:
     for top in (value, process(0, healthy()) | {"groups": value}):
         try:

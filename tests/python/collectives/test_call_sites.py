@@ -41,7 +41,7 @@ def swap_on_rank_1(rank: int, world_size: int) -> Any:
     return float(losses[0])
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_swapped_equal_calls_end_as_a_mismatch_that_names_both_lines() -> None:
     results = run_ranks(3, swap_on_rank_1, env=ON)
     for result in results:
@@ -89,7 +89,7 @@ def reduce_in_helpers_and_callbacks(rank: int, world_size: int) -> list[float]:
     return seen
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_what_is_right_stays_right_with_the_check() -> None:
     results = run_ranks(3, reduce_in_helpers_and_callbacks, env=ON, preload=TORCH_DDP)
     first, *others = results.values()

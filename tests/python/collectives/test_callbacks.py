@@ -16,7 +16,7 @@ import torch.distributed as dist
 from callback_programs import LINES, RANKS, random_program, run_programs, text
 from ranks import run_ranks, start_ranks
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 TIMES = 12
 ROWS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import other_backends_threads, run_ranks
@@ -149,16 +150,14 @@ def same_bits_from_run_to_run(rank: int, world_size: int) -> list[str]:
     return sums_of_floats(rank, world_size)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_same_bits_from_run_to_run() -> None:
     first, second = (run_ranks(3, same_bits_from_run_to_run).values()[0] for _ in range(2))
     assert first == second
 
 
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param("ring", marks=pytest.mark.every_day), "recursive_doubling", "direct"]
-)
-@pytest.mark.in_shares
+@pytest.mark.parametrize("algorithm", rings.first_of(["ring", "recursive_doubling", "direct"]))
+@pytest.mark.ci
 def test_every_algorithm(algorithm: str) -> None:
     digests = run_ranks(3, sums_of_floats, pg_options={"algorithm": algorithm}).values()
     assert all(other == digests[0] for other in digests)
@@ -258,7 +257,7 @@ def profiled(rank: int, world_size: int) -> list[str]:
     return [event.name for event in profile.events() if event.name.startswith("pycomm:")]
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_profiler_events() -> None:
     for names in run_ranks(2, profiled).values():
         assert "pycomm:all_reduce" in names

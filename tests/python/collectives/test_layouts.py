@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -391,7 +392,7 @@ def sparse(rank: int, size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 @pytest.mark.time_bound
 @pytest.mark.parametrize(
     "target",
@@ -408,7 +409,7 @@ def sparse(rank: int, size: int) -> None:
         sparse,
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 def test_tensors(target: Any, world_size: int) -> None:
     for longest_s in run_ranks(world_size, target).values():
         assert_within(longest_s or 0.0, 15)  # of the target that returns one

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from processes import run_python
 from ranks import run_ranks
-from time_bound import assert_within
 
 import pycomm
 
@@ -29,30 +28,6 @@ def all_done(works: list[dist.Work | None]) -> None:
     for work in works:
         assert work is not None
         work.wait()
-
-
-def sender_ahead(rank: int, world_size: int, count: int) -> None:
-    store = dist.distributed_c10d._get_default_store()
-    numbers = torch.arange(count, dtype=torch.float32)
-    if rank == 0:
-        works = [dist.isend(value, 1) for value in numbers.split(1)]
-        store.set("issued", "1")
-        all_done(works)
-    else:
-        got = torch.full((count,), -1.0)
-        store.wait(["issued"], timedelta(seconds=60))
-        all_done([dist.irecv(value, 0) for value in got.split(1)])
-        assert torch.equal(got, numbers)
-    dist.barrier()
-
-
-@pytest.mark.time_bound
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.in_shares
-def test_a_sender_issues_70000_messages_before_the_first_receive(transport: str) -> None:
-    began = time.monotonic()
-    run_ranks(2, sender_ahead, args=(70_000,), pg_options={"transport": transport})
-    assert_within(time.monotonic() - began, 90)
 
 
 def both_ahead(rank: int, world_size: int, count: int) -> None:
@@ -73,13 +48,6 @@ def test_isend_never_blocks(transport: str) -> None:
     run_ranks(2, both_ahead, args=(30_000,), pg_options={"transport": transport})
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_isend_never_blocks_200000_times(transport: str) -> None:
-    run_ranks(2, both_ahead, args=(200_000,), pg_options={"transport": transport})
-
-
 def broadcasts_to_a_slower_rank(rank: int, world_size: int, count: int) -> None:
     """The root needs nothing from the others: it is ahead by as much as they have room for."""
     tensor = torch.zeros(64)
@@ -94,7 +62,6 @@ def broadcasts_to_a_slower_rank(rank: int, world_size: int, count: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_root_that_is_ahead_for_100000_broadcasts() -> None:
     run_ranks(2, broadcasts_to_a_slower_rank, args=(100_000,), pg_options={"transport": "tcp"})
 
@@ -158,7 +125,7 @@ def test_a_rank_that_cannot_ask_who_is_late_goes_on() -> None:
     assert run_ranks(6, cannot_ask, pg_options=options).values() == [36.0] * 6
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_benchmark_with_a_slower_receiver() -> None:
     script = ROOT / "benchmarks" / "messages_ahead.py"
     arguments = ["--messages", "3000", "--sizes", "0,4", "--slower-us", "100"]
@@ -169,8 +136,7 @@ def test_the_benchmark_with_a_slower_receiver() -> None:
         assert float(row[3]) < 10_000, "at most 10,000 messages per second can be taken"
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_a_million_messages_ahead() -> None:
     """Values are compared in the program; here the bounds on memory and rate."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import mark, run_ranks, start_ranks
@@ -61,8 +62,8 @@ def test_all_come(world_size: int) -> None:
     run_ranks(world_size, all_come)
 
 
-@pytest.mark.parametrize("absent", [[1], [2, 3]])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("absent", rings.first_of([[2, 3], [1]]))
+@pytest.mark.ci
 def test_the_missing_are_named_on_all_ranks_that_waited(absent: list[int]) -> None:
     results = run_ranks(4, some_stay_away, args=(absent,)).values()
     for rank, record in enumerate(results):
@@ -146,6 +147,7 @@ def one_dies(rank: int, size: int) -> str:
 
 
 @pytest.mark.faults
+@pytest.mark.ci
 def test_a_dead_rank_ends_it_at_once() -> None:
     with start_ranks(3, one_dies) as running:
         for rank in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import rings
 import torch.distributed as dist
 from group_programs import POOL, Program, Step, random_program, run_process, smaller
 from ranks import TORCH_DDP, RankResults, run_ranks
@@ -64,8 +65,8 @@ def test_what_a_rank_did_elsewhere_does_not_count(name: str) -> None:
     _Runner().run(NAMED[name]).check()
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("first", range(0, PROGRAMS, PER_CASE))
+@pytest.mark.ci
+@pytest.mark.parametrize("first", rings.first_of(range(0, PROGRAMS, PER_CASE), 2))
 def test_groups_of_ranks_with_different_pasts(first: int) -> None:
     runner = _Runner()
     for seed in range(first, first + PER_CASE):

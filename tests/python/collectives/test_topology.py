@@ -103,7 +103,7 @@ def wired() -> Iterator[tuple[Host, Host]]:
         yield both
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_interleaved_ranks_share_their_hosts_slices(
     wired: tuple[Host, Host], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from documents import blocks, read
@@ -65,8 +66,10 @@ def every_collective(rank: int, world_size: int) -> dict[str, Any]:
     return {one.op: one.algorithm for one in flight_record().operations if one.sequence is not None}
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("transport", "world_size"), [("shm", 2), rings.nightly(("shm", 3)), ("tcp", 2)]
+)
 def test_every_collective_gives_what_it_says(transport: str, world_size: int) -> None:
     options = {"transport": transport}
     for ways in run_ranks(world_size, every_collective, pg_options=options).values():
@@ -187,8 +190,10 @@ def in_place(rank: int, world_size: int) -> dict[str, Any]:
     return met
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
-@pytest.mark.in_shares
+@pytest.mark.parametrize(
+    ("transport", "world_size"), [("shm", 2), rings.nightly(("shm", 3)), ("tcp", 2)]
+)
+@pytest.mark.ci
 def test_tensors_that_peers_reach_in_place(transport: str, world_size: int) -> None:
     for met in run_ranks(world_size, in_place, pg_options={"transport": transport}).values():
         assert met.pop("after")

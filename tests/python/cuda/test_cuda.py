@@ -333,7 +333,7 @@ def test_ranks_with_and_without_a_device_meet_in_one_collective() -> None:
 
 
 def test_tensors_of_either_kind_meet_if_the_group_does_not_choose_nccl() -> None:
-    for right in run_ranks(3, _mixed, args=("tcp",), fresh=True, timeout_s=120).values():
+    for right in run_ranks(3, _mixed, args=("host",), fresh=True, timeout_s=120).values():
         assert all(right)
 
 
@@ -451,7 +451,7 @@ def _captured(rank: int, size: int, cuda_mode: str) -> tuple[str, float]:
     return str(refused.value), float(tensor[0])
 
 
-@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+@pytest.mark.parametrize("cuda_mode", ["host", "nccl"])
 def test_a_collective_in_a_cuda_graph_is_refused(cuda_mode: str) -> None:
     for text, value in run_ranks(1, _captured, args=(cuda_mode,), fresh=True).values():
         assert "while a CUDA graph is captured" in text

@@ -24,7 +24,7 @@ from ranks import run_ranks
 import pycomm
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -91,7 +91,7 @@ def _table(rank: int, size: int, library: str, name: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_the_table_of_all_reduce(fake_cuda: Path) -> None:
     first, second = _run(2, _table, fake_cuda, "allreduce")
     assert second == ""
@@ -106,7 +106,7 @@ def test_the_table_of_all_reduce(fake_cuda: Path) -> None:
     ]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_the_table_of_training_steps(fake_cuda: Path) -> None:
     first, second = _run(2, _table, fake_cuda, "ddp")
     assert second == ""
@@ -127,7 +127,7 @@ def _kernels(rank: int, size: int, library: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_the_table_of_kernels(fake_cuda: Path) -> None:
     (text,) = _run(1, _kernels, fake_cuda)
     assert len(re.findall(r" at least [\d.]+: (?:met|MISSED)$", text, re.M)) == 4, text
@@ -145,7 +145,6 @@ def _once(rank: int, size: int, library: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.in_shares
 def test_every_kernel_runs_once(fake_cuda: Path) -> None:
     (text,) = _run(1, _once, fake_cuda)
     assert "every kernel has run" in text

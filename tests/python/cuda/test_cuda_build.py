@@ -10,6 +10,8 @@ from pathlib import Path
 import fake_cuda_device
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -92,7 +94,6 @@ fake_cuda_device.build_or_skip = build_or_skip
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.in_shares
 def test_processes_of_one_run_build_the_library_once(tmp_path: Path, processes: int) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from fake_cuda_device import Device, preloading
@@ -28,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import pycomm
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 STEPS = 3
 RANKS = 2
@@ -114,7 +115,7 @@ def _wrappers(rank: int, size: int, library: str, nccl: bool, names: list[str]) 
     device = Device(Path(library), nccl=nccl)
     group = dist.new_group(
         list(range(size)),
-        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "tcp"),  # type: ignore[arg-type]
+        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "host"),  # type: ignore[arg-type]
     )
     results: dict[str, Any] = {}
     for name in names:
@@ -127,8 +128,7 @@ def _wrappers(rank: int, size: int, library: str, nccl: bool, names: list[str]) 
     return results
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+@pytest.mark.parametrize("nccl", rings.first_of([False, True]), ids=["host", "nccl"])
 def test_training_gives_what_one_process_gives(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone()
     names = [name for name in WRAPPED if not nccl or name in ("plain", "fp16", "no views")]
@@ -148,7 +148,7 @@ def _large_wrappers(rank: int, size: int, library: str, nccl: bool) -> dict[str,
     Device(Path(library), nccl=nccl)
     group = dist.new_group(
         list(range(size)),
-        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "tcp"),  # type: ignore[arg-type]
+        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "host"),  # type: ignore[arg-type]
     )
     results: dict[str, Any] = {}
     for name in LARGE:
@@ -163,8 +163,8 @@ def _large_wrappers(rank: int, size: int, library: str, nccl: bool) -> dict[str,
 LARGE = ("plain", "no views", "bf16", "fp16", "int8")
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("nccl", rings.first_of([False, True]), ids=["host", "nccl"])
 def test_buckets_above_every_threshold_are_on_the_device(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone(_large)
     ranks = _run(_large_wrappers, fake_cuda, nccl)
@@ -179,7 +179,7 @@ def _two_streams(rank: int, size: int, library: str, options: dict[str, Any]) ->
     device = Device(Path(library))
     group = dist.new_group(
         list(range(size)),
-        pg_options=pycomm.Options(cuda_mode="tcp"),  # type: ignore[arg-type]
+        pg_options=pycomm.Options(cuda_mode="host"),  # type: ignore[arg-type]
     )
     model = nn.Linear(20, 5).to("cuda:0", torch.float16)  # which bf16 is packed from by way of fp32
     # Autograd hands gradients over on the stream that was current when a parameter was first used.
@@ -202,7 +202,6 @@ def _two_streams(rank: int, size: int, library: str, options: dict[str, Any]) ->
     ]
 
 
-@pytest.mark.in_shares
 def test_gradients_stay_until_the_copy_that_converts_them_is_through(fake_cuda: Path) -> None:
     for kept in _run(_two_streams, fake_cuda, {"wire_dtype": "bf16"}):
         assert sorted(kept) == [False, True], "all gradients are copied on one of the two streams"
@@ -214,7 +213,7 @@ def _both_ways(size: int, nccl: bool) -> list[Any]:
         dist.new_group(
             list(range(size)),
             timeout=timedelta(seconds=20),
-            pg_options=pycomm.Options(cuda_mode="nccl" if each else "tcp"),  # type: ignore[arg-type]
+            pg_options=pycomm.Options(cuda_mode="nccl" if each else "host"),  # type: ignore[arg-type]
         )
         for each in (not nccl, nccl)
     ]
@@ -237,8 +236,7 @@ def _hook_of_another_group(rank: int, size: int, library: str, nccl: bool) -> li
     return [_train(rank, ddp), set(threads)]
 
 
-@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("nccl", rings.first_of([False, True]), ids=["host", "nccl"])
 def test_the_group_in_a_hooks_state_decides_where_it_runs(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone()
     for weights, threads in _run(_hook_of_another_group, fake_cuda, nccl):
@@ -266,8 +264,8 @@ def _hook_without_a_group(rank: int, size: int, library: str, nccl: bool) -> lis
     return [_train(rank, ddp), set(threads)]
 
 
-@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
-@pytest.mark.in_shares
+@pytest.mark.nightly
+@pytest.mark.parametrize("nccl", rings.first_of([False, True]), ids=["host", "nccl"])
 def test_the_default_group_decides_where_torchs_hooks_run_if_the_state_has_none(
     fake_cuda: Path, nccl: bool
 ) -> None:
@@ -312,7 +310,7 @@ def _crossing(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
     group = dist.new_group(
         list(range(size)),
         timeout=timedelta(seconds=20),
-        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "tcp"),  # type: ignore[arg-type]
+        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "host"),  # type: ignore[arg-type]
     )
     hooked, issued = threading.Event(), threading.Event()
 
@@ -338,8 +336,7 @@ def _crossing(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
     return _train(rank, ddp)
 
 
-@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("nccl", rings.first_of([False, True]), ids=["host", "nccl"])
 def test_a_comm_hook_and_autograd_issue_in_one_order(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone(_uncrossed)
     ranks = _run(_crossing, fake_cuda, nccl)
@@ -352,7 +349,7 @@ def test_a_comm_hook_and_autograd_issue_in_one_order(fake_cuda: Path, nccl: bool
 def _bucket_counts(rank: int, size: int, library: str) -> dict[str, int]:
     Device(Path(library), nccl=True)
     counts = {}
-    for mode in ("tcp", "nccl"):
+    for mode in ("host", "nccl"):
         group = dist.new_group(pg_options=pycomm.Options(cuda_mode=mode))  # type: ignore[arg-type]
         dist.distributed_c10d._update_default_pg(group)  # torch copies no other wrappers
         layers = [nn.Linear(1024, 512, bias=False) for _ in range(6)]  # 2 MiB each
@@ -364,11 +361,10 @@ def _bucket_counts(rank: int, size: int, library: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.in_shares
 def test_buckets_that_nccl_moves_are_large(fake_cuda: Path) -> None:
     # 4 MiB: {2} {2 2} {2 2} {2}, as the first and the last are small; 25 MiB: {2} {2 2 2 2} {2}.
     for counts in _run(_bucket_counts, fake_cuda):
-        assert counts == {"tcp": 4, "nccl": 3}
+        assert counts == {"host": 4, "nccl": 3}
 
 
 def _uncrossed() -> nn.Module:
@@ -420,7 +416,7 @@ def _stalled(rank: int, size: int, library: str) -> bool:
     return True
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_backward_computes_while_a_comm_hooks_sum_is_under_way(fake_cuda: Path) -> None:
     assert _run(_stalled, fake_cuda) == [True] * RANKS
 
@@ -431,7 +427,7 @@ def _temporaries(rank: int, size: int, library: str) -> list[float]:
     for _ in range(6):  # each with streams of its own, of which half are slow
         group = dist.new_group(
             list(range(size)),
-            pg_options=pycomm.Options(cuda_mode="tcp", wire_dtype="int8"),  # type: ignore[arg-type]
+            pg_options=pycomm.Options(cuda_mode="host", wire_dtype="int8"),  # type: ignore[arg-type]
         )
         values = torch.ones(200_000).to("cuda:0")
         work = dist.all_reduce(values, group=group, async_op=True)
@@ -442,7 +438,6 @@ def _temporaries(rank: int, size: int, library: str) -> list[float]:
     return largest
 
 
-@pytest.mark.in_shares
 def test_what_a_sum_is_encoded_into_stays_until_it_is_decoded(fake_cuda: Path) -> None:
     for largest in _run(_temporaries, fake_cuda):
         assert max(largest) < 0.1, largest
@@ -452,7 +447,7 @@ def _amp(rank: int, size: int, library: str) -> tuple[list[Any], list[float]]:
     Device(Path(library), nccl=True)
     group = dist.new_group(
         list(range(size)),
-        pg_options=pycomm.Options(cuda_mode="tcp"),  # type: ignore[arg-type]
+        pg_options=pycomm.Options(cuda_mode="host"),  # type: ignore[arg-type]
     )
     ddp = pycomm.DistributedDataParallel(_model().to("cuda:0"), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
@@ -478,7 +473,7 @@ def _amp(rank: int, size: int, library: str) -> tuple[list[Any], list[float]]:
     return _weights(ddp), scales
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_grad_scaler_and_autocast(fake_cuda: Path) -> None:
     alone = _alone()
     ranks = _run(_amp, fake_cuda)

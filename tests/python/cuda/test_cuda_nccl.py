@@ -31,7 +31,7 @@ from pycomm import errors
 from pycomm._native import loader
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 
 def _group(size: int, cuda_mode: str = "auto", seconds: float = 60) -> dist.ProcessGroup:
@@ -175,7 +175,7 @@ def test_ranks_that_share_a_gpu_go_through_the_host(fake_cuda: Path) -> None:
     for value, text in run_ranks(2, _shared, args=(str(fake_cuda),)).values():
         assert value == 2.0
         assert "ranks 0 and 1 share a GPU" in text
-        assert "cuda_mode='tcp'" in text
+        assert "cuda_mode='host'" in text
 
 
 def _told_apart(rank: int, size: int, library: str) -> tuple[list[str], str]:
@@ -436,12 +436,12 @@ def test_an_algorithm_without_a_kernel_for_the_dtype_is_refused(
     for texts in run_ranks(2, _without_kernel, args=args).values():
         for (dtype, _), text in zip(REFUSED[:3], texts[:3], strict=True):
             assert f"reduce kernel has no {dtype}" in text
-            assert 'cuda_mode="tcp"' in text
+            assert 'cuda_mode="host"' in text
 
 
 def _raises_in_manager(rank: int, size: int, library: str, nccl: bool) -> dict[str, Any]:
     device = Device(Path(library), nccl=nccl)
-    group = _group(size, "nccl" if nccl else "tcp")
+    group = _group(size, "nccl" if nccl else "host")
     on = torch.device("cuda" if nccl else "cpu")
     make = device.tensor if nccl else torch.from_numpy
     arrays = [_values(rank, 100 + i) for i in range(3)]
@@ -757,7 +757,9 @@ def _exits(
 
 @pytest.mark.alone
 @pytest.mark.time_bound
-@pytest.mark.parametrize(("cuda_mode", "name"), [("tcp", "pycomm-stager"), ("nccl", "pycomm-nccl")])
+@pytest.mark.parametrize(
+    ("cuda_mode", "name"), [("host", "pycomm-stager"), ("nccl", "pycomm-nccl")]
+)
 def test_threads_end_before_the_interpreter(fake_cuda: Path, cuda_mode: str, name: str) -> None:
     args = (str(fake_cuda), cuda_mode)
     ended = run_ranks(2, _exits, args=args).values()

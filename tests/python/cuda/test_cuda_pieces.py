@@ -17,7 +17,7 @@ from ranks import run_ranks
 import pycomm
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 NUMEL = 2_300_000  # nine pieces
 
@@ -78,7 +78,6 @@ def _same_as_cpu(rank: int, size: int, library: str, transport: str) -> dict[str
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.in_shares
 def test_pieces_have_the_bits_of_cpu_tensors(fake_cuda: Path, transport: str) -> None:
     for same in run_ranks(3, _same_as_cpu, args=(str(fake_cuda), transport)).values():
         assert all(same.values()), same
@@ -168,7 +167,6 @@ def _encoded(rank: int, size: int, library: str, wire: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("wire", "share"), [("fp16", 0.51), ("bf16", 0.51), ("int8", 0.26)])
-@pytest.mark.in_shares
 def test_encoded_bytes_cross_the_bus_and_have_the_bits_of_cpu_tensors(
     fake_cuda: Path, wire: str, share: float
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from fake_cuda_device import Device
@@ -33,7 +34,7 @@ import native  # of tools, whose path fake_cuda_device adds
 from cuda_table import CudaError, CudaTable
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 
 def _inputs(size: int, numel: int, dtype: str = "float32") -> list[np.ndarray[Any, Any]]:
@@ -370,8 +371,7 @@ def _other_device(rank: int, size: int, library: str, cuda_mode: str, used: bool
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
-@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("cuda_mode", rings.first_of(["host", "nccl"]))
 def test_the_callers_current_device_stays(fake_cuda: Path, cuda_mode: str, used: bool) -> None:
     args = (str(fake_cuda), cuda_mode, used)
     for told, value, before, after in run_ranks(2, _other_device, args=args).values():
@@ -414,7 +414,7 @@ def _while_captured(rank: int, size: int, library: str, cuda_mode: str) -> tuple
     return whole[0], [float(array[-1]) for array in arrays]
 
 
-@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+@pytest.mark.parametrize("cuda_mode", ["host", "nccl"])
 def test_another_threads_graph_capture_stays_whole(fake_cuda: Path, cuda_mode: str) -> None:
     args = (str(fake_cuda), cuda_mode)
     for whole, values in run_ranks(2, _while_captured, args=args).values():
@@ -443,7 +443,7 @@ def _polls(rank: int, size: int, library: str, cuda_mode: str) -> tuple[int, flo
     return asked, float(array[0])
 
 
-@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+@pytest.mark.parametrize("cuda_mode", ["host", "nccl"])
 def test_a_busy_device_is_not_polled(fake_cuda: Path, cuda_mode: str) -> None:
     args = (str(fake_cuda), cuda_mode)
     for asked, value in run_ranks(2, _polls, args=args).values():

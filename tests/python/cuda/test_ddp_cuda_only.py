@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import nn
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.needs_native, pytest.mark.timeout(600)]
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
     import pycomm
 
     fake_cuda_device.Device(Path(library))
-    group = dist.new_group(backend="cuda:pycomm", pg_options=pycomm.Options(cuda_mode="tcp"))
+    group = dist.new_group(backend="cuda:pycomm", pg_options=pycomm.Options(cuda_mode="host"))
     with pytest.raises(RuntimeError, match="device type cpu"):
         dist.all_reduce(torch.ones(1), group=group)
 
@@ -77,7 +77,6 @@ def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
     train({"static_graph": True}, lambda rank, step: 0)
 
 
-@pytest.mark.in_shares
 def test_a_group_that_serves_cuda_only(fake_cuda: Path) -> None:
     run_ranks(
         2,
@@ -93,14 +92,13 @@ def sparse_on_a_device(rank: int, world_size: int, library: str) -> str:
     import pycomm
 
     fake_cuda_device.Device(Path(library))
-    group = dist.new_group(pg_options=pycomm.Options(cuda_mode="tcp"))
+    group = dist.new_group(pg_options=pycomm.Options(cuda_mode="host"))
     module = nn.Sequential(nn.Embedding(4, 3, sparse=True)).to("cuda:0")
     with pytest.raises(pycomm.errors.UnsupportedError) as caught:
         pycomm.DistributedDataParallel(module, process_group=group)
     return str(caught.value)
 
 
-@pytest.mark.in_shares
 def test_sparse_gradients_on_cuda_are_refused_when_the_wrapper_is_made(fake_cuda: Path) -> None:
     environment = fake_cuda_device.preloading(fake_cuda)
     results = run_ranks(2, sparse_on_a_device, args=(str(fake_cuda),), env=environment, fresh=True)

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from pycomm.balance.balanced_sampler import BalancedSampler
 
+pytestmark = pytest.mark.ci
+
 WORKERS = (0, 2, 4)
 PREFETCH = 2
 LENGTH, GLOBAL_BATCH = 500, 24
@@ -73,7 +75,6 @@ def train(rank: int, world_size: int, path: str) -> tuple[list[list[list[int]]],
     return epochs, sampler.stats()
 
 
-@pytest.mark.in_shares
 def test_ranks_whose_loaders_run_ahead_differently_deal_alike(tmp_path: Path) -> None:
     results = ranks.run_ranks(3, train, args=(str(tmp_path / "store"),), init="none").check()
     epochs = [value[0] for value in results.values()]

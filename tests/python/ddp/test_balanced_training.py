@@ -16,7 +16,7 @@ from ddp_rig import wrap
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 NUMEL = 4000
 GLOBAL_BATCH = 48

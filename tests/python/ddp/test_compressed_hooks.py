@@ -16,7 +16,7 @@ from torch import nn
 import pycomm
 from pycomm.comm_hooks import CompressedHook, top_k
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 STEPS = 60
 
@@ -46,7 +46,6 @@ def final(runs: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["torch", "pycomm"])
-@pytest.mark.in_shares
 def test_training_ends_near_fp32_with_the_same_bits(kind: str) -> None:
     exact = run_ranks(2, train_with, args=(kind, "fp32"), preload=TORCH_DDP).values()
     start = exact[0][0][0]
@@ -74,7 +73,6 @@ def reduce_constant(rank: int, world_size: int) -> list[torch.Tensor]:
     return [total, gradient]
 
 
-@pytest.mark.in_shares
 def test_error_feedback_delivers_in_the_end_what_was_held_back() -> None:
     runs = run_ranks(2, reduce_constant, preload=TORCH_DDP).values()
     wanted = 30 * torch.stack([gradient for _, gradient in runs]).mean(0)

@@ -12,6 +12,7 @@ from typing import Any
 import ddp_models
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import all_ranks, wrap
@@ -84,7 +85,7 @@ def test_every_step_is_that_of_torch() -> None:
     run_ranks(2, parity)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_three_ranks_agree_with_torch_to_rounding() -> None:
     run_ranks(3, parity)
 
@@ -137,8 +138,8 @@ def wire_accuracy(rank: int, world_size: int) -> None:
         assert_same_on_all_ranks(ours)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
+@pytest.mark.ci
 def test_the_mean_is_right_to_the_wires_rounding(world_size: int) -> None:
     run_ranks(world_size, wire_accuracy)
 
@@ -455,7 +456,7 @@ DIFFERENCES = {
     "strides": "parameter 'weight' is 5×6 torch.float32 (strides (6, 1)) on rank 0 and 5×6 "
     "torch.float32 (strides (1, 5)) on rank 1",
     "buffer": "buffer 'mean' is 2 torch.float32 (strides (1,)) on rank 0 and 3",
-    "option": "option 'wire_dtype' is None on rank 0 and 'fp16' on rank 1",
+    "option": "option 'wire_dtype' is 'group' on rank 0 and 'fp16' on rank 1",
 }
 
 
@@ -653,7 +654,7 @@ def test_a_backward_pass_that_the_user_ends_is_refused(alone: None) -> None:
         (
             {"wire_dtype": torch.int8},
             ValueError,
-            "not allowed: use None or 'fp32' .* mean 'int8'",
+            "not allowed: use 'group' or 'fp32' .* mean 'int8'",
         ),
         ({"wire_dtype": {"*": "fp61"}}, ValueError, r"wire_dtype\['\*'\]='fp61' is .* mean 'fp16'"),
         (

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import pycomm
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 
 def made(**options: Any) -> Any:

@@ -9,7 +9,7 @@ import ranks
 import torch.distributed as dist
 from ddp_rig import Layers, step, wrap
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 
 def copied(rank: int, world_size: int) -> list[list[float]]:

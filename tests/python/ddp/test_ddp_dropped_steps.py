@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 NUMEL = 8192
 

@@ -10,7 +10,7 @@ import torch
 from ddp_rig import wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 NOT_A_LEAF = "only called on leaf Variables"
 EARLIER = "rank 0: an earlier backward pass failed while "

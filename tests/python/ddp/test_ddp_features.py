@@ -245,7 +245,7 @@ def deserted(rank: int, world_size: int) -> str:
     return ""
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_without_join_who_waits_hears_who_did_not_come() -> None:
     results = ranks.run_ranks(
         2,
@@ -265,7 +265,7 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_torch_compile_has_as_many_graphs_as_with_torchs_wrapper(alone: None) -> None:
     counts = []
     for wrapper in (wrap, TorchDDP):

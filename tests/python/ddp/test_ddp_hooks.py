@@ -205,7 +205,7 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> None:
         globals()[name](rank, world_size)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_torchs_hooks_on_two_ranks() -> None:
     names = ["averaging_hooks", "noop", "power_sgd", "post_local_sgd", "quantized"]
     names += ["fused_optimizer", "zero_overlapped", "named_types"]

@@ -12,6 +12,7 @@ from typing import Any
 import ddp_shapes
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -138,8 +139,8 @@ def all_shapes_against_the_mean(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("size", rings.first_of([3, 4]))
+@pytest.mark.ci
 def test_on_more_ranks_each_gradient_is_the_mean_of_the_ranks_own(size: int) -> None:
     results = ranks.run_ranks(
         size, all_shapes_against_the_mean, timeout_s=300, preload=ranks.TORCH_DDP

@@ -11,7 +11,7 @@ import torch
 from ddp_rig import wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 WIRES = (None, "fp16", "bf16", "int8", {"0.*": "fp16", "2.*": "int8", "*": "bf16"})
 

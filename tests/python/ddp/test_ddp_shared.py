@@ -130,7 +130,7 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     return {name: globals()[name](rank, world_size) for name in names}
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_buckets_in_shared_memory(tmp_path: Any) -> None:
     names = ["the_same", "pages_of_their_own", "followed", "forked", "outlived"]
     results = ranks.run_ranks(

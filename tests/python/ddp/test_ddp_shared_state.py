@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import Layers, all_ranks, step, wrap
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 
 def newcomer(rank: int, world_size: int, options: dict[str, Any]) -> list[list[float]]:

@@ -1,7 +1,7 @@
-"""A codec of the group does not reach sums whose own options say how they travel.
+"""Which sums of pycomm's own travel as the group's codec says, and which are exact.
 
-Each case runs over an int8 group and over an fp32 group of the same ranks: same bits, and no value
-is counted as sent encoded.
+Each exact case runs over an int8 group and over an fp32 group of the same ranks: same bits, and no
+value is counted as sent encoded. A wrapper does as the group by default; None and "fp32" mean none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from pycomm import errors
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -69,8 +71,11 @@ def wrapper(rank: int, world_size: int) -> None:
         (torch.float32, "fp32"),
         (torch.float32, torch.float32),
         (torch.float32, {"bias": "fp32"}),
+        (torch.float32, {"bias": None}),
         (torch.bfloat16, "fp32"),
+        (torch.bfloat16, "group"),  # the codec of a group is for float32
         (torch.float64, None),
+        (torch.float64, "group"),
     ):
         with encoded(0):
             found = []
@@ -85,6 +90,50 @@ def wrapper(rank: int, world_size: int) -> None:
         assert (wrong <= every.abs().sum(0) * torch.finfo(dtype).eps).all(), (dtype, wire)
 
 
+def as_the_group(rank: int, world_size: int) -> None:
+    """By default a wrapper sends what ``wire_dtype="int8"`` sends over a group without a codec."""
+    import pycomm
+
+    each = 2 * (world_size - 1) * NUMEL // world_size  # a rank sends in an all_reduce
+    plain = plain_group()
+    for options in ({}, {"wire_dtype": "group"}, {"wire_dtype": {"*": "group"}}):
+        model, named = wrap(Slopes(), **options), None
+        with encoded(4 * each):  # two parameters, two steps
+            mine = [gradients(model, values_of(rank)) for _ in range(2)]
+        with encoded(0):
+            named = wrap(Slopes(), wire_dtype="int8", process_group=plain)
+            other = [gradients(named, values_of(rank)) for _ in range(2)]
+            # A group without a codec.
+            exact = gradients(wrap(Slopes(), process_group=plain, **options), values_of(rank))
+        for ours, theirs in zip(mine, other, strict=True):
+            assert torch.equal(ours, theirs), options
+        assert not torch.equal(mine[0], exact), options
+
+    def streaming(model: nn.Module, group: Any, **options: Any) -> Any:
+        return pycomm.StreamingDiLoCo(model, sync_every=2, process_group=group, **options)
+
+    with encoded(2 * 2 * each):  # both parameters, at steps 2 and 4
+        mine = averages_of(streaming, rank, None)
+    with encoded(0):
+        exact = averages_of(streaming, rank, plain)
+
+    def as_int8(model: nn.Module, group: Any) -> Any:
+        return streaming(model, group, wire_dtype="int8")
+
+    assert torch.equal(mine, averages_of(as_int8, rank, plain))
+    assert not torch.equal(mine, exact)
+
+
+def one_operation(rank: int, world_size: int) -> None:
+    """``codecs.all_reduce``: None and "fp32" are none."""
+    import pycomm
+
+    each = 2 * (world_size - 1) * NUMEL // world_size
+    for wire, sent in ((None, 0), ("fp32", 0), (torch.float32, 0), ("int8", each)):
+        with encoded(sent):
+            pycomm.codecs.all_reduce(values_of(rank), wire)
+
+
 def still_encoded(rank: int, world_size: int) -> None:
     """The group's codec serves everything else, and the wrapper's own its gradients."""
     each = 2 * (world_size - 1) * NUMEL // world_size  # a rank sends in an all_reduce
@@ -95,10 +144,11 @@ def still_encoded(rank: int, world_size: int) -> None:
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     with encoded(2 * each):
         gradients(hooked, values_of(rank))
-    hooked = wrap(Slopes(), wire_dtype="fp32")
-    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    with encoded(0):
-        gradients(hooked, values_of(rank))
+    for wire in ("fp32", None):
+        hooked = wrap(Slopes(), wire_dtype=wire)
+        hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+        with encoded(0):
+            gradients(hooked, values_of(rank))
 
 
 def averages_of(make: Callable[[nn.Module, Any], Any], rank: int, group: Any) -> torch.Tensor:
@@ -213,29 +263,32 @@ def test_three_ranks_over_tcp() -> None:
     )
 
 
-def warn(rank: int, world_size: int) -> list[str]:
-    import logging
-
-    import pycomm
-
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    for wire in ("fp32", None, None):
-        wrap(Slopes(), wire_dtype=wire)
-    wrap(Slopes(), process_group=plain_group())
-    for wire in ("fp32", None):
-        pycomm.StreamingDiLoCo(Slopes(), sync_every=2, wire_dtype=wire)
-    return texts
+@pytest.mark.parametrize("name", ["as_the_group", "one_operation"])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_wrapper_does_as_its_group_by_default(name: str, by: str) -> None:
+    """The options of a group that is made later come before the variable, as for any option."""
+    ranks.run_ranks(
+        2,
+        in_turn,
+        args=([name],),
+        pg_options={"wire_dtype": "int8"} if by == "option" else None,
+        env={"PYCOMM_WIRE_DTYPE": "int8"} if by == "variable" else None,
+        preload=ranks.TORCH_DDP,
+    )
 
 
-def test_a_codec_that_does_not_apply_is_reported_once() -> None:
-    texts, of_rank_1 = ranks.run_ranks(
-        2, warn, pg_options={"wire_dtype": "int8"}, preload=ranks.TORCH_DDP
-    ).values()
-    assert of_rank_1 == []
-    wrapper, streaming = texts
-    assert "wire_dtype is 'int8', and does not apply" in wrapper
-    assert "DistributedDataParallel" in wrapper
-    assert "StreamingDiLoCo" in streaming
+def built_in_hook(rank: int, world_size: int) -> str:
+    model = wrap(Slopes())
+    with pytest.raises(errors.UnsupportedError) as refused:
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    wrap(Slopes(), wire_dtype=None)._register_builtin_comm_hook(
+        dist.BuiltinCommHookType.FP16_COMPRESS
+    )
+    return str(refused.value)
+
+
+def test_torchs_built_in_fp16_hook_beside_a_codec_of_the_group() -> None:
+    for text in ranks.run_ranks(
+        2, built_in_hook, pg_options={"wire_dtype": "int8"}, preload=ranks.TORCH_DDP
+    ).values():
+        assert "the group's wire_dtype is 'int8', which the wrapper follows" in text

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 
 def model_of(seed: int = 1) -> nn.Sequential:

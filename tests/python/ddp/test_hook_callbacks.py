@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 STEPS = 30
 

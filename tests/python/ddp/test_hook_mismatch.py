@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from pycomm.comm_hooks import ordered
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 TRANSPORTS = ["shm", "tcp"]
 

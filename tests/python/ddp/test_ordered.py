@@ -229,7 +229,7 @@ print(time.monotonic())
 
 
 @pytest.mark.time_bound
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_exit_is_bounded_even_if_the_hook_never_ends() -> None:
     result = run_python(["-c", EXIT_WITH_A_HOOK_THAT_NEVER_ENDS], timeout_s=60)
     assert (result.returncode, result.stderr) == (0, "")

@@ -12,7 +12,7 @@ from ranks import TORCH_DDP
 from training_programs import WRAPPER, Program, Step, random_program, smaller
 from training_ranks import TIMEOUT_S, serve_training
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(7200)]
 
 _TABLE = {"wire_dtype": {"parts.0.*": "int8"}}
 _FULL = Step("full step")

@@ -16,7 +16,7 @@ import torch
 from ddp_rig import all_ranks, wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(600)]
 
 WORLD = 3
 """Two hosts, of two ranks and one. A mean of three equal numbers is not always that number."""

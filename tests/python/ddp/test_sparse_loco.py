@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from processes import child_environment
@@ -193,8 +194,10 @@ def beside_numpy(rank: int, world_size: int, name: str) -> None:
     assert stats.sent_nbytes == 3 * (world_size - 1) * once
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("buckets", 2), ("mlp", 3), ("strided", 2)])
-@pytest.mark.in_shares
+@pytest.mark.parametrize(
+    ("name", "world_size"), rings.first_of([("buckets", 2), ("mlp", 3), ("strided", 2)])
+)
+@pytest.mark.ci
 def test_a_sync_is_that_of_numpy(name: str, world_size: int) -> None:
     run_ranks(world_size, beside_numpy, args=(name,), preload=ranks.TORCH_DDP)
 
@@ -333,6 +336,7 @@ def lose_rank_1(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.faults
+@pytest.mark.ci
 @pytest.mark.time_bound
 def test_a_sync_that_fails_has_changed_nothing() -> None:
     with start_ranks(3, lose_rank_1, preload=ranks.TORCH_DDP) as running:
@@ -460,8 +464,7 @@ dist.destroy_process_group()
 
 @pytest.mark.alone
 @pytest.mark.namespaces
-@pytest.mark.in_shares
-@pytest.mark.every_day
+@pytest.mark.ci
 def test_an_entry_takes_at_most_16_bits_on_the_wire(tmp_path: Path) -> None:
     """All that the card sends: headers of Ethernet, IP and TCP, acknowledgements, heartbeats.
 

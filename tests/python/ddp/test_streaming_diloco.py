@@ -17,6 +17,7 @@ import ddp_models
 import numpy as np
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from codec_bounds import BYTES_PER_BLOCK, sum_bound
@@ -100,17 +101,19 @@ def beside_diloco(rank: int, world_size: int, name: str, options: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [
-        ("buckets", 3),
-        ("mixed", 2),
-        ("strided", 2),
-        ("tied", 2),
-        ("frozen", 2),
-        ("double", 2),
-        ("complex", 2),
-    ],
+    rings.ends(
+        [
+            ("buckets", 3),
+            ("mixed", 2),
+            ("strided", 2),
+            ("tied", 2),
+            ("frozen", 2),
+            ("double", 2),
+            ("complex", 2),
+        ]
+    ),
 )
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_one_fragment_without_delay_is_diloco_bit_by_bit(name: str, world_size: int) -> None:
     # Of three ranks the ring adds each value up in an order that its place in the buffer decides.
     found = run_ranks(world_size, beside_diloco, args=(name, {}), preload=ranks.TORCH_DDP)
@@ -269,18 +272,21 @@ def equations(
 
 @pytest.mark.parametrize(
     ("fragments", "delay", "alpha", "steps", "landed"),
-    [
-        (2, 0, None, 14, [2, 5, 8, 11]),
-        (2, 0, 0.25, 14, [2, 5, 8, 11]),
-        (2, 1, None, 14, [3, 6, 9, 12]),
-        (2, 2, 0.0, 14, [4, 7, 10, 13]),  # sync() comes right after a landing
-        (2, 2, 0.25, 14, [4, 7, 10, 13]),
-        (2, 2, 0.25, 12, [4, 7, 10]),  # and here right after a launch
-        (2, 0, None, 12, [2, 5, 8, 11]),
-        (1, 5, None, 14, [10]),
-    ],
+    rings.first_of(
+        [
+            (2, 1, None, 14, [3, 6, 9, 12]),
+            (2, 2, 0.25, 14, [4, 7, 10, 13]),
+            (2, 0, None, 14, [2, 5, 8, 11]),
+            (2, 0, 0.25, 14, [2, 5, 8, 11]),
+            (2, 2, 0.0, 14, [4, 7, 10, 13]),  # sync() comes right after a landing
+            (2, 2, 0.25, 12, [4, 7, 10]),  # and here right after a launch
+            (2, 0, None, 12, [2, 5, 8, 11]),
+            (1, 5, None, 14, [10]),
+        ],
+        2,
+    ),
 )
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_equations(
     fragments: int, delay: int, alpha: float | None, steps: int, landed: list[int]
 ) -> None:
@@ -319,17 +325,19 @@ def other_models(
 
 @pytest.mark.parametrize(
     ("name", "alpha", "wire", "close"),
-    [
-        ("mixed", 0.25, None, 1e-2),  # bfloat16 has 8 bits
-        ("mixed", None, "fp16", 1e-2),
-        ("tied", 0.25, None, 1e-4),
-        ("frozen", 0.0, None, 1e-4),
-        ("complex", 0.25, None, 1e-4),
-        ("double", None, None, 1e-9),
-        ("buckets in double", 0.25, "fp16", 2e-3),
-    ],
+    rings.ends(
+        [
+            ("mixed", 0.25, None, 1e-2),  # bfloat16 has 8 bits
+            ("mixed", None, "fp16", 1e-2),
+            ("tied", 0.25, None, 1e-4),
+            ("frozen", 0.0, None, 1e-4),
+            ("complex", 0.25, None, 1e-4),
+            ("double", None, None, 1e-9),
+            ("buckets in double", 0.25, "fp16", 2e-3),
+        ]
+    ),
 )
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_equations_of_other_models(
     name: str, alpha: float | None, wire: str | None, close: float
 ) -> None:
@@ -456,8 +464,8 @@ def resume_everywhere(rank: int, world_size: int, alpha: float | None) -> list[b
     return [resume(rank, world_size, options, save_after) for save_after in (3, 5, 6, 7)]
 
 
-@pytest.mark.parametrize("alpha", [pytest.param(None, marks=pytest.mark.every_day), 0.0], ids=str)
-@pytest.mark.in_shares
+@pytest.mark.parametrize("alpha", rings.first_of([None, 0.0]), ids=str)
+@pytest.mark.ci
 def test_a_run_cut_with_a_fragment_in_flight_continues_bit_by_bit(alpha: float | None) -> None:
     found = run_ranks(2, resume_everywhere, args=(alpha,), preload=ranks.TORCH_DDP).values()
     assert found == [[True, True, False, True]] * 2
@@ -618,7 +626,7 @@ def ends_in_a_step(rank: int, world_size: int) -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_program_may_end_in_the_middle_of_an_outer_step() -> None:
     with start_ranks(1, ends_in_a_step, destroy=False, preload=ranks.TORCH_DDP) as running:
         running.wait_for_mark(0, "stepped")
@@ -646,8 +654,8 @@ def uneven(
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("steps", [[5, 4], [3, 4]], ids=str)
-@pytest.mark.in_shares
+@pytest.mark.parametrize("steps", rings.first_of([[5, 4], [3, 4]]), ids=str)
+@pytest.mark.ci
 def test_ranks_that_had_more_batches_sync_at_the_end(steps: list[int]) -> None:
     found = {}
     for kind in ("DiLoCo", "StreamingDiLoCo", "SparseLoCo"):
@@ -806,6 +814,7 @@ def gathered_numbers(number: int) -> list[int]:
 
 
 @pytest.mark.faults
+@pytest.mark.ci
 @pytest.mark.time_bound
 @pytest.mark.parametrize("launched", [False, True], ids=["before", "after"])
 def test_a_rank_that_dies_with_a_fragment_in_flight(launched: bool, tmp_path: Any) -> None:
@@ -1078,7 +1087,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1 is not a whole number from 0 to 11"),
     ({"fragment_update_alpha": 1}, "fragment_update_alpha=1 is neither None nor a number"),
     ({"fragment_update_alpha": -0.5}, "fragment_update_alpha=-0.5 is neither None nor"),
-    ({"wire_dtype": "int4"}, "wire_dtype='int4' is not allowed: use None or 'fp32' or"),
+    ({"wire_dtype": "int4"}, "wire_dtype='int4' is not allowed: use 'group' or 'fp32' or"),
     ({"wire_dtype": {"*": "int8"}}, "is not one name: all fragments travel alike"),
 ]
 BAD = [given for given, _ in BAD_OPTIONS]

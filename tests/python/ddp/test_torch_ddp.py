@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import TORCH_DDP, run_ranks
@@ -75,8 +76,8 @@ def trajectory(rank: int, world_size: int, options: dict[str, Any]) -> list[list
     return seen
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.ci
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
@@ -130,8 +131,8 @@ def train_with_powersgd(rank: int, world_size: int, steps: int, how: str) -> str
     return train(model, rank, steps)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
+@pytest.mark.ci
 def test_powersgd_ordered(world_size: int, repeats: int) -> None:
     for _ in range(repeats):
         digests = run_ranks(
@@ -140,8 +141,8 @@ def test_powersgd_ordered(world_size: int, repeats: int) -> None:
         assert len(set(digests)) == 1
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
+@pytest.mark.ci
 def test_powersgd_bare(world_size: int, repeats: int) -> None:
     """Without ``ordered`` its callbacks issue while autograd goes on to the next buckets."""
     for _ in range(repeats):

@@ -12,7 +12,7 @@ import torch
 from ddp_rig import all_ranks
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 EVERY, STEPS = 4, 16
 # By step and rank. In the first round the third rank has none; in the third, weights are far apart.

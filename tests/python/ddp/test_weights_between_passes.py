@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 
 def make_net(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -18,7 +18,7 @@ import weighed_means
 from ddp_rig import all_ranks, wrap
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 
 def make_net(dtype: torch.dtype = torch.float64, width: int = 16) -> nn.Sequential:

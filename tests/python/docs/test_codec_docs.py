@@ -16,6 +16,8 @@ from ranks import LOOPBACK, TORCH_DDP, free_port, run_ranks
 
 from pycomm._settings import SETTINGS
 
+pytestmark = pytest.mark.ci
+
 DOCUMENT = "docs/codecs.md"
 HEADER = (
     *("codec", "bytes per value"),

@@ -16,6 +16,8 @@ from documents import ROOT
 
 import pycomm
 
+pytestmark = pytest.mark.ci
+
 PACKAGE = ROOT / "pycomm"
 EXCEPTION = re.compile(r"\w+Error$")
 WITH_EXAMPLE_FOR_ALL = "PycommError"

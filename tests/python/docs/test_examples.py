@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 from documents import read
 from ranks import LOOPBACK, TORCH_DDP, child_environment, free_port, run_python, run_ranks
+
+pytestmark = pytest.mark.ci
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -76,7 +79,6 @@ def assert_parameters_equal(stdout: str) -> None:
 
 
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 def test_digits_learns() -> None:
     done = run_example("train_digits.py", "--epochs", "3", "--target", "0.8")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -184,8 +186,9 @@ def test_the_tour_shows_what_they_print() -> None:
 
 
 @pytest.mark.needs_native
-@pytest.mark.parametrize("name", [name for name in SHORT if name not in RUN_ELSEWHERE])
-@pytest.mark.in_shares
+@pytest.mark.parametrize(
+    "name", rings.first_of([name for name in SHORT if name not in RUN_ELSEWHERE], 4)
+)
 def test_short_example(name: str) -> None:
     if importlib.util.find_spec("sklearn") is None:  # imported, it would leave variables here
         pytest.skip("scikit-learn is not installed")
@@ -196,7 +199,6 @@ def test_short_example(name: str) -> None:
 
 
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 @pytest.mark.parametrize("name", ["elastic.py", "failures.py"])
 def test_short_example_of_failures(name: str) -> None:
     if name == "elastic.py" and importlib.util.find_spec("sklearn") is None:
@@ -207,8 +209,8 @@ def test_short_example_of_failures(name: str) -> None:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("tc") is None, reason="namespaces need root and iproute2"
 )
@@ -229,8 +231,8 @@ def test_the_tour_of_two_machines() -> None:
         assert line == "…" or line in printed, (line, printed)
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 def test_restart_after_a_rank_was_killed(tmp_path: Path) -> None:
     if importlib.util.find_spec("sklearn") is None:  # imported, it would leave variables here
         pytest.skip("scikit-learn is not installed")
@@ -245,8 +247,8 @@ def test_restart_after_a_rank_was_killed(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True)["step"] == 60
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 def test_digits_is_deterministic() -> None:
     flags = ["--epochs", "1", "--target", "0", "--wire-dtype", "fp16"]
     runs = [run_example_without_torchrun("train_digits.py", *flags) for _ in range(2)]
@@ -257,7 +259,7 @@ def test_digits_is_deterministic() -> None:
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
     # torch.distributed.launch passes --local-rank; the other spelling is added by hand.
     launcher = ["-m", "torch.distributed.launch", *TORCHRUN[2:]]
@@ -268,8 +270,8 @@ def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
     assert_parameters_equal(done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_native
-@pytest.mark.in_shares
 def test_lm_loss_falls() -> None:
     flags = ["--steps", "20", "--accumulate", "2", "--wire-dtype", "INT8"]
     done = run_example("train_lm.py", *flags)
@@ -296,8 +298,8 @@ def test_lm_fails_where_the_loss_does_not_fall() -> None:
     assert "loss DID NOT FALL by 1.0" in stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["train_digits.py", "train_lm.py"])
-@pytest.mark.in_shares
 def test_help_explains_the_exposed_share(name: str) -> None:
     done = run_python([str(EXAMPLES / name), "--help"])
     assert done.returncode == 0, done.stderr
@@ -346,8 +348,8 @@ def read_some(terminal: int) -> str:
         return ""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tqdm", ["with", "without"])
-@pytest.mark.in_shares
 def test_progress_on_a_terminal(tqdm: str) -> None:
     if tqdm == "with":
         pytest.importorskip("tqdm")

@@ -10,7 +10,7 @@ import pytest
 import ranks
 from documents import read
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 PAGES = [
     *("docs/from-torch.md", "docs/from-oneccl.md", "docs/from-horovod.md"),

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from documents import ROOT, read
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci]
 
 
 def transcripts() -> ModuleType:
@@ -51,7 +51,7 @@ def test_every_scenario_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_transcript_is_what_happens(name: str) -> None:
     tool = transcripts()
     document = read("docs/troubleshooting.md")

@@ -24,7 +24,6 @@ from hosts import Host, run, run_on_both, wire
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.slow,
     pytest.mark.timeout(170),
 ]
 
@@ -63,8 +62,7 @@ def documented_command(name: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
+@pytest.mark.ci
 def test_the_documented_commands_train_together(
     hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -231,7 +229,7 @@ def documented_range() -> str:
     return str(found[0])
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_the_firewall_of_the_document_lets_everything_through(
     hosts: tuple[Host, Host], env: dict[str, str], report_script: Path, firewall: str
 ) -> None:
@@ -262,8 +260,8 @@ def test_the_firewall_of_the_document_lets_everything_through(
         assert elsewhere, f"rank {rank} has no connection to the other host: {between}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("master", ["192.168.1.10", "fd77::10"])
-@pytest.mark.in_shares
 def test_a_master_that_is_an_address(
     hosts: tuple[Host, Host], env: dict[str, str], report_script: Path, master: str
 ) -> None:
@@ -328,7 +326,7 @@ def documented_codes() -> list[str]:
     return re.findall(r"^\| `([A-Z_]+)` \|", DOCUMENT, re.M)
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_a_firewall_without_a_port_range(
     hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path, firewall: str
 ) -> None:
@@ -349,7 +347,7 @@ def to_blame(record: Mapping[str, Any]) -> int:
     return int(record.get("peer", record["rank"]))
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_an_interface_that_one_host_lacks(
     hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -359,7 +357,7 @@ def test_an_interface_that_one_host_lacks(
         assert '"ib0"' in record["text"] and f"eth0 ({ADDRESSES['beta']}" in record["text"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_loopback_by_hand(hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path) -> None:
     records = run_errors(hosts, env, tmp_path, {"PYCOMM_SOCKET_IFNAME": "lo"}, {})
     for record in records:
@@ -367,7 +365,7 @@ def test_loopback_by_hand(hosts: tuple[Host, Host], env: dict[str, str], tmp_pat
         assert "interface lo was chosen, but some ranks are on other hosts" in record["text"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_a_range_too_short_for_a_second_group(
     hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
 ) -> None:

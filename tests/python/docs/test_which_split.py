@@ -20,6 +20,8 @@ from pycomm.doctor.splits import (
     wire_seconds,
 )
 
+pytestmark = pytest.mark.ci
+
 
 def test_the_formulas_by_hand() -> None:
     assert ddp_nbytes(62.5e6, 2) == 250e6  # each of two sends half, twice
@@ -41,8 +43,8 @@ def test_the_tables_are_computed() -> None:
     folder = str(ROOT / "tools")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    for path, text in importlib.import_module("which_split").written(ROOT).items():
-        assert path.read_text() == text, f"run tools/which_split.py: {path} is another text"
+    for path, text in importlib.import_module("doc_tables").which_split(ROOT).items():
+        assert path.read_text() == text, f"run tools/doc_tables.py: {path} is another text"
 
 
 # Bytes that leave an interface
@@ -116,7 +118,6 @@ def both() -> Iterator[tuple[Host, Host]]:
 
 @pytest.mark.needs_native
 @pytest.mark.namespaces
-@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_two_hosts_send_as_many_bytes(both: tuple[Host, Host], tmp_path: Path) -> None:
     env = installed_environment(tmp_path / "installed")

@@ -12,11 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import rings
 from elastic_training import Plan, trains
 from ranks import TORCH_DDP, RankResults, start_ranks
 from time_bound import assert_within
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.ci,
+    pytest.mark.timeout(200),
+]
 
 SHARED: dict[str, Any] = {"transport": "shm"}
 TCP: dict[str, Any] = {"transport": "tcp"}
@@ -83,8 +89,8 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
-@pytest.mark.parametrize(("world_size", "dead", "plan"), KILLS)
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
+@pytest.mark.parametrize(("world_size", "dead", "plan"), rings.ends(KILLS))
 def test_a_rank_is_killed(world_size: int, dead: int, plan: Plan, options: dict[str, Any]) -> None:
     with start(world_size, plan, options) as running:
         killed_s = kill_after(running, dead, "step 20")
@@ -93,7 +99,7 @@ def test_a_rank_is_killed(world_size: int, dead: int, plan: Plan, options: dict[
     assert_within(went_on_after(values, killed_s), 3.0, results.describe())
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("where", rings.ends(["forward", "backward", "step"]))
 @pytest.mark.parametrize("dead", [0, 2])
 def test_a_rank_dies_at_a_known_place(dead: int, where: str) -> None:
     plan = Plan("int8", left=2, dies=((dead, 9, where),))
@@ -114,7 +120,7 @@ def test_two_ranks_are_killed_at_once() -> None:
     survivors(results, [0, 2])
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", rings.first_of(range(3)))
 def test_another_rank_is_killed_while_the_others_sum_again(turn: int) -> None:
     plan = Plan("int8", left=2)
     with start(4, plan, SHARED) as running:

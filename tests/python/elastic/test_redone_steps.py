@@ -12,7 +12,7 @@ import torch
 from ddp_rig import wrap
 from elastic_rig import Net, Scripted, agreeing, batch_of
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 STEPS = 7
 SCALES = (1.0, 1.0, 1e6, 1.0, 1e-7, 1e-7, 30.0)

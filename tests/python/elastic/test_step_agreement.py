@@ -16,6 +16,7 @@ from typing import Any
 
 import fault_ranks
 import pytest
+import rings
 import torch.distributed as dist
 from elastic_steps import Plan, bucket, check, open_steps, trains
 from ranks import RankResults, mark, start_ranks
@@ -23,7 +24,7 @@ from time_bound import assert_within
 
 from pycomm._native import loader
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.time_bound]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci, pytest.mark.time_bound]
 
 SHARED, TCP = {}, {"transport": "tcp"}
 
@@ -61,8 +62,10 @@ def test_steps_without_a_death() -> None:
     assert all(value["redone"] == 0 for value in values)
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
-@pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("world_size", "dead"), rings.ends([(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 2)])
+)
 def test_a_rank_is_killed_in_the_middle_of_a_step(
     world_size: int, dead: int, options: dict[str, Any]
 ) -> None:
@@ -86,7 +89,7 @@ def kill_after(running: Any, rank: int, name: str) -> float:
     return float(running.kill(rank))
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
 def test_two_ranks_are_killed_at_once(options: dict[str, Any]) -> None:
     plan = Plan(steps=60, options=options)
     with start_ranks(4, trains, args=(plan,), destroy=False) as running:
@@ -98,7 +101,7 @@ def test_two_ranks_are_killed_at_once(options: dict[str, Any]) -> None:
     assert_within(returned_after(values, killed_s) - killed_s, 4.0, results.describe())
 
 
-@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("turn", rings.first_of(range(4)))
 def test_another_rank_is_killed_while_the_others_agree(turn: int) -> None:
     """Some milliseconds later: during the agreement, the meeting of the next epoch, or the redo."""
     plan = Plan(steps=60)
@@ -134,7 +137,7 @@ def test_a_rank_that_is_busy_holds_up_nothing_but_its_sums() -> None:
     assert_within(returned_after(values, killed_s) - killed_s, 4.0, results.describe())
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
 def test_a_rank_that_was_stopped_is_left_behind(options: dict[str, Any]) -> None:
     plan = Plan(steps=40, options={**options, "heartbeat_timeout": 1.0})
     with start_ranks(3, trains, args=(plan,), destroy=False) as running:
@@ -259,7 +262,7 @@ def start_with_faults(
 
 
 @pytest.mark.usefixtures("fault_build")
-@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize("struck", rings.first_of([0, 1]))
 @pytest.mark.parametrize(
     "point",
     [

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from elastic_steps import Plan, open_steps, trains
@@ -30,7 +31,7 @@ from time_bound import assert_within
 import pycomm
 from pycomm._group import secrets
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.time_bound]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci, pytest.mark.time_bound]
 
 kept: list[Any] = []
 """Until the interpreter ends."""
@@ -199,7 +200,7 @@ def test_a_rank_has_ended_although_its_child_lives(target: Any) -> None:
     assert value["left"] == [0]
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
 def test_with_a_secret(tmp_path: Path, options: dict[str, Any]) -> None:
     secrets.generate_file(str(tmp_path / "secret"))
     env = {"PYCOMM_SECRET_FILE": str(tmp_path / "secret"), "PYCOMM_SECURITY": "require"}
@@ -235,7 +236,7 @@ def leaves(rank: int, world_size: int, leaver: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_a_rank_leaves_in_order(world_size: int, leaver: int) -> None:
     """No process has ended: its goodbye says that it votes no more."""
     with start_ranks(world_size, leaves, args=(leaver,), destroy=False) as running:
@@ -450,7 +451,7 @@ def test_a_death_while_it_is_made_is_raised(when: str) -> None:
 # --- a stop among deaths --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", rings.first_of(range(3)))
 def test_a_rank_is_stopped_while_the_others_agree(turn: int) -> None:
     """Before, in or after the meeting of the next epoch, which cannot wait for it for ever."""
     plan = Plan(steps=40, options={"heartbeat_timeout": 1.0})

@@ -16,7 +16,7 @@ from ddp_rig import wrap
 from elastic_rig import Net, agreeing, batch_of
 from torch import nn
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(200)]
 
 
 def run(target: Any, *args: Any, dead: int | None = None) -> list[Any]:

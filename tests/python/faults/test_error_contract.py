@@ -29,6 +29,8 @@ from pycomm._native import loader
 from pycomm.errors import ErrorRecord
 from pycomm.options import Options
 
+pytestmark = pytest.mark.ci
+
 # Of an operation that was under way when its group failed; `cause` only where there is one.
 OF_AN_OPERATION = {
     *("code", "summary", "hint", "rank", "host", "peer", "peer_host", "group", "epoch"),

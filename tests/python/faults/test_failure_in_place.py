@@ -35,6 +35,7 @@ OWN_NBYTES = 32 << 20
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.faults,
+    pytest.mark.ci,
     pytest.mark.alone,
     pytest.mark.time_bound,
 ]
@@ -43,8 +44,8 @@ sizes = pytest.mark.parametrize(
     "gib",
     [
         1,
-        pytest.param(2, marks=pytest.mark.slow),
-        pytest.param(8, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        2,
+        pytest.param(8, marks=pytest.mark.nightly),
     ],
 )
 

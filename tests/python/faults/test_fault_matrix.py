@@ -1,7 +1,7 @@
 """Fault × place × rank × 2 to 5 ranks: typed errors that name the right rank, no abort, no hang.
 
-CI runs a fifth of the cases, another one on each day (shares.py); ``--all-faults`` (`make faults`)
-runs them all. What the cases tell beside their verdict is summed up at the end of the run.
+CI runs the first case of each kind of fault, `make nightly` the others, `make faults`
+all. What the cases tell beside their verdict is summed up at the end of the run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import fault_ranks
 import pytest
+import rings
 import torch
 import torch.distributed as dist
-from fault_cases import WORLDS, cases, mismatch_cases
+from fault_cases import WORLDS, cases, mismatch_cases, sample
 from fault_ranks import Case, patience
 from fault_report import agreement, took
 from ranks import RankError, RankResult, RankResults, run_ranks, start_ranks
-from shares import CASE, part_of
 from time_bound import assert_within
 
 import pycomm
@@ -31,6 +31,7 @@ from pycomm._native import loader
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.faults,
+    pytest.mark.ci,
     pytest.mark.usefixtures("fault_build"),
     pytest.mark.timeout(900),
 ]
@@ -38,12 +39,14 @@ pytestmark = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        chosen = cases()
+        every = cases()
+        in_ci = sample(every)
         if os.environ.get("TEST_TRANSPORT"):  # a case with fault points names its transport
-            chosen = [case for case in chosen if not case.spec]
-        if not metafunc.config.getoption("--all-faults"):
-            chosen = part_of(chosen, lambda case: case.name)
-        metafunc.parametrize("case", chosen, ids=[case.name for case in chosen])
+            every = [case for case in every if not case.spec]
+        chosen = [
+            case if case.name in in_ci else rings.nightly(case, id=case.name) for case in every
+        ]
+        metafunc.parametrize("case", chosen, ids=lambda case: case.name)
 
 
 Record = Callable[[str, object], None]
@@ -54,7 +57,6 @@ Record = Callable[[str, object], None]
 def test_every_rank_gets_the_right_error(
     case: Case, tmp_path: Path, record_property: Record
 ) -> None:
-    record_property(CASE, case.name)
     store = f"file://{tmp_path}/store"
     target = fault_ranks.run_case
     with start_ranks(case.world_size, target, args=(case, store), init="none") as running:
@@ -174,10 +176,10 @@ def check_agreement(case: Case, results: RankResults, record_property: Record) -
 
 @pytest.mark.time_bound
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("everything", [False, rings.nightly(True)], ids=["a victim", "each"])
 def test_ranks_that_call_different_things(
-    world_size: int, request: pytest.FixtureRequest, repeats: int, record_property: Record
+    world_size: int, everything: bool, repeats: int, record_property: Record
 ) -> None:
-    everything = bool(request.config.getoption("--all-faults"))
     chosen = mismatch_cases(world_size, everything=everything)
     results = run_ranks(
         world_size,

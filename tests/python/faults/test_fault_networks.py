@@ -1,9 +1,10 @@
 """What networks do: resets, silent drops, partitions, a cable that is pulled, a slow link.
 
 Two network namespaces are two hosts; nft and tbf are the trouble. Needs root, `ip`, `nft` and `tc`;
-skipped, with the reason, where that is not allowed. Today's share of the cases runs (shares.py),
-every case with ``--all-faults``. With TEST_SECRET the packets of the first host are recorded, and
-what is there of each stream is read as TLS records (`make nightly`, step ``faults_tls``).
+skipped, with the reason, where that is not allowed. CI has four of them with one rank on each host,
+`make nightly` the others and two ranks. With TEST_SECRET the packets of the first host are
+recorded, and what is there of each stream is read as TLS records (`make release`, step
+``faults_tls``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 from documents import ROOT
 from fault_ranks import patience
 from fault_report import agreement, took
@@ -30,7 +32,7 @@ from processes import child_environment
 from sniffer import not_tls, recorded
 from time_bound import assert_within
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.namespaces]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci, pytest.mark.namespaces]
 
 RANK = """
 import json, os, sys, time
@@ -145,6 +147,9 @@ TROUBLES = (
 )
 
 
+IN_CI = ("silent drop", "reset", "cable pulled", "firewall")
+
+
 @pytest.fixture(scope="module")
 def wired() -> Iterator[tuple[Host, Host]]:
     if os.geteuid() != 0:
@@ -172,7 +177,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trouble" in metafunc.fixturenames:
         chosen = [(trouble, ranks) for ranks in (1, 2) for trouble in TROUBLES]
         ids = [_name(case) for case in chosen]
-        metafunc.parametrize(("trouble", "ranks_a_host"), chosen, ids=ids)
+        cases = [
+            case if case[1] == 1 and case[0].name in IN_CI else rings.nightly(case)
+            for case in chosen
+        ]
+        metafunc.parametrize(("trouble", "ranks_a_host"), cases, ids=ids)
 
 
 def _name(case: tuple[Trouble, int]) -> str:
@@ -180,7 +189,7 @@ def _name(case: tuple[Trouble, int]) -> str:
 
 
 @pytest.mark.time_bound
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_networks(
     wired: tuple[Host, Host],
     trouble: Trouble,

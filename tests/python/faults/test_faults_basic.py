@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import describe_exception, mark, run_ranks, start_ranks
@@ -17,7 +18,7 @@ from time_bound import assert_within
 
 import pycomm
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci]
 
 MIB = 1 << 20
 
@@ -53,7 +54,7 @@ def second_look(error: Exception) -> dict[str, Any]:
 
 @pytest.mark.alone
 @pytest.mark.time_bound
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", rings.first_of([1, 0, 2]))
 def test_a_killed_rank_is_named_by_all_others_at_once(victim: int) -> None:
     with start_ranks(3, reduce_until_it_fails, args=(100 * MIB // 4,)) as running:
         for rank in range(3):
@@ -217,8 +218,8 @@ def leave_with_work_outstanding(rank: int, world_size: int, how: str) -> None:
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("how", ["works", "futures", "never entered", "dropped"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("how", rings.ends(["works", "futures", "never entered", "dropped"]))
+@pytest.mark.ci
 def test_exits_with_work_outstanding(how: str, repeats: int) -> None:
     longest_s = 0.0
     for attempt in range(repeats):

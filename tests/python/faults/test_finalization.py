@@ -15,6 +15,8 @@ import pytest
 
 from pycomm._native import process_end
 
+pytestmark = pytest.mark.ci
+
 COMMON = r"""
 import atexit, os, sys, threading, time
 

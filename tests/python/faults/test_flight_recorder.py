@@ -27,7 +27,7 @@ from pycomm.trace.align import Records, dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.findings import Finding, findings_of
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci]
 
 
 def records_in(folder: Path) -> Records:
@@ -127,7 +127,7 @@ def many_operations(rank: int, world_size: int) -> tuple[list[int | None], bool,
     return [one.sequence for one in record.operations], record.complete, len(nothing)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_only_the_last_are_kept_and_none_where_it_is_off() -> None:
     kept = run_ranks(2, many_operations, env={"TORCH_FR_BUFFER_SIZE": "6"}).values()
     assert kept == [([15, 16, 17, 18, 19, 20], False, 0)] * 2
@@ -210,7 +210,7 @@ def fail(folder: Path, how: str, torchs_variable: bool = False) -> RankResults:
 
 
 @pytest.mark.time_bound
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_late_rank(tmp_path: Path) -> None:
     results = fail(tmp_path, "late")
     assert results.values()[0] == results.values()[2] == "TIMEOUT", results.describe()

@@ -12,6 +12,7 @@ from typing import Any
 
 import fault_ranks
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from rank_child import mark
@@ -25,6 +26,7 @@ from pycomm._native import loader
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.faults,
+    pytest.mark.ci,
     pytest.mark.usefixtures("fault_build"),
     pytest.mark.timeout(900),
 ]
@@ -71,13 +73,13 @@ def meet(rank: int, world_size: int, store: str) -> list[Any]:
 
 @pytest.mark.alone
 @pytest.mark.time_bound
-@pytest.mark.in_shares
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("victim", "sealed"),
     [
-        pytest.param(0, False, id="first", marks=pytest.mark.every_day),
-        pytest.param(1, False, id="second"),
-        pytest.param(0, True, id="first-secret"),
+        pytest.param(0, False, id="first"),
+        rings.nightly((1, False), id="second"),
+        rings.nightly((0, True), id="first-secret"),
         pytest.param(1, True, id="second-secret"),
     ],
 )
@@ -148,7 +150,7 @@ def meet_by_torchrun(rank: int, world_size: int, port: int) -> list[Any]:
     return ["joined", ""]
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_ctrl_c_under_torchrun_before_rank_0_has_come_is_known_to_it() -> None:
     """Rank 1 cannot end the group then: it leaves a word for rank 0, which waits for it."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

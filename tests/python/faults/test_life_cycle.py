@@ -23,7 +23,7 @@ from time_bound import assert_within
 
 import pycomm
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci]
 
 MIB = 1 << 20
 
@@ -99,7 +99,7 @@ def has_a_child_and_dies(rank: int, world_size: int) -> Any:
 
 @pytest.mark.alone
 @pytest.mark.time_bound
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_forked_child_does_not_keep_its_dead_parent_alive(tmp_path: Path) -> None:
     child_file = tmp_path / "child"
     with start_ranks(3, has_a_child_and_dies, env={"CHILD_FILE": str(child_file)}) as running:
@@ -403,7 +403,7 @@ def run_out_of_files(rank: int, world_size: int, most: int) -> list[tuple[str, s
     return seen
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_too_many_files_is_said_by_all_ranks_whenever_it_strikes() -> None:
     seen = run_ranks(2, run_out_of_files, args=(24,), init="tcp", timeout_s=110).values()
     codes = [[code for code, _ in mine] for mine in seen]

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 import pycomm
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.alone]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci, pytest.mark.alone]
 
 MIB = 1 << 20
 LIMIT_NBYTES = 256 * MIB

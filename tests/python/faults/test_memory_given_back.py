@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 from documents import ROOT, installed_environment
 from hosts import Host, run, run_on_both, wire
 from processes import LOOPBACK, free_port
@@ -164,9 +165,8 @@ def wired() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.mark.namespaces
-@pytest.mark.slow
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.in_shares
+@pytest.mark.parametrize("how", rings.first_of(WAYS))
+@pytest.mark.ci
 def test_over_tcp_between_hosts(
     wired: tuple[Host, Host], env: Mapping[str, str], tmp_path: Path, how: str, repeats: int
 ) -> None:
@@ -185,8 +185,8 @@ def test_over_tcp_between_hosts(
     counted(attempt, how, tmp_path, repeats)
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.in_shares
+@pytest.mark.parametrize("how", rings.first_of(WAYS))
+@pytest.mark.ci
 def test_through_shared_memory_within_a_host(
     env: Mapping[str, str], tmp_path: Path, how: str, repeats: int
 ) -> None:

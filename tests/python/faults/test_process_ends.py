@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
+
+pytestmark = pytest.mark.ci
 
 RANKS = r"""
 # Forks the ranks of each case from one process that has imported torch. A rank runs the case and
@@ -212,7 +215,9 @@ def named(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
 
 
-@pytest.mark.parametrize("case", THREADS, ids=named)
+@pytest.mark.parametrize(
+    "case", [case if case["daemon"] else rings.nightly(case) for case in THREADS], ids=named
+)
 @pytest.mark.parametrize("runs", [1, pytest.param(20, marks=pytest.mark.nightly)])
 def test_threads_that_are_in_pycomm(ranks: Ranks, case: dict[str, Any], runs: int) -> None:
     check(ranks, runs, **case)
@@ -229,14 +234,14 @@ def callbacks() -> list[Any]:
     return cases + [pytest.param(case, marks=pytest.mark.nightly) for case in nightly + often]
 
 
-@pytest.mark.parametrize("end", CODES)
+@pytest.mark.parametrize("end", rings.ends(CODES))
 @pytest.mark.parametrize("runs", [1, pytest.param(50, marks=pytest.mark.nightly)])
 def test_a_hook_over_gloo(ranks: Ranks, end: str, runs: int) -> None:
     """gloo's thread frees a hook's last callback when backward has returned already."""
     check(ranks, runs, what="train", backend="gloo", end=end)
 
 
-@pytest.mark.parametrize("end", CODES)
+@pytest.mark.parametrize("end", rings.ends(CODES))
 @pytest.mark.parametrize("case", callbacks(), ids=named)
 def test_a_callback_is_waited_for(ranks: Ranks, case: dict[str, Any], end: str) -> None:
     for _ in range(case.get("runs", 1)):

@@ -9,7 +9,7 @@ import pytest
 from ranks import RIG, run_python
 from restart_program import LIVES, NOT_ALLOWED, SIZE
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("late_s", [0.5, pytest.param(60, marks=pytest.mark.nightly)])

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import rings
 from hosts import Host, run
 from processes import child_environment
 from ssh_servers import SshHosts, processes_of, ssh_hosts
@@ -28,7 +29,6 @@ from pycomm.cli import remote_end
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.slow,
     pytest.mark.timeout(200),
 ]
 
@@ -305,8 +305,8 @@ REFUSALS: dict[Callable[[SshHosts, Path], list[str]], str] = {
 }
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("sicken", REFUSALS, ids=lambda one: one.__name__)
+@pytest.mark.ci
+@pytest.mark.parametrize("sicken", rings.ends(REFUSALS), ids=lambda one: one.__name__)
 def test_a_host_that_cannot_run_the_job_is_named_with_the_reason(
     sicken: Callable[[SshHosts, Path], list[str]],
     hosts: SshHosts,
@@ -397,8 +397,8 @@ ENDS: dict[Callable[[Job], None], End] = {
 }
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("strike", ENDS, ids=lambda one: one.__name__)
+@pytest.mark.ci
+@pytest.mark.parametrize("strike", rings.ends(ENDS), ids=lambda one: one.__name__)
 def test_no_process_is_left_on_any_host(
     strike: Callable[[Job], None], start: Callable[..., Job]
 ) -> None:
@@ -423,7 +423,7 @@ def test_no_process_is_left_on_any_host(
         assert sorted(re.findall(r"interrupted (\d)", job.text)) == ["0", "1", "2"]
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_elastic_lets_the_others_go_on(start: Callable[..., Job]) -> None:
     job = start("-H", "node1:1,node2:1,node3:1", "--elastic")
     job.wait_for(r"^\[\d@node\d\] ready \d$", 3)
@@ -435,7 +435,7 @@ def test_elastic_lets_the_others_go_on(start: Callable[..., Job]) -> None:
     job.all_gone(5)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_second_signal_kills_ranks_that_ignore_the_first(start: Callable[..., Job]) -> None:
     deaf = RANK.replace("try:", "import signal; signal.signal(15, signal.SIG_IGN)\ntry:")
     job = start("-H", "node1:1,node2:1", "--grace=60", script=deaf)

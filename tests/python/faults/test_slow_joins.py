@@ -21,8 +21,7 @@ pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.faults,
     pytest.mark.timeout(120),
-    pytest.mark.in_shares,
-    pytest.mark.slow,
+    pytest.mark.ci,
 ]
 
 TIMEOUT_S = 14
@@ -85,7 +84,6 @@ def _behind_a_firewall(folder: Path, incoming: str, outgoing: str) -> tuple[list
 
 
 @pytest.mark.namespaces
-@pytest.mark.every_day
 def test_a_blocked_port_is_logged_before_the_timeout_on_both_sides(tmp_path: Path) -> None:
     said, (alpha, beta) = _behind_a_firewall(tmp_path, NO_OTHER_PORT, NO_OTHER_PORT)
     port = r"192\.168\.1\.11:\d+"
@@ -97,6 +95,7 @@ def test_a_blocked_port_is_logged_before_the_timeout_on_both_sides(tmp_path: Pat
         assert each.startswith("CONNECT_FAILED ") and "python -m pycomm doctor" in each, said
 
 
+@pytest.mark.nightly
 @pytest.mark.namespaces
 def test_a_port_that_is_blocked_in_one_direction_is_logged_in_the_first_operation(
     tmp_path: Path,
@@ -125,6 +124,7 @@ def wait_alone(rank: int, world_size: int, folder: str) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_come_is_logged_before_the_timeout(tmp_path: Path) -> None:
     results = run_ranks(2, wait_alone, args=(str(tmp_path),), init="none", backend=None)
     for rank, result in enumerate(results):

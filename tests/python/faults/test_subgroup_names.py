@@ -21,6 +21,8 @@ import pycomm
 from pycomm._group import creation
 from pycomm._native import loader
 
+pytestmark = pytest.mark.ci
+
 PAIR = [1, 3]
 _BOUND_S = 30.0
 _NUMBERS = re.compile(

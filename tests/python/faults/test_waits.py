@@ -18,6 +18,7 @@ from torch import nn
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.faults,
+    pytest.mark.ci,
     pytest.mark.usefixtures("fault_build"),
     pytest.mark.timeout(900),
 ]

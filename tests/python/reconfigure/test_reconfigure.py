@@ -16,6 +16,7 @@ from typing import Any
 
 import fault_ranks
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from processes import open_files
@@ -25,7 +26,7 @@ from time_bound import assert_within
 import pycomm
 from pycomm._group.creation import native_backend
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci]
 
 WORLD = 3
 PATIENCE_S = 30.0
@@ -134,7 +135,7 @@ def shrinks(rank: int, world_size: int, path: str, excluded: int) -> int:
     return 1
 
 
-@pytest.mark.parametrize("excluded", [0, 1, 2])
+@pytest.mark.parametrize("excluded", rings.ends([0, 1, 2]))
 def test_a_live_group_shrinks(tmp_path: Path, excluded: int) -> None:
     run_ranks(WORLD, shrinks, init="none", args=(str(tmp_path / "met"), excluded), destroy=False)
 
@@ -266,7 +267,7 @@ def rejoins(rank: int, world_size: int, path: str, excluded: int) -> None:
     member.wait_for_all("done")
 
 
-@pytest.mark.parametrize("excluded", [0, 1, 2])
+@pytest.mark.parametrize("excluded", rings.ends([0, 1, 2]))
 def test_a_member_leaves_and_comes_again(tmp_path: Path, excluded: int) -> None:
     run_ranks(WORLD, rejoins, init="none", args=(str(tmp_path / "met"), excluded))
 
@@ -355,7 +356,7 @@ def waits_for(rank: int, world_size: int, path: str, absent: int, limit_s: float
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("absent", [0, 1, 2])
+@pytest.mark.parametrize("absent", rings.ends([0, 1, 2]))
 def test_all_who_called_name_the_one_who_did_not(tmp_path: Path, absent: int) -> None:
     limit_s = 2.0
     results = run_ranks(
@@ -388,7 +389,7 @@ def waits_for_the_dead(rank: int, world_size: int, path: str, dead: int) -> Any:
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize("dead", rings.ends([0, 1, 2]))
 def test_a_process_that_has_ended_is_named_soon(tmp_path: Path, dead: int) -> None:
     args = (str(tmp_path / "met"), dead)
     with start_ranks(WORLD, waits_for_the_dead, init="none", args=args) as running:
@@ -419,7 +420,7 @@ def ends_at_a_fault_point(rank: int, world_size: int, path: str) -> Any:
 @pytest.mark.time_bound
 @pytest.mark.usefixtures("fault_build")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", rings.first_of([1, 0, 2]))
 @pytest.mark.parametrize(
     "point", ["door.ask:4:kill", "group.joined:1:kill", "reconfigure.ready:1:kill"]
 )

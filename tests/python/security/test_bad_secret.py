@@ -17,7 +17,7 @@ from time_bound import assert_within
 
 from pycomm._group import secrets
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 TIMEOUT_S = 4.0
 WROTE = "has written into the store that it cannot join: "
@@ -85,8 +85,6 @@ def _met(
     return results.values(), [each.stderr for each in results], reason, text
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 @pytest.mark.time_bound
 @pytest.mark.parametrize("spoil", [missing, readable, cut_off, foreign])
 def test_the_reason_reaches_the_ranks_that_wait(
@@ -107,7 +105,6 @@ def test_the_reason_reaches_the_ranks_that_wait(
     assert_within(refused["took"], TIMEOUT_S - 1)
 
 
-@pytest.mark.in_shares
 def test_the_reason_of_rank_zero_reaches_those_that_follow_it(tmp_path: Path) -> None:
     (_, waited), (_, log), reason, _ = _met(tmp_path, readable, 0, torchrun=True)
     assert waited["type"] == "RendezvousTimeoutError"
@@ -120,7 +117,6 @@ def off(path: Path) -> str:
     return f"there is a secret ({path}) and PYCOMM_SECURITY=off"
 
 
-@pytest.mark.in_shares
 @pytest.mark.time_bound
 def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
     path = tmp_path / "secret"

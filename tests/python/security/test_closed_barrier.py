@@ -15,7 +15,7 @@ from pycomm._group import secrets
 from pycomm._group.creation import native_backend
 from pycomm._native import loader
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 LONG = timedelta(seconds=60)
 
@@ -52,7 +52,6 @@ def meet_a_forger(rank: int, world_size: int, what: str, forged: str) -> str:
         ("verdict", "of another round", "PROTOCOL_VIOLATION"),
     ],
 )
-@pytest.mark.in_shares
 def test_what_has_no_seal_of_the_job_is_an_error(
     tmp_path: Path, what: str, forged: str, code: str
 ) -> None:

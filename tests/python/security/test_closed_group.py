@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import run_python, run_ranks
@@ -22,7 +23,7 @@ from pycomm._group.creation import flight_record, native_backend
 from pycomm._metrics import writer
 from pycomm._native import loader
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 Environment = Callable[[int], dict[str, str | None]]
 
@@ -68,8 +69,6 @@ def test_ranks_train_as_without_a_secret(files: list[Path], transport: str) -> N
     assert closed.values() == plain.values()
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
     path = tmp_path / ".config" / "pycomm" / "secret"
     path.parent.mkdir(parents=True)
@@ -81,7 +80,6 @@ def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
             assert said.endswith(f"{ending} the secret of key id {_key_id(path)}")
 
 
-@pytest.mark.in_shares
 def test_a_job_can_be_without_the_secret_in_the_home_folder(tmp_path: Path) -> None:
     path = tmp_path / ".config" / "pycomm" / "secret"
     path.parent.mkdir(parents=True)
@@ -129,8 +127,7 @@ by_launcher = pytest.mark.parametrize("torchrun", [False, True], ids=["by hand",
 
 
 @by_launcher
-@pytest.mark.parametrize("without", [0, pytest.param(1, marks=pytest.mark.every_day)])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("without", [rings.nightly(0), 1])
 def test_a_rank_without_the_secret_is_named(
     files: list[Path], tmp_path: Path, without: int, torchrun: bool
 ) -> None:
@@ -150,7 +147,6 @@ def test_a_rank_without_the_secret_is_named(
 
 
 @by_launcher
-@pytest.mark.in_shares
 def test_another_secret_is_named(files: list[Path], tmp_path: Path, torchrun: bool) -> None:
     met = _met(tmp_path, lambda rank: {"PYCOMM_SECRET_FILE": str(files[rank])}, torchrun=torchrun)
     for rank, one in enumerate(met):
@@ -160,8 +156,6 @@ def test_another_secret_is_named(files: list[Path], tmp_path: Path, torchrun: bo
         assert "copy one secret file to every host" in one["text"]
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_another_policy_is_named(files: list[Path], tmp_path: Path) -> None:
     met = _met(
         tmp_path,
@@ -175,8 +169,6 @@ def test_another_policy_is_named(files: list[Path], tmp_path: Path) -> None:
         assert "security=auto" in one["text"] and "security=require" in one["text"]
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_a_secret_that_is_not_to_be_used_is_an_error(files: list[Path], tmp_path: Path) -> None:
     """And so is one that cannot be read: never a group in plain."""
     wrong = [
@@ -192,7 +184,6 @@ def test_a_secret_that_is_not_to_be_used_is_an_error(files: list[Path], tmp_path
             assert "swordfish" not in one["text"]
 
 
-@pytest.mark.in_shares
 def test_a_dangling_link_in_the_home_folder_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / ".config" / "pycomm" / "secret"
     path.parent.mkdir(parents=True)
@@ -214,7 +205,6 @@ def go_without_a_word(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-@pytest.mark.in_shares
 def test_a_process_may_end_with_its_group_open(files: list[Path], transport: str) -> None:
     """OpenSSL cleans up at the end of a process; nothing may use it after that."""
     env = {"PYCOMM_SECRET_FILE": str(files[0]), "PYCOMM_TRANSPORT": transport}
@@ -240,7 +230,6 @@ def fork_in_between(rank: int, world_size: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-@pytest.mark.in_shares
 def test_a_forked_child_harms_nobody(files: list[Path]) -> None:
     env = {"PYCOMM_SECRET_FILE": str(files[0]), "PYCOMM_TRANSPORT": "tcp"}
     assert run_ranks(2, fork_in_between, env=env, fresh=True).values() == [0, 0]
@@ -320,10 +309,9 @@ def forms_of(path: Path) -> list[bytes]:
     ("transport", "said"),
     [
         ("auto", b"Unix sockets, with the secret"),
-        pytest.param("tcp", b"TLS with the secret", marks=pytest.mark.every_day),
+        ("tcp", b"TLS with the secret"),
     ],
 )
-@pytest.mark.in_shares
 def test_it_shows_nowhere(files: list[Path], tmp_path: Path, transport: str, said: bytes) -> None:
     env = {
         "PYCOMM_SECRET": files[0].read_text().strip(),

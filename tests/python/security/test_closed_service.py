@@ -24,7 +24,7 @@ from pycomm.service.frames import Hello
 from pycomm.service.session import PREFIX, SESSIONS
 from pycomm.service.shard import Layout
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

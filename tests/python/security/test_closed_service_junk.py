@@ -16,7 +16,7 @@ from pycomm.service import ParameterClient, RefusedError
 from pycomm.service.session import PREFIX, SESSIONS
 
 __all__ = ["secret"]  # a fixture
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 REFUSAL = json.dumps({"refused": "worker 0 has a different secret"})
 

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import rings
 import torch.distributed as dist
 from ranks import run_ranks
 from test_closed_group import forms_of, sum_and_say
@@ -17,7 +18,7 @@ from test_closed_group import forms_of, sum_and_say
 from pycomm._group import secrets
 from pycomm._native import loader
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(180)]
 
 MARK = "a core file of a test of pycomm, rank "
 
@@ -49,15 +50,12 @@ def crash(rank: int, world_size: int, folder: str, keeps: bool) -> None:
 
 
 @pytest.mark.usefixtures("cores")
-@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.every_day), "tcp"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("transport", rings.first_of(["auto", "tcp"]))
 def test_a_core_file_has_no_byte_of_the_secret(tmp_path: Path, transport: str) -> None:
     assert _forms_found(tmp_path, transport, keeps=False) == [[], []]
 
 
 @pytest.mark.usefixtures("cores")
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_the_search_finds_a_secret_that_a_program_keeps(tmp_path: Path) -> None:
     for found in _forms_found(tmp_path, "auto", keeps=True):
         assert found

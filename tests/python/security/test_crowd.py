@@ -24,7 +24,7 @@ from time_bound import assert_within
 
 from pycomm._group import secrets
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 SIZE = 3
 CROWD = 1000

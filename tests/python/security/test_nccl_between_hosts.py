@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import rings
 from hosts import Host, Outcome, alpha_and_beta, run_on_both, wire
 from processes import child_environment
 from sniffer import not_tls, recorded
@@ -17,9 +18,9 @@ from sniffer import not_tls, recorded
 from pycomm._group import secrets
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.slow,
     pytest.mark.timeout(600),  # the first test compiles the library
 ]
 
@@ -73,8 +74,6 @@ def _run(
     return run_on_both(commands, folder)
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_require_refuses_nccl(both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path) -> None:
     for outcome in _run(both, fake_cuda, tmp_path, "nccl", "require"):
         assert outcome.returncode == 1, outcome
@@ -85,7 +84,6 @@ def test_require_refuses_nccl(both: tuple[Host, Host], fake_cuda: Path, tmp_path
         assert "cuda_mode='auto', which sends them through the host's memory and TLS" in outcome.err
 
 
-@pytest.mark.in_shares
 def test_auto_lets_nccl_send_in_plain_and_rank_0_warns(
     both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path
 ) -> None:
@@ -95,8 +93,7 @@ def test_auto_lets_nccl_send_in_plain_and_rank_0_warns(
     assert [outcome.err.count(warned) for outcome in outcomes] == [1, 0], outcomes
 
 
-@pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.every_day), "require"])
-@pytest.mark.in_shares
+@pytest.mark.parametrize("policy", rings.first_of(["auto", "require"]))
 def test_without_a_mode_cuda_tensors_are_in_tls(
     both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path, policy: str
 ) -> None:

@@ -14,7 +14,7 @@ from ranks import child_environment, run_python
 
 from pycomm._group import secrets
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 _NAMES = ("libcrypto.so.3", "libssl.so.3")
 
@@ -93,7 +93,6 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.in_shares
 def test_a_second_libssl_in_a_prefix_of_its_own_is_the_only_one(
     tmp_path: Path, secret: Path
 ) -> None:
@@ -136,7 +135,6 @@ except pycomm.errors.UnsupportedError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a mount namespace")
-@pytest.mark.in_shares
 def test_without_libssl_a_secret_is_one_sentence_and_a_group_without_one_is_made(
     secret: Path,
 ) -> None:

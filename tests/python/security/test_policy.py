@@ -26,9 +26,9 @@ from sniffer import Stream, not_tls, recorded
 from pycomm._group import secrets
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.slow,
     pytest.mark.timeout(170),
 ]
 
@@ -79,7 +79,7 @@ CASES = (
     ("off", "with", "one", _OFF),
     ("off", "with", "two", _OFF),
 )
-DAILY = ("require-without-two", "off-without-two")
+IN_CI = ("require-without-two", "off-without-two")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +170,11 @@ def _happened(outcomes: Sequence[Outcome], streams: Sequence[Stream]) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.every_day] if name in DAILY else [])
+        pytest.param(case, id=name, marks=[] if name in IN_CI else [pytest.mark.nightly])
         for case in CASES
         for name in ["-".join(case[:3])]
     ],
 )
-@pytest.mark.in_shares
 def test_policy_table(
     both: tuple[Host, Host], table: list[str], tmp_path: Path, case: tuple[str, str, str, str]
 ) -> None:

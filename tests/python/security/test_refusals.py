@@ -12,7 +12,7 @@ from refused_joins import join
 
 from pycomm._group import secrets
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 
 Environment = dict[str, str | None]

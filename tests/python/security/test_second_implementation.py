@@ -23,7 +23,7 @@ from test_closed_group import Listening, sum_and_say
 import pycomm
 from pycomm._group import secrets
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 OTHER_KEY = "5a" * 32
 
@@ -233,7 +233,6 @@ def stand_in(rank: int, world_size: int, folder: str, right: bool) -> str:
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["the key", "another key"])
-@pytest.mark.in_shares
 def test_a_server_in_the_place_of_a_rank_needs_the_key(tmp_path: Path, right: bool) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")

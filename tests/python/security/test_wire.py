@@ -22,9 +22,9 @@ from sniffer import LONGEST_HELLO, Stream, not_tls, recorded, streams_of
 from pycomm._group import secrets
 
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.needs_native,
     pytest.mark.namespaces,
-    pytest.mark.slow,
     pytest.mark.timeout(170),
 ]
 
@@ -100,12 +100,11 @@ def _run(both: tuple[Host, Host], folder: Path, master: str, **variables: str) -
 @pytest.mark.parametrize(
     ("transport", "v6"),
     [
-        pytest.param("auto", False, id="auto"),
-        pytest.param("tcp", False, id="tcp", marks=pytest.mark.every_day),
-        pytest.param("tcp", True, id="tcp-v6", marks=pytest.mark.every_day),
+        pytest.param("auto", False, id="auto", marks=pytest.mark.nightly),
+        pytest.param("tcp", False, id="tcp"),
+        pytest.param("tcp", True, id="tcp-v6"),
     ],
 )
-@pytest.mark.in_shares
 def test_every_byte_is_tls(
     both: tuple[Host, Host], tmp_path: Path, transport: str, v6: bool
 ) -> None:
@@ -129,8 +128,6 @@ def test_every_byte_is_tls(
             assert hidden not in stream.data
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_without_a_secret_the_same_program_is_read(both: tuple[Host, Host], tmp_path: Path) -> None:
     ran = _run(both, tmp_path, both[0].address)
     assert sum(_PATTERN * 100 in stream.data for stream in ran.ours) >= 2

@@ -16,7 +16,7 @@ import pytest
 import torch
 from documents import read
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 PAGE = "docs/parameter-service.md"
 STEPS = 120
 
@@ -87,7 +87,6 @@ def squares(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("staleness", [0, None], ids=["sync_mode", "no sync_mode"])
-@pytest.mark.in_shares
 def test_two_servers_and_two_trainers(
     servers: list[Any], staleness: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 from ranks import free_port, run_ranks
 from torch import nn, optim
@@ -25,7 +26,7 @@ import pycomm
 from pycomm._native import loader
 from pycomm.service import ParameterClient, ParameterServer, RefusedError, ServerStats
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "sgd": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4),
@@ -152,9 +153,8 @@ def torch_ddp(rank: int, world_size: int, optimizer_name: str, steps: int) -> li
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 @pytest.mark.parametrize(
     ("servers", "sliced"),
-    [(1, True), pytest.param(3, True, marks=pytest.mark.every_day), (3, False)],
+    rings.first_of([(3, True), (1, True), (3, False)]),
 )
-@pytest.mark.in_shares
 def test_two_workers_have_the_bits_of_torchs_ddp(
     optimizer: str, servers: int, sliced: bool
 ) -> None:
@@ -593,8 +593,7 @@ def serve_command(
         process.communicate()
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.every_day), None])
+@pytest.mark.parametrize("staleness", rings.first_of([0, None]))
 def test_a_server_that_is_killed_and_started_again_counts_what_it_lost(
     staleness: int | None, tmp_path: Path
 ) -> None:
@@ -637,10 +636,7 @@ def saved_version(path: Path) -> int:
     return int(torch.load(path, weights_only=True)["schedule"]["version"])
 
 
-@pytest.mark.in_shares
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.every_day), signal.SIGINT]
-)
+@pytest.mark.parametrize("number", rings.first_of([signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_writes_the_checkpoint_and_ends_the_server(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 from documents import read
 from ranks import free_port
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 PAGE = "docs/parameter-service.md"
 
 
@@ -32,7 +32,6 @@ def batches_of(worker: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the first", "after Paddle"])
-@pytest.mark.in_shares
 def test_the_pages_server_and_workers_train(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +89,6 @@ def test_the_pages_server_and_workers_train(
         server.communicate()
 
 
-@pytest.mark.in_shares
 def test_the_pages_first_three_commands_print_what_it_shows() -> None:
     """Each console block is a command and its output; all three run at once, from the root."""
     if importlib.util.find_spec("sklearn") is None:  # imported, it would leave variables here

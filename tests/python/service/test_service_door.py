@@ -22,7 +22,7 @@ from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 from pycomm.service.terms import UnfitWorkerError
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 
 def test_the_first_of_two_workers_settles_the_terms() -> None:

@@ -19,7 +19,7 @@ from pycomm.service.core import ServerCore
 from pycomm.service.frames import Hello
 from pycomm.service.shard import Layout
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 
 def core_of_two(optimizer: type[optim.SGD] = optim.SGD) -> tuple[ServerCore, nn.Module]:

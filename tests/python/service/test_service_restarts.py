@@ -21,7 +21,7 @@ from torch import nn, optim
 
 from pycomm.service import ParameterClient
 
-pytestmark = pytest.mark.needs_native
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 
 class Pair(nn.Module):
@@ -39,8 +39,6 @@ def make_pair() -> tuple[nn.Module, optim.Optimizer]:
     return model, optim.SGD(model.parameters(), lr=1.0)
 
 
-@pytest.mark.in_shares
-@pytest.mark.every_day
 def test_a_worker_that_died_while_the_server_was_down_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "state"
     options = ("--workers", "2", "--checkpoint", str(path), "--rejoin", "1")
@@ -67,7 +65,6 @@ def test_a_worker_that_died_while_the_server_was_down_is_not_waited_for(tmp_path
     assert saved_version(path) == 5
 
 
-@pytest.mark.in_shares
 def test_one_of_two_servers_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
     paths = [tmp_path / "0", tmp_path / "1"]
     options = [("--workers", "1", "--checkpoint", str(each)) for each in paths]

@@ -40,7 +40,7 @@ HELLO = Hello(
     connection=1,
 )
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 
 def store_of(address: str) -> TCPStore:

@@ -265,7 +265,7 @@ def test_sigterm_before_the_server_is_made_ends_with_0(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_a_server_that_nobody_has_joined_writes_no_checkpoint(tmp_path: Path) -> None:
     options = ("--workers", "1", "--checkpoint", str(tmp_path / "c.pt"))
     with serve_command(*options) as (process, _):
@@ -308,7 +308,7 @@ def make_halving() -> tuple[nn.Module, optim.Optimizer, optim.lr_scheduler.LRSch
     return model, optimizer, optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_the_command_steps_the_scheduler_and_reads_paddles_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

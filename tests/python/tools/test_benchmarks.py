@@ -33,6 +33,8 @@ from exact import (  # noqa: E402
 from options import make_parser, size_of  # noqa: E402
 from report import paired_ratio  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 NATIVE = pytest.mark.needs_native
 QUICK = ["--blocks", "2", "--seconds", "0.02", "--timeout", "60"]
 ROW_FIELDS = {
@@ -64,12 +66,12 @@ def run_table(
     return done, table
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "backends",
     [["gloo", "gloo#2"], pytest.param(["pycomm", "gloo"], marks=NATIVE)],
     ids="-".join,
 )
-@pytest.mark.in_shares
 def test_table_and_json(backends: list[str], tmp_path: Path) -> None:
     out = tmp_path / "table.txt"
     flags = ["--backends", ",".join(backends), "--ranks", "2,3", "--sizes", "1,4,5000,64K"]
@@ -115,7 +117,6 @@ FAULTS = {"none": "4K", "nothing_sent": "8K", "other_op": "16K", "added_twice": 
 FAULTS |= {"one_element_of_one_rank": "64K", "nan": "128K", "shifted": "256K"}
 
 
-@pytest.mark.in_shares
 def test_a_wrong_operation_is_counted(tmp_path: Path) -> None:
     """Each fault at a size of its own."""
     flags = ["--backends", "gloo", "--ranks", "2", "--sizes", ",".join(FAULTS.values())]
@@ -131,9 +132,9 @@ def test_a_wrong_operation_is_counted(tmp_path: Path) -> None:
     assert f"{sum(wrong.values())} wrong" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.time_bound
 @pytest.mark.parametrize("fault", ["rank_exits", "rank_sleeps"])
-@pytest.mark.in_shares
 def test_a_rank_that_fails_ends_the_run(fault: str, tmp_path: Path) -> None:
     timeout = "5" if fault == "rank_sleeps" else "30"  # of the other only a hang may reach it
     flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4", "--timeout", timeout]
@@ -147,8 +148,8 @@ def test_a_rank_that_fails_ends_the_run(fault: str, tmp_path: Path) -> None:
     assert_within(took_s, 100)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.in_shares
 def test_ranks_end_with_the_parent(number: int) -> None:
     command = [sys.executable, str(RIG / "faulty_allreduce.py")]
     command += ["--backends", "gloo", "--ranks", "2", "--sizes", "4"]
@@ -182,7 +183,7 @@ def _runs(pid: str) -> bool:
         return False
 
 
-@pytest.mark.in_shares
+@pytest.mark.nightly
 def test_under_torchrun(tmp_path: Path) -> None:
     output = tmp_path / "table.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -15,6 +15,8 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 import bootstrap
 import machine
 
+pytestmark = pytest.mark.ci
+
 ROOT = bootstrap.ROOT
 OLDER = (sys.version_info[0], sys.version_info[1] - 1)
 

@@ -18,6 +18,8 @@ import machine
 import native
 import try_wheel
 
+pytestmark = pytest.mark.nightly
+
 COMPILER = (machine.compiler() or "c++").split()
 
 

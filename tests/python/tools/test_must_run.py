@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import RIG
 
+pytestmark = pytest.mark.ci
+
 CONFTEST = f"""
 import sys
 sys.path.insert(0, {str(RIG)!r})
@@ -70,7 +72,7 @@ def test_the_suite_has_the_plugin() -> None:
     named = "tests/python/security/test_second_implementation.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--all-cases", named, "-k", "place"],
+        [*command, "--ring", "all", named, "-k", "place"],
         cwd=root,
         capture_output=True,
         text=True,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "tests" / "cpp" / "proof" / "programs"))
 machinery = importlib.import_module("mutated_tests")

@@ -119,32 +119,6 @@ def test_a_step_that_passed_at_this_commit_is_not_repeated(
     assert runs(tmp_path) == "aaabbbcc", "another commit"
 
 
-def test_a_part_goes_on_where_it_was_and_has_a_summary_of_its_own(
-    nightly: ModuleType, tmp_path: Path
-) -> None:
-    steps = [
-        nightly.Step(name, f"echo x >> {tmp_path}/ran_{name}; {command}", minutes)
-        for name, command, minutes in (
-            ("a", "echo fine", 40),
-            ("b", "echo '1 failed'; exit 1", 20),
-            ("c", "echo fine", 60),
-        )
-    ]
-    assert [[step.name for step in part] for part in nightly.parts(steps)] == [["a", "b"], ["c"]]
-    out = tmp_path / "out"
-    assert nightly.nightly(steps, [], out, "one", part=2) == 0
-    assert runs(tmp_path) == "c"
-    lines = (out / "part-2.txt").read_text().splitlines()
-    assert lines[-1] == "1 of 1 steps passed, 0 tests run again"
-    for _ in range(2):
-        assert nightly.nightly(steps, [], out, "one", part=1) == 1
-    assert runs(tmp_path) == "abbc", "a has passed"
-    lines = (out / "part-1.txt").read_text().splitlines()
-    assert lines[-1] == "1 of 2 steps passed, 0 tests run again; FAILED: b"
-    assert "2 of 3 steps passed" in (out / "summary.txt").read_text()
-    assert nightly.nightly(steps, [], out, "one", part=2) == 0, "what failed is of another part"
-
-
 def usage_error(tool: str, *arguments: str) -> str:
     """What a tool writes about arguments that it refuses."""
     command = [sys.executable, str(ROOT / "tools" / tool), *arguments]
@@ -153,21 +127,8 @@ def usage_error(tool: str, *arguments: str) -> str:
     return wrong.stderr
 
 
-def test_every_part_takes_an_hour_at_most(nightly: ModuleType) -> None:
-    parts = nightly.parts(nightly.STEPS)
-    assert [step for part in parts for step in part] == list(nightly.STEPS)
-    assert all(sum(step.minutes for step in part) <= 60 for part in parts)
-    said = usage_error("nightly.py", "--part", str(len(parts) + 1))
-    assert f"there is no part {len(parts) + 1}; there are {len(parts)}" in said
-
-
-def test_mutations_in_three_shares_are_all_of_them() -> None:
-    sys.path.append(str(ROOT / "tests" / "cpp" / "proof" / "programs"))
-    mutations = importlib.import_module("mutations")
-    shares = [mutations.chosen([], f"{number}/3") for number in (1, 2, 3)]
-    names = [mutation.name for share in shares for mutation in share]
-    assert sorted(names) == sorted(mutation.name for mutation in mutations.MUTATIONS)
-    assert len(set(names)) == len(names)
+def test_the_night_has_three_hours(nightly: ModuleType) -> None:
+    assert sum(step.minutes for step in nightly.NIGHTLY) <= nightly.NIGHTLY_MINUTES == 180
 
 
 def test_the_commit_of_a_changed_tree_equals_no_other(
@@ -209,18 +170,6 @@ def test_every_step_exists(nightly: ModuleType) -> None:
     assert "no step is named fuz; --list prints them" in usage_error("nightly.py", "fuz")
 
 
-@pytest.mark.in_shares
-def test_tests_of_the_night_are_left_out_by_day(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/python/faults"]
-    command += ["-p", "no:cacheprovider", "-k", "latency"]
-    by_day = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "test_latency.py" not in by_day.stdout
-    by_night = subprocess.run(
-        [*command, "-m", "nightly"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert "test_latency.py" in by_night.stdout
-
-
 FAKE_MAKE = """#!/bin/sh
 case "$2" in
   docs) echo "docs: SKIPPED, there is no browser" ;;
@@ -236,7 +185,7 @@ def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
     for name, text in {"make": FAKE_MAKE, "id": "#!/bin/sh\necho 1000\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARE": "3"}
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         [ROOT / ".ci" / "run", "docs", "site", "test", "lint"],
         env=env,
@@ -246,11 +195,11 @@ def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()[-6:]]
-    assert [re.sub(r" \d+ s (\d+ s of cores) ", " N s ", line) for line in lines] == [
+    assert [re.sub(r"\d+ s (\d+ s of cores )?", "N s ", line) for line in lines] == [
         "docs N s skipped",
         "site N s passed: 1,203 passed, 2 skipped",
         "test N s passed, 2 run again: tests/a.py::test_x (passed), Suite.One (passed)",
         "lint N s FAILED (3)",
-        "share 3 of 5 (SHARE=3 .ci/run repeats it)",
+        "N s in all",
         "2 tests were too slow and run again",
     ]

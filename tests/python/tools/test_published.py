@@ -17,6 +17,8 @@ sys.path.append(str(BENCHMARKS))
 
 import published  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def scripts_of(command: str) -> list[list[str]]:
     """The script of a command with its arguments, and the one that it runs on its hosts."""

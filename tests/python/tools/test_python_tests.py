@@ -11,6 +11,8 @@ import pytest
 from processes import RIG
 from time_bound import TookTooLong, assert_within
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "python_tests.py"
 
@@ -67,7 +69,6 @@ def outcome(folder: Path, *tests: str, processes: str = "2") -> tuple[int, str, 
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
-@pytest.mark.in_shares
 def test_one_that_is_too_slow_once_is_named_and_passes(tmp_path: Path, processes: str) -> None:
     code, said, named = outcome(tmp_path, FINE, SLOW_ONCE, processes=processes)
     assert code == 0
@@ -77,7 +78,6 @@ def test_one_that_is_too_slow_once_is_named_and_passes(tmp_path: Path, processes
     assert named == [f"{test} (passed)"]
 
 
-@pytest.mark.in_shares
 def test_one_that_is_always_too_slow_fails(tmp_path: Path) -> None:
     code, said, named = outcome(tmp_path, FINE, SLOW_ALWAYS)
     assert code == 1
@@ -133,7 +133,6 @@ def test_bad():
 
 
 @pytest.mark.parametrize("what", NEVER_AGAIN)
-@pytest.mark.in_shares
 def test_nothing_else_is_run_again(tmp_path: Path, what: str) -> None:
     code, said, named = outcome(tmp_path, FINE, NEVER_AGAIN[what])
     assert code != 0, said

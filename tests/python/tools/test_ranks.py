@@ -24,6 +24,8 @@ import zygote
 from ranks import mark, other_backends_threads, run_python, run_ranks, start_ranks
 from time_bound import assert_within
 
+pytestmark = pytest.mark.ci
+
 
 def double(rank: int, world_size: int, start: float) -> float:
     tensor = torch.full((3,), start + rank)
@@ -159,7 +161,6 @@ def own_random_number(rank: int, world_size: int) -> tuple[int, float, float, fl
     return os.getppid(), random.random(), float(np.random.random()), float(torch.rand(1))
 
 
-@pytest.mark.in_shares
 def test_a_forked_rank_finds_what_a_fresh_one_finds() -> None:
     env: dict[str, str | None] = {"PYCOMM_RANKS_TEST": "here", "RANK": None}
     fresh, forked = (
@@ -171,7 +172,6 @@ def test_a_forked_rank_finds_what_a_fresh_one_finds() -> None:
     assert fresh[0].value["pycomm"] == []
 
 
-@pytest.mark.in_shares
 def test_which_ranks_are_forked() -> None:
     (_, *first), (parent, *second) = run_ranks(2, own_random_number, init="none").values()
     assert parent in zygote.zygote_pids()

@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 
 import native
 
+pytestmark = pytest.mark.ci
+
 ROOT = native.ROOT
 
 

@@ -40,6 +40,8 @@ from time_to_loss_product import (
     target_of,
 )
 
+pytestmark = pytest.mark.nightly
+
 POINTS = STEPS // EVERY
 
 

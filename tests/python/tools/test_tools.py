@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import shares
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools"
@@ -375,7 +374,7 @@ def test_torch_never_comes_with_cuda(
     assert bootstrap.torch_arguments() == (expected or index)
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_pip_lists_the_versions_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pip's own words, from an index of this test."""
     for name in ("torch-2.13.0+cpu-py3-none-any.whl", "torch-2.15.0-py3-none-any.whl"):
@@ -414,7 +413,7 @@ def write_index(page: Path, links: dict[str, str]) -> None:
     )
 
 
-@pytest.mark.in_shares
+@pytest.mark.ci
 def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -772,26 +771,6 @@ def test_cpp_runs_the_slow_tests_of_a_part_again(
     assert (home / "where").read_text().strip() == str(home)
 
 
-def test_cpp_names_the_tests_that_left_no_failure() -> None:
-    log = """
-1/3 Testing: engine
-[ RUN      ] Good.One
-[       OK ] Good.One (3 ms)
-[ RUN      ] Bad.Crash
-2/3 Testing: transport
-[ RUN      ] Bad.Race
-WARNING: ThreadSanitizer: data race (pid=7)
-[       OK ] Bad.Race (3 ms)
-[ RUN      ] Bad.Sum
-[  FAILED  ] Bad.Sum (3 ms)
-[ RUN      ] Good.Two
-[  SKIPPED ] Good.Two (0 ms)
-3/3 Testing: fuzz
-[ RUN      ] Bad.Hang/3
-"""
-    assert tool("cpp").broken_off(log) == ["Bad.Crash", "Bad.Hang/3", "Bad.Race"]
-
-
 def test_the_simulators_seeds_that_ran_are_counted_and_those_that_failed_kept(
     tmp_path: Path,
 ) -> None:
@@ -801,7 +780,7 @@ def test_the_simulators_seeds_that_ran_are_counted_and_those_that_failed_kept(
     assert simulate.read("Segmentation fault\n") == (0, 0, [])
     kept = tmp_path / "seeds.txt"
     kept.write_text("# why\n12\n")
-    shares.remember(["7", "12", "7"], kept)
+    simulate.remember(["7", "12", "7"], kept)
     assert kept.read_text() == "# why\n12\n7\n"
 
 

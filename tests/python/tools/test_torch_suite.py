@@ -14,11 +14,11 @@ RUN = Path(__file__).resolve().parents[2] / "torch_suite" / "run.py"
 sys.path.append(str(RUN.parent))
 COLLECTIVES = "^test_(all_|batch_|broadcast|gather|scatter|send|recv|isend|irecv|reduce|sparse)"
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.slow]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.in_shares
 def test_whatever_gloo_passes() -> None:
     done = run_python([str(RUN), "--world-size", "2", "--tests", COLLECTIVES], timeout_s=350)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,8 @@ import pytest
 import turns
 from processes import RIG
 
+pytestmark = pytest.mark.ci
+
 CONFTEST = f"""
 import sys
 sys.path.insert(0, {str(RIG)!r})
@@ -72,7 +74,6 @@ def test_meet():
 """
 
 
-@pytest.mark.in_shares
 def test_files_run_at_once(tmp_path: Path) -> None:
     files = {"a": MEET.format(me="a", other="b"), "b": MEET.format(me="b", other="a")}
     said, _ = outcome(tmp_path, files, "-n", "2")
@@ -86,7 +87,6 @@ def test_several(number):
 """
 
 
-@pytest.mark.in_shares
 def test_a_file_stays_in_one_process(tmp_path: Path) -> None:
     said, noted = outcome(tmp_path, {"a": SEVERAL, "b": SEVERAL, "c": SEVERAL}, "-n", "3")
     assert said.startswith("18 passed"), said
@@ -111,7 +111,6 @@ def test_alone(number):
 """
 
 
-@pytest.mark.in_shares
 def test_nothing_runs_beside_a_test_that_runs_alone(tmp_path: Path) -> None:
     files = {"a": ALONE + SEVERAL, "b": LOOKS + SEVERAL, "c": ALONE}
     said, noted = outcome(tmp_path, files, "-n", "2")
@@ -122,7 +121,6 @@ def test_nothing_runs_beside_a_test_that_runs_alone(tmp_path: Path) -> None:
     assert not any(each.get("others") or each.get("alone_meanwhile") for each in noted), noted
 
 
-@pytest.mark.in_shares
 def test_an_ordinary_run_keeps_its_order(tmp_path: Path) -> None:
     files = {"a": ALONE, "b": SEVERAL}
     said, noted = outcome(tmp_path, files)
@@ -143,7 +141,6 @@ def test_after():
 """
 
 
-@pytest.mark.in_shares
 def test_a_test_whose_process_dies_fails_once_and_costs_no_other(tmp_path: Path) -> None:
     said, noted = outcome(tmp_path, {"a": CRASH, "b": SEVERAL}, "-n", "2")
     assert said.startswith("1 failed, 8 passed"), said
@@ -172,7 +169,6 @@ def test_crash_again():
 """
 
 
-@pytest.mark.in_shares
 def test_two_processes_may_die_at_once(tmp_path: Path) -> None:
     files = {"a": CRASHES_FIRST + SEVERAL, "b": CRASHES_NEXT + SEVERAL, "c": SEVERAL}
     said, _ = outcome(tmp_path, files, "-n", "2")
@@ -190,7 +186,6 @@ def test_after():
 """
 
 
-@pytest.mark.in_shares
 def test_a_process_may_die_when_the_others_have_no_work_left(tmp_path: Path) -> None:
     files = {"a": SEVERAL, "b": SEVERAL, "c": DIES_ALONE}
     said, noted = outcome(tmp_path, files, "-n", "2")

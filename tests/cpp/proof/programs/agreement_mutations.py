@@ -527,7 +527,7 @@ def try_all(copy: Path, mutations: Sequence[Mutation], seeds: int) -> list[str]:
 def main() -> int:
     parser = mutated.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100000, help="at most, for each mutation")
-    options = mutated.parsed(parser)
+    options = parser.parse_args()
     wrong = misplaced(mutated.ROOT)
     if wrong or options.check:
         print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")
@@ -537,7 +537,7 @@ def main() -> int:
         for part in ("csrc/base", *FOLDERS, "csrc/proof/sim", "tests/cpp/proof/programs"):
             mutated.copy_folder(mutated.ROOT / part, copy / part)
         print("| promise | broken rule | seeds that notice it | what they say |\n|---|---|---|---|")
-        chosen = mutated.chosen(MUTATIONS, options.only, options.share)
+        chosen = mutated.chosen(MUTATIONS, options.only)
         wrong = try_all(copy, chosen, options.seeds)
     print("\n".join([*wrong, f"{len(chosen)} mutations, {len(wrong)} not as expected"]))
     return 1 if wrong else 0

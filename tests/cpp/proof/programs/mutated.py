@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import filecmp
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -55,24 +54,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--work", type=Path, help="scratch folder; made and removed if not given")
     made.add_argument("--only", nargs="*", default=[], help="parts of mutations' names")
-    made.add_argument("--share", default="1/1", help='"2/3": the second of three equal parts')
     made.add_argument("--check", action="store_true", help="only whether each still applies")
     return made
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    options = parser.parse_args()
-    share = re.fullmatch(r"(\d+)/(\d+)", options.share)
-    if share is None or not 1 <= int(share[1]) <= int(share[2]):
-        parser.error(f"--share {options.share} is not such as 2/3")
-    return options
-
-
-def chosen(changes: Sequence[SomeChange], only: Sequence[str], share: str) -> list[SomeChange]:
-    """Those whose names have one of the parts; of these every so many: "2/3"."""
-    named = [each for each in changes if not only or any(part in each.name for part in only)]
-    number, _, shares = share.partition("/")
-    return named[int(number) - 1 :: int(shares)]
+def chosen(changes: Sequence[SomeChange], only: Sequence[str]) -> list[SomeChange]:
+    """Those whose names have one of the parts."""
+    return [each for each in changes if not only or any(part in each.name for part in only)]
 
 
 def _copy_if_other(source: str, target: str) -> None:

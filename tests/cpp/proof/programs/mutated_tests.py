@@ -194,7 +194,7 @@ def try_all(copy: Path, mutations: Sequence[Mutation]) -> tuple[list[str], list[
 
 def main(about: str, mutations: Sequence[Mutation]) -> int:
     """Do what the command line asks for; `about` begins with what the program is for."""
-    options = mutated.parsed(mutated.parser(about.splitlines()[0]))
+    options = mutated.parser(about.splitlines()[0]).parse_args()
     wrong = misplaced(mutated.ROOT, mutations)
     if wrong or options.check:
         print("\n".join(wrong) or f"all {len(mutations)} mutations apply")
@@ -207,7 +207,7 @@ def main(about: str, mutations: Sequence[Mutation]) -> int:
         keep_only_wanted_tests(copy, mutations)
         print("| condition that is left out | tests that fail | what they found | seconds |")
         print("|---|---|---|---|", flush=True)
-        chosen = mutated.chosen(mutations, options.only, options.share)
+        chosen = mutated.chosen(mutations, options.only)
         wrong, by_time = try_all(copy, chosen)
     last = f"{len(chosen)} mutations, {len(wrong)} not as expected"
     last += f"; noticed by time alone: {', '.join(by_time) or 'none'}"

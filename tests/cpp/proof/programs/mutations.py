@@ -480,10 +480,6 @@ def run_seeds(program: Path, first: int, last: int) -> Found:
     )
 
 
-def chosen(only: Sequence[str], share: str) -> list[Mutation]:
-    return mutated.chosen(MUTATIONS, only, share)
-
-
 def mutants(
     copy: Path, folder: Path, mutations: Sequence[Mutation]
 ) -> Iterator[tuple[Mutation, Path | None]]:
@@ -519,7 +515,7 @@ def verdict(mutation: Mutation, program: Path | None, seeds: int) -> tuple[str, 
 def main() -> int:
     parser = mutated.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10000, help="of each kind")
-    options = mutated.parsed(parser)
+    options = parser.parse_args()
     wrong = misplaced(ROOT)
     if wrong or options.check:
         print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")
@@ -533,7 +529,7 @@ def main() -> int:
         heads = " | ".join(KINDS)
         print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|")
         tried = 0
-        for mutation, program in mutants(copy, folder, chosen(options.only, options.share)):
+        for mutation, program in mutants(copy, folder, mutated.chosen(MUTATIONS, options.only)):
             row, complaint = verdict(mutation, program, options.seeds)
             print(row, flush=True)
             tried += bool(mutation.file)

@@ -13,14 +13,13 @@
 
 #include "engine/operation/issue_context.h"
 #include "proof/sim/verdict.h"
-#include "todays_share.h"
 
 namespace {
 
 using pycomm::sim::Report;
 
 constexpr const char* kUsage =
-    "usage: pycomm_simulate [--seeds FIRST:LAST] [--share today] [--jobs N] [--most-failures N]\n"
+    "usage: pycomm_simulate [--seeds FIRST:LAST] [--jobs N] [--most-failures N]\n"
     "       pycomm_simulate --seeds-of FILE [--jobs N]     one seed a line; # begins a comment\n"
     "       pycomm_simulate --replay SEED [--verbose]\n";
 
@@ -31,7 +30,6 @@ struct Options {
   std::vector<uint64_t> seeds;
   int jobs = 1;
   size_t most_failures = 10;
-  bool share = false; ///< only the seeds of today's share
   bool replay = false;
   bool verbose = false;
 };
@@ -76,11 +74,6 @@ Options parse(int argc, char** argv) {
     const char* value = i + 1 < argc ? argv[i + 1] : "";
     if (name == "--verbose") {
       options.verbose = true;
-      continue;
-    }
-    if (name == "--share" && std::strcmp(value, "today") == 0) {
-      options.share = true;
-      ++i;
       continue;
     }
     if (name == "--seeds-of") {
@@ -138,12 +131,8 @@ int replay(const Options& options) {
 }
 
 int sweep(const Options& options) {
-  const uint64_t every = options.share ? pycomm::testing::kShares : 1;
-  const uint64_t share = options.share ? pycomm::testing::todaysShare() : 0;
-  // The first seed of the share, and from there every fifth one; or the first place in the list.
-  const uint64_t first = options.first + (share + every - options.first % every) % every;
   const uint64_t end = options.listed ? options.seeds.size() : options.last + 1;
-  std::atomic<uint64_t> next{options.listed ? 0 : first};
+  std::atomic<uint64_t> next{options.listed ? 0 : options.first};
   std::mutex mutex; // guards what follows
   std::map<std::string, Tally> tallies;
   Tally all;
@@ -154,7 +143,7 @@ int sweep(const Options& options) {
   uint64_t digest = 0; // equal for two builds whose runs of these seeds are alike in all that sim::digestOf() has
   const auto begin = std::chrono::steady_clock::now();
   const auto work = [&] {
-    for (uint64_t at = next.fetch_add(every); at < end; at = next.fetch_add(every)) {
+    for (uint64_t at = next.fetch_add(1); at < end; at = next.fetch_add(1)) {
       const uint64_t seed = options.listed ? options.seeds[at] : at;
       const Report report = pycomm::sim::simulate(seed);
       const std::lock_guard<std::mutex> lock(mutex);
@@ -186,13 +175,6 @@ int sweep(const Options& options) {
     thread.join();
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  if (options.share) {
-    std::printf(
-        "share %llu of %llu (SHARE=%llu repeats it)\n",
-        static_cast<unsigned long long>(share),
-        static_cast<unsigned long long>(every),
-        static_cast<unsigned long long>(share));
-  }
   std::printf("%-12s %9s %13s %9s\n", "fault", "seeds", "group failed", "violated");
   for (const auto& entry : tallies) {
     std::printf(
