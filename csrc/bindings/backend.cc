@@ -266,15 +266,18 @@ void refuse(
     const std::vector<int>& global_ranks,
     bool launcher_restarts,
     const std::shared_ptr<Secret>& secret) {
-  RendezvousConfig config;
-  config.rank = rank;
-  config.size = size;
-  config.job = JobRanks(global_ranks);
-  config.group_name = group_name;
-  config.takeover = launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
-  config.serves_store = servesStore(config.job.of(rank), store_host, launcher_restarts);
-  config.deadline = Deadline::after(kRefusalMs);
-  refuseToJoin(*storeOf(store, secret.get(), config.job), config, reason);
+  const WithoutGil no_gil;
+  raising([&] {
+    RendezvousConfig config;
+    config.rank = rank;
+    config.size = size;
+    config.job = JobRanks(global_ranks);
+    config.group_name = group_name;
+    config.takeover = launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
+    config.serves_store = servesStore(config.job.of(rank), store_host, launcher_restarts);
+    config.deadline = Deadline::after(kRefusalMs);
+    refuseToJoin(*storeOf(store, secret.get(), config.job), config, reason);
+  });
 }
 
 PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "c10d/call_tag.h"
 #include "c10d/dtypes.h"
 #include "c10d/exact_sums.h"
 #include "c10d/raising.h"
@@ -90,25 +91,31 @@ void sumDecodedTensors(
   });
 }
 
-/// `with ExactSumsScope():` see ExactSums.
+/// `with ExactSumsScope(about):` see ExactSums. `about`: the subject of the sums, which ranks compare; empty: none. See CallTag.
 class ExactSumsScope {
  public:
+  explicit ExactSumsScope(const std::string& about) : tag_(about.empty() ? 0 : CallTag::of(about)) {}
+
   void enter() {
+    about_ = tag_ == 0 ? nullptr : std::make_unique<CallTag>(tag_);
     scope_ = std::make_unique<ExactSums>();
   }
   void exit() {
     scope_.reset();
+    about_.reset();
   }
 
  private:
-  std::unique_ptr<ExactSums> scope_; ///< entered and left on one thread
+  uint32_t tag_;
+  std::unique_ptr<CallTag> about_; ///< entered and left on one thread, as is the next
+  std::unique_ptr<ExactSums> scope_;
 };
 
 } // namespace
 
 void bindCodecs(py::module_& m) {
   py::class_<ExactSumsScope>(m, "ExactSums")
-      .def(py::init<>())
+      .def(py::init<const std::string&>(), py::arg("about") = "")
       .def(
           "__enter__",
           [](py::object self) {

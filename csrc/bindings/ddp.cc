@@ -13,6 +13,7 @@
 
 #include "base/codec.h"
 #include "bindings/bindings.h"
+#include "c10d/raising.h"
 #include "c10d/without_gil.h"
 #include "ddp/reducer.h"
 #include "ddp/step_agreement.h"
@@ -22,6 +23,30 @@ namespace py = pybind11;
 
 namespace pycomm {
 namespace {
+
+/// A function for Python that calls `function` without the interpreter's lock. pycomm's errors leave it as Python exceptions, as torch's do. In
+/// place of torch::wrap_pybind_function_no_gil, which does not know of the end of the process: see WithoutGil.
+template <typename Result, typename... Args>
+auto blocking(Result (*function)(Reducer&, Args...)) {
+  return torch::wrap_pybind_function([function](Reducer& reducer, Args... args) {
+    const WithoutGil no_gil;
+    return raising([&] { return function(reducer, std::forward<Args>(args)...); });
+  });
+}
+template <typename Class, typename Result, typename... Args>
+auto blocking(Result (Class::*method)(Args...)) {
+  return torch::wrap_pybind_function([method](Class& self, Args... args) {
+    const WithoutGil no_gil;
+    return raising([&] { return (self.*method)(std::forward<Args>(args)...); });
+  });
+}
+template <typename Class, typename Result, typename... Args>
+auto blocking(Result (Class::*method)(Args...) const) {
+  return torch::wrap_pybind_function([method](const Class& self, Args... args) {
+    const WithoutGil no_gil;
+    return raising([&] { return (self.*method)(std::forward<Args>(args)...); });
+  });
+}
 
 using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
@@ -78,7 +103,7 @@ py::object lastStep(Reducer& reducer) {
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
-    return reducer.stepRows(since);
+    return raising([&] { return reducer.stepRows(since); });
   }();
   py::list found;
   for (const PassWeights::Step& step : steps) {
@@ -114,20 +139,21 @@ std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool,
       sum.stray};
 }
 
-void setWeighed(
-    Reducer& reducer,
-    double weight,
-    double unit,
-    int64_t passes,
-    bool alike,
-    Held held,
-    int64_t trained,
-    int64_t compute_ns,
-    int64_t gap_ns,
-    bool cannot_follow,
-    bool stray,
-    int64_t last_compute_ns) {
-  PassWeights::Accumulated sum{weight, unit, passes, alike, {}, trained, compute_ns, gap_ns, cannot_follow, stray};
+using Weighed = std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool, bool, int64_t>; // as communication_state_dict() has it
+
+PassWeights::Accumulated accumulatedOf(const Reducer& reducer, const Weighed& weighed) {
+  Held held = std::get<Held>(weighed);
+  PassWeights::Accumulated sum{
+      std::get<0>(weighed),
+      std::get<1>(weighed),
+      std::get<2>(weighed),
+      std::get<3>(weighed),
+      {},
+      std::get<5>(weighed),
+      std::get<6>(weighed),
+      std::get<7>(weighed),
+      std::get<8>(weighed),
+      std::get<9>(weighed)};
   for (const ReducedParam& param : reducer.params()) {
     const auto found = held.extract(param.name);
     const auto holds = found.empty() ? PassWeights::Holds::Other
@@ -137,21 +163,30 @@ void setWeighed(
   }
   TORCH_CHECK_VALUE(
       held.empty(), "no parameter '", held.begin()->first, "' is reduced here, and the state's passes have had one");
-  reducer.setWeighed(std::move(sum), last_compute_ns);
+  return sum;
 }
 
-void setResiduals(Reducer& reducer, const std::map<std::string, at::Tensor>& residuals) {
-  std::string why;
-  TORCH_CHECK_VALUE(reducer.setResiduals(residuals, why), why);
-}
-
-void setShared(
+void load(
     Reducer& reducer,
-    const std::map<std::string, int>& exponents,
-    const std::vector<std::string>& order,
-    bool agreed) {
-  std::string why;
-  TORCH_CHECK_VALUE(reducer.setShared(exponents, order, agreed, why), why);
+    std::map<std::string, int> exponents,
+    std::vector<std::string> order,
+    bool agreed,
+    int64_t accumulated,
+    std::vector<std::string> used,
+    std::map<std::string, at::Tensor> residuals,
+    std::optional<Weighed> weighed,
+    double weight_unsynced) {
+  Reducer::Saved saved;
+  saved.exponents = std::move(exponents);
+  saved.order = std::move(order);
+  saved.agreed = agreed;
+  saved.accumulated = accumulated;
+  saved.used = std::move(used);
+  saved.residuals = std::move(residuals);
+  if (weighed.has_value()) {
+    saved.weights = {accumulatedOf(reducer, *weighed), std::get<10>(*weighed), weight_unsynced};
+  }
+  reducer.load(std::move(saved));
 }
 
 std::shared_ptr<Reducer> makeReducer(
@@ -192,13 +227,16 @@ std::shared_ptr<Reducer> makeReducer(
   options.may_be_weightless = may_be_weightless;
   options.cuda_library = std::move(cuda_library);
   options.elastic = agreement.has_value();
-  return std::make_shared<Reducer>(
-      std::move(reduced),
-      std::move(group),
-      std::move(options),
-      backend.value_or(nullptr),
-      store.value_or(nullptr),
-      agreement.value_or(nullptr));
+  const WithoutGil no_gil; // memory that ranks share takes a while
+  return raising([&] {
+    return std::make_shared<Reducer>(
+        std::move(reduced),
+        std::move(group),
+        std::move(options),
+        backend.value_or(nullptr),
+        store.value_or(nullptr),
+        agreement.value_or(nullptr));
+  });
 }
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
@@ -209,13 +247,22 @@ void installFutures(Reducer& reducer, const std::vector<PythonFuture>& futures) 
     inner.push_back(future->fut);
   }
   const WithoutGil no_gil;
-  reducer.installPostBackwardFutures(std::move(inner));
+  raising([&] { reducer.installPostBackwardFutures(std::move(inner)); });
 }
 
-void registerPythonHook(Reducer& reducer, py::object state, py::object hook) {
-  auto wrapped = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+/// `group`: of the hook's collectives, as far as it is known; None: the reducer's.
+void registerPythonHook(
+    Reducer& reducer,
+    py::object state,
+    py::object hook,
+    std::string name,
+    std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group) {
+  CommHook made{
+      std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook)),
+      std::move(name),
+      group.value_or(nullptr)};
   const WithoutGil no_gil;
-  reducer.registerCommHook(std::move(wrapped));
+  raising([&] { reducer.registerCommHook(std::move(made)); });
 }
 
 void registerBuiltinHook(Reducer& reducer, c10d::BuiltinCommHookType type) {
@@ -294,89 +341,73 @@ void bindReducer(py::module_& m) {
           py::arg("may_be_weightless"),
           py::arg("cuda_library"),
           py::arg("agreement"))
-      .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
-      .def(
-          "mark_forward",
-          torch::wrap_pybind_function_no_gil(&Reducer::markForward),
-          py::arg("outputs"),
-          py::arg("reduces"),
-          py::arg("weight"))
-      .def("forward_began", torch::wrap_pybind_function_no_gil(&Reducer::forwardBegan))
-      .def("set_weight", torch::wrap_pybind_function_no_gil(&Reducer::setWeight), py::arg("weight"))
-      .def("used_here", torch::wrap_pybind_function_no_gil(&Reducer::usedHere))
-      .def("set_used_here", torch::wrap_pybind_function_no_gil(&Reducer::setUsedHere), py::arg("names"))
-      .def("weight_unsynced", torch::wrap_pybind_function_no_gil(&Reducer::weightUnsynced))
-      .def("set_weight_unsynced", torch::wrap_pybind_function_no_gil(&Reducer::setWeightUnsynced), py::arg("weight"))
-      .def("pending_weight", torch::wrap_pybind_function_no_gil(&Reducer::pendingWeight))
-      .def("pass_without_batch", torch::wrap_pybind_function_no_gil(&Reducer::passWithoutBatch), py::arg("reduces"))
+      .def("prepare_for_forward", blocking(&Reducer::prepareForForward))
+      .def("mark_forward", blocking(&Reducer::markForward), py::arg("outputs"), py::arg("reduces"), py::arg("weight"))
+      .def("forward_began", blocking(&Reducer::forwardBegan))
+      .def("set_weight", blocking(&Reducer::setWeight), py::arg("weight"))
+      .def("used_here", blocking(&Reducer::usedHere))
+      .def("weight_unsynced", blocking(&Reducer::weightUnsynced))
+      .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
+      .def("pending_weight", blocking(&Reducer::pendingWeight))
+      .def("pass_without_batch", blocking(&Reducer::passWithoutBatch), py::arg("reduces"))
       .def("step_rows", stepRows, py::arg("since"))
-      .def("weighed", torch::wrap_pybind_function_no_gil(weighed))
-      .def(
-          "set_weighed",
-          torch::wrap_pybind_function_no_gil(setWeighed),
-          py::arg("weight"),
-          py::arg("unit"),
-          py::arg("passes"),
-          py::arg("alike"),
-          py::arg("holds"),
-          py::arg("trained"),
-          py::arg("compute_ns"),
-          py::arg("gap_ns"),
-          py::arg("cannot_follow"),
-          py::arg("stray"),
-          py::arg("last_compute_ns"))
-      .def("weighed_steps", torch::wrap_pybind_function_no_gil(&Reducer::weighedSteps))
-      .def("last_compute_ns", torch::wrap_pybind_function_no_gil(&Reducer::lastComputeNs))
-      .def(
-          "prepare_for_backward",
-          torch::wrap_pybind_function_no_gil(
-              [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepareForBackward(outputs); }))
-      .def("_rebuild_buckets", torch::wrap_pybind_function_no_gil(&Reducer::rebuildBuckets))
+      .def("weighed", blocking(weighed))
+      .def("weighed_steps", blocking(&Reducer::weighedSteps))
+      .def("last_compute_ns", blocking(&Reducer::lastComputeNs))
+      .def("prepare_for_backward", blocking(&Reducer::prepareForBackward), py::arg("outputs"))
+      .def("_rebuild_buckets", blocking(&Reducer::rebuildBuckets))
       .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {}) // shadow_backward() leaves all that is needed
-      .def("_set_static_graph", torch::wrap_pybind_function_no_gil(&Reducer::setStaticGraph))
-      .def("_delay_all_reduce", torch::wrap_pybind_function_no_gil(&Reducer::delayAllReduce))
+      .def("_set_static_graph", blocking(&Reducer::setStaticGraph))
+      .def("_delay_all_reduce", blocking(&Reducer::delayAllReduce))
       .def(
           "_set_forward_pass_work_handle",
-          torch::wrap_pybind_function_no_gil(&Reducer::setForwardPassWork),
+          blocking(&Reducer::setForwardPassWork),
           py::arg("work"),
           py::arg("use_static_world_size"))
-      .def("shadow_backward", torch::wrap_pybind_function_no_gil(&Reducer::shadowBackward))
+      .def("shadow_backward", blocking(&Reducer::shadowBackward))
       .def("_install_post_backward_futures", torch::wrap_pybind_function(installFutures), py::arg("futures"))
-      .def("set_accumulated", torch::wrap_pybind_function_no_gil(&Reducer::setAccumulated), py::arg("passes"))
-      .def("passes", torch::wrap_pybind_function_no_gil(&Reducer::passes))
-      .def("set_passes", torch::wrap_pybind_function_no_gil(&Reducer::setPasses), py::arg("passes"))
-      .def("record_steps", torch::wrap_pybind_function_no_gil(&Reducer::recordSteps), py::arg("on"))
+      .def("passes", blocking(&Reducer::passes))
+      .def("set_passes", blocking(&Reducer::setPasses), py::arg("passes"))
+      .def("record_steps", blocking(&Reducer::recordSteps), py::arg("on"))
       .def("last_step", lastStep)
-      .def("exponents", torch::wrap_pybind_function_no_gil(&Reducer::exponents))
-      .def("order", torch::wrap_pybind_function_no_gil(&Reducer::order))
+      .def("exponents", blocking(&Reducer::exponents))
+      .def("order", blocking(&Reducer::order))
       .def(
-          "set_shared",
-          torch::wrap_pybind_function_no_gil(setShared),
+          "load",
+          blocking(load),
           py::arg("exponents"),
           py::arg("order"),
-          py::arg("agreed"))
-      .def("residuals", torch::wrap_pybind_function_no_gil(&Reducer::residuals))
-      .def("set_residuals", torch::wrap_pybind_function_no_gil(setResiduals), py::arg("residuals"))
-      .def("scale_residuals", torch::wrap_pybind_function_no_gil(&Reducer::scaleResiduals), py::arg("factor"))
-      .def("bucket_names", torch::wrap_pybind_function_no_gil(&Reducer::bucketNames))
-      .def("_register_comm_hook", torch::wrap_pybind_function(registerPythonHook), py::arg("state"), py::arg("hook"))
-      .def("_register_builtin_comm_hook", torch::wrap_pybind_function_no_gil(registerBuiltinHook), py::arg("type"))
-      .def("_remove_autograd_hooks", torch::wrap_pybind_function_no_gil(&Reducer::removeAutogradHooks))
-      .def("_check_reducer_finalized", torch::wrap_pybind_function_no_gil(&Reducer::checkFinalized))
-      .def("_reset_state", torch::wrap_pybind_function_no_gil(&Reducer::resetState))
+          py::arg("agreed"),
+          py::arg("accumulated"),
+          py::arg("used"),
+          py::arg("residuals"),
+          py::arg("weighed"),
+          py::arg("weight_unsynced"))
+      .def("residuals", blocking(&Reducer::residuals))
+      .def("scale_residuals", blocking(&Reducer::scaleResiduals), py::arg("factor"))
+      .def("bucket_names", blocking(&Reducer::bucketNames))
+      .def("check_hook_may_be_set", blocking(&Reducer::checkHookMayBeSet))
       .def(
-          "_update_process_group",
-          torch::wrap_pybind_function_no_gil(&Reducer::updateProcessGroup),
-          py::arg("new_process_group"))
-      .def("share_store", torch::wrap_pybind_function_no_gil(&Reducer::shareStore), py::arg("store"))
-      .def("set_buffers", torch::wrap_pybind_function_no_gil(&Reducer::setBuffers), py::arg("buffers"))
-      .def("members", torch::wrap_pybind_function_no_gil(&Reducer::members))
-      .def("leads", torch::wrap_pybind_function_no_gil(&Reducer::leads))
-      .def("sum_of_members", torch::wrap_pybind_function_no_gil(&Reducer::sumOfMembers), py::arg("values"))
-      .def("ask_to_leave", torch::wrap_pybind_function_no_gil(&Reducer::askToLeave))
-      .def("has_left", torch::wrap_pybind_function_no_gil(&Reducer::hasLeft))
-      .def("explain_forward", torch::wrap_pybind_function_no_gil(&Reducer::explainForward), py::arg("error"))
-      .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
+          "_register_comm_hook",
+          torch::wrap_pybind_function(registerPythonHook),
+          py::arg("state"),
+          py::arg("hook"),
+          py::arg("name") = "",
+          py::arg("process_group") = py::none())
+      .def("_register_builtin_comm_hook", blocking(registerBuiltinHook), py::arg("type"))
+      .def("_remove_autograd_hooks", blocking(&Reducer::removeAutogradHooks))
+      .def("_check_reducer_finalized", blocking(&Reducer::checkFinalized))
+      .def("_reset_state", blocking(&Reducer::resetState))
+      .def("_update_process_group", blocking(&Reducer::updateProcessGroup), py::arg("new_process_group"))
+      .def("share_store", blocking(&Reducer::shareStore), py::arg("store"))
+      .def("set_buffers", blocking(&Reducer::setBuffers), py::arg("buffers"))
+      .def("members", blocking(&Reducer::members))
+      .def("leads", blocking(&Reducer::leads))
+      .def("sum_of_members", blocking(&Reducer::sumOfMembers), py::arg("values"))
+      .def("ask_to_leave", blocking(&Reducer::askToLeave))
+      .def("has_left", blocking(&Reducer::hasLeft))
+      .def("explain_forward", blocking(&Reducer::explainForward), py::arg("error"))
+      .def("stats", blocking(&Reducer::stats))
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed
       .def("_set_ddp_runtime_logging_sample_rate", [](const Reducer& /*self*/, int /*rate*/) {}); // counts every step
 
@@ -393,13 +424,13 @@ void bindReducer(py::module_& m) {
 void bindLogger(py::module_& m) {
   py::class_<DdpLogger, std::shared_ptr<DdpLogger>> logger(m, "DdpLogger");
   logger.def(py::init<std::shared_ptr<Reducer>>(), py::arg("reducer"))
-      .def("set_construction_data_and_log", torch::wrap_pybind_function(&DdpLogger::setConstructionData))
-      .def("set_error_and_log", torch::wrap_pybind_function(&DdpLogger::setError))
+      .def("set_construction_data_and_log", blocking(&DdpLogger::setConstructionData))
+      .def("set_error_and_log", blocking(&DdpLogger::setError))
       .def("set_runtime_stats_and_log", [](const DdpLogger& /*self*/) {}) // the reducer counts
-      .def("_set_static_graph", torch::wrap_pybind_function(&DdpLogger::setStaticGraph))
-      .def("_set_uneven_input_join", torch::wrap_pybind_function(&DdpLogger::setUnevenInputJoin))
-      .def("_set_comm_hook_name", torch::wrap_pybind_function(&DdpLogger::setCommHookName))
-      .def("_get_ddp_logging_data", torch::wrap_pybind_function_no_gil(&DdpLogger::table));
+      .def("_set_static_graph", blocking(&DdpLogger::setStaticGraph))
+      .def("_set_uneven_input_join", blocking(&DdpLogger::setUnevenInputJoin))
+      .def("_set_comm_hook_name", blocking(&DdpLogger::setCommHookName))
+      .def("_get_ddp_logging_data", blocking(&DdpLogger::table));
 }
 
 } // namespace

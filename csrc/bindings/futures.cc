@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "c10d/call_tag.h"
+#include "c10d/future_wait.h"
 #include "c10d/named_future.h"
 #include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"
@@ -20,16 +22,23 @@ namespace {
 
 using FutureWrapper = torch::jit::PythonFutureWrapper;
 
-/// `with IssueChain(hook, call, number, group, codec):` what the thread issues meanwhile belongs to one chain, the same on all ranks, and
+/// `with IssueChain(hook, call, number, group, codec, tag):` what the thread issues meanwhile belongs to one chain, the same on all ranks, and
 /// its sums travel as that codec; None: as the group's. `hook` and `call` name the chain; `number` of `group` is what errors call the hook.
+/// Ranks compare `tag` with each collective; 0: nothing.
 class IssueChain {
  public:
-  IssueChain(uint64_t hook, uint32_t call, uint32_t number, uint32_t group, const std::optional<std::string>& codec)
+  IssueChain(
+      uint64_t hook,
+      uint32_t call,
+      uint32_t number,
+      uint32_t group,
+      const std::optional<std::string>& codec,
+      uint32_t tag)
       : context_(
             std::make_shared<IssueContext>(
                 StrandName{mix64(mix64(hook) + call) ^ 0x636861696eULL, 0, 0},
                 originOf(call, number, group),
-                codec ? codecNamed(*codec) : std::nullopt)) {}
+                StrandTraits{codec ? codecNamed(*codec) : std::nullopt, tag})) {}
 
   void enter() {
     scope_ = std::make_unique<IssueScope>(context_);
@@ -154,12 +163,13 @@ std::shared_ptr<FutureWrapper> nameCollected(
   return std::make_shared<FutureWrapper>(std::move(named), std::move(unwrap));
 }
 
-/// Returns when the future has completed. A daemon thread that waits for it when the process ends stays here, as in torch's wait it would
-/// ask for the interpreter's lock.
+/// Returns when the future has completed. Raises what a signal handler raises meanwhile. A daemon thread that waits for it when the process
+/// ends stays here, as in torch's wait it would ask for the interpreter's lock.
 void awaitFuture(const std::shared_ptr<FutureWrapper>& future) {
   {
     const WithoutGil no_gil;
-    future->fut->wait();
+    static_cast<void>(awaitCompletion(*future->fut, Deadline::never()));
+    future->fut->wait(); // for its streams
   }
   if (const std::shared_ptr<FutureName> name = FutureName::of(*future->fut)) {
     name->noteWaited();
@@ -171,12 +181,13 @@ void awaitFuture(const std::shared_ptr<FutureWrapper>& future) {
 void bindFutures(py::module_& m) {
   py::class_<IssueChain>(m, "IssueChain")
       .def(
-          py::init<uint64_t, uint32_t, uint32_t, uint32_t, const std::optional<std::string>&>(),
+          py::init<uint64_t, uint32_t, uint32_t, uint32_t, const std::optional<std::string>&, uint32_t>(),
           py::arg("hook"),
           py::arg("call"),
           py::arg("number") = 0,
           py::arg("group") = 0,
-          py::arg("codec") = py::none())
+          py::arg("codec") = py::none(),
+          py::arg("tag") = 0)
       .def(
           "__enter__",
           [](py::object self) {
@@ -200,6 +211,7 @@ void bindFutures(py::module_& m) {
   m.def("named_then", &then, py::arg("future"), py::arg("callback"), py::arg("promise"));
   m.def("named_done_callback", &addDoneCallback, py::arg("future"), py::arg("callback"), py::arg("promise"));
   m.def("name_collected", &nameCollected, py::arg("all"), py::arg("parts"), py::arg("promises"));
+  m.def("call_tag", &CallTag::current); // of the bucket that a comm hook is called for; 0: there is none
   m.def("await_future", &awaitFuture, py::arg("future"));
 }
 

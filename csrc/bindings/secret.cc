@@ -69,8 +69,10 @@ void bindSecret(py::module_& m) {
          int rank,
          const std::string& host,
          const std::string& reason) {
-        StoreAdapter adapter(store);
-        postNotice(adapter, group_name, life, {rank, host, reason});
+        raising([&] {
+          StoreAdapter adapter(store);
+          postNotice(adapter, group_name, life, {rank, host, reason});
+        });
       },
       py::arg("store"),
       py::arg("group_name"),

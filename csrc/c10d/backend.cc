@@ -14,6 +14,7 @@
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
+#include "c10d/without_gil.h"
 #include "engine/operation/issue_context.h"
 #include "engine/report/failure_text.h"
 #include "schedule/make_schedule.h"
@@ -112,8 +113,10 @@ PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable>
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
   if (group_ != nullptr) {
+    const WithoutGil no_gil; // the last reference may go on a thread that has the interpreter's lock
     owner_->role->settle();
     devices_->stop();
+    beforeWait();
     group_->close();
   }
 }
@@ -147,6 +150,15 @@ void PycommBackend::abort() {
   // After that: a reconfigure() that has not seen it has adopted its group.
   if (const std::shared_ptr<Group> group = groupIfAny()) {
     group->abort(endedBy(group->identity().jobRank(), "aborted"));
+  }
+}
+
+void PycommBackend::abortFor(const std::string& what) {
+  if (const std::shared_ptr<Group> group = groupIfAny()) {
+    ErrorRecord reason = endedBy(group->identity().jobRank(), "ended");
+    reason.summary = "Rank " + std::to_string(reason.peer) + " " + what;
+    reason.hint = "see the exception that this rank has raised";
+    group->abort(reason);
   }
 }
 
@@ -195,6 +207,7 @@ void PycommBackend::shutdown() {
   }
   if (group != nullptr) {
     devices->stop();
+    beforeWait();
     group->close();
   }
   AbortHooks::Hooks gone; // freed after the lock
@@ -497,8 +510,15 @@ uint64_t PycommBackend::getSequenceNumberForGroup() {
 }
 
 uint32_t PycommBackend::tagFor() const {
-  const uint32_t tag = CallTag::current();
-  return tag != 0 || call_sites_ == nullptr ? tag : call_sites_->tagHere();
+  if (const uint32_t tag = CallTag::current(); tag != 0) {
+    return tag;
+  }
+  const uint32_t strand = IssueContext::currentTraits().tag;
+  if (call_sites_ == nullptr) {
+    return strand;
+  }
+  const uint32_t site = call_sites_->tagHere();
+  return strand == 0 ? site : CallTag::of(std::to_string(site), strand); // no site: strands' tags change in each step
 }
 
 std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
@@ -517,9 +537,7 @@ void PycommBackend::entitle() {
 }
 
 PycommBackend::Prepared PycommBackend::prepare(Codec codec) const {
-  const std::shared_ptr<IssueContext>& context = IssueContext::current();
-  const bool plain =
-      codec == Codec::None && (context == nullptr || context->codec().value_or(Codec::None) == Codec::None);
+  const bool plain = codec == Codec::None && IssueContext::currentTraits().codec.value_or(Codec::None) == Codec::None;
   return {devices_, plain, Deadline::after(settings_.timeout.count())};
 }
 
@@ -548,8 +566,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
   // The Work is made before its first operation, so nothing is under way whose memory has no owner, whatever fails in between.
   const auto made = work(titled, std::move(prepared.content), open);
   PycommWork::Content& content = made->starting();
-  content.operations.reserve(prepared.calls.size());
   try {
+    content.operations.reserve(prepared.calls.size());
     if (const auto nccl = prepared.staging.takeNccl()) {
       startNccl(nccl, prepared.calls, content, open);
     } else if (content.cuda != nullptr) {

@@ -65,6 +65,9 @@ class PycommBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
   void abort() override;
+  /// Fails this group's operations on all ranks because of a failure outside of them. `what`: the end of a sentence that begins with this
+  /// rank. Nothing if the group has failed already. Any thread; does not wait.
+  void abortFor(const std::string& what);
   void shutdown() override;
   /// Memory that the ranks of this host reach in place. torch passes a device without a number.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
@@ -327,8 +330,8 @@ class PycommBackend final : public c10d::Backend {
       const std::vector<Group::Call>& calls,
       PycommWork::Content& content,
       Window* open);
-  /// The tag that ranks compare: the innermost CallTag (DDP's bucket), else the call site's hash (check_call_sites), else 0. Collectives
-  /// only.
+  /// The tag that ranks compare: the innermost CallTag (DDP's bucket), else that of the strand (a comm hook has its bucket's) and the call
+  /// site's hash (check_call_sites), else 0. Collectives only.
   [[nodiscard]] uint32_t tagFor() const;
   /// Makes every Work, so that a coalescing window sees it. `open`: the result of window() before anything began, or null.
   /// Its operations start after that.

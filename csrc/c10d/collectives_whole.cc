@@ -48,9 +48,7 @@ void PycommBackend::chooseCodec(Group::Call& call) const {
   if (ExactSums::here()) {
     return;
   }
-  const std::shared_ptr<IssueContext>& context = IssueContext::current();
-  const std::optional<Codec> chains = context == nullptr ? std::nullopt : context->codec();
-  call.schedule.codec = codecFor(call.schedule, chains.value_or(settings_.codec));
+  call.schedule.codec = codecFor(call.schedule, IssueContext::currentTraits().codec.value_or(settings_.codec));
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(

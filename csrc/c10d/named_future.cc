@@ -37,11 +37,6 @@ std::vector<c10::Stream> currentStreams(const c10::ivalue::Future& future) {
   return streams;
 }
 
-std::optional<Codec> currentCodec() {
-  const std::shared_ptr<IssueContext>& context = IssueContext::current();
-  return context == nullptr ? std::nullopt : context->codec();
-}
-
 } // namespace
 
 void keepIfBroken(c10::ivalue::Future& future) noexcept {
@@ -58,7 +53,7 @@ FutureName::FutureName(
     c10::TypePtr value,
     const StrandName& name,
     const CallbackOrigin& origin,
-    std::optional<Codec> codec,
+    const StrandTraits& traits,
     Engine* engine,
     bool ambiguous,
     std::vector<std::weak_ptr<FutureName>> parents,
@@ -67,7 +62,7 @@ FutureName::FutureName(
       value_(std::move(value)),
       name_(name),
       origin_(origin),
-      codec_(codec),
+      traits_(traits),
       engine_(engine),
       ambiguous_(ambiguous),
       parents_(std::move(parents)),
@@ -104,7 +99,7 @@ std::shared_ptr<IssueContext> FutureName::addCallback() {
   }
   const StrandName name = (adder == nullptr ? name_ : name_.by(adder->name())).then(origin.number);
   if (promised_ == nullptr) {
-    return std::make_shared<IssueContext>(name, origin, codec_, ambiguous);
+    return std::make_shared<IssueContext>(name, origin, traits_, ambiguous);
   }
   if (adder != nullptr) {
     origin.takeHook(adder->origin());
@@ -116,11 +111,11 @@ std::shared_ptr<IssueContext> FutureName::addCallback() {
   promised->adder = here;
   promised->first = promised->first && (!on_promise || origin.number == 1);
   return std::make_shared<IssueContext>(
-      name, origin, on_promise ? currentCodec() : codec_, ambiguous, std::move(promised));
+      name, origin, on_promise ? IssueContext::currentTraits() : traits_, ambiguous, std::move(promised));
 }
 
 std::shared_ptr<IssueContext> FutureName::unnamedCallbacks() const {
-  return std::make_shared<IssueContext>(name_.then(kNative), origin_, codec_, ambiguous_);
+  return std::make_shared<IssueContext>(name_.then(kNative), origin_, traits_, ambiguous_);
 }
 
 bool FutureName::equals(const c10::Type& rhs) const {
@@ -172,7 +167,7 @@ Promise::Promise() : completion_(std::make_shared<Completion>()) {
       c10::NoneType::get(),
       StrandName().then(kPromise),
       origin,
-      std::nullopt,
+      StrandTraits(),
       nullptr,
       false,
       std::vector<std::weak_ptr<FutureName>>{},
@@ -190,7 +185,7 @@ c10::TypePtr resultOf(
       std::move(value),
       callback.name().then(kResult),
       origin,
-      callback.codec(),
+      callback.traits(),
       engine,
       callback.ambiguous(),
       std::vector<std::weak_ptr<FutureName>>{FutureName::of(future)},
@@ -249,7 +244,7 @@ c10::TypePtr collected(const std::vector<std::shared_ptr<FutureName>>& parts, c1
       std::move(value),
       all->then(kCollected),
       origin,
-      currentCodec(),
+      IssueContext::currentTraits(),
       engine,
       ambiguous,
       std::move(parents),

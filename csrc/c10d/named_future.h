@@ -34,7 +34,7 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
       c10::TypePtr value,
       const StrandName& name,
       const CallbackOrigin& origin,
-      std::optional<Codec> codec,
+      const StrandTraits& traits,
       Engine* engine,
       bool ambiguous = false,
       std::vector<std::weak_ptr<FutureName>> parents = {},
@@ -82,7 +82,7 @@ class FutureName final : public c10::Type, public std::enable_shared_from_this<F
   const c10::TypePtr value_;
   const StrandName name_;
   const CallbackOrigin origin_;
-  const std::optional<Codec> codec_;
+  const StrandTraits traits_;
   Engine* const engine_; ///< never destroyed: see processEngine()
   const bool ambiguous_;
   std::atomic<bool> waited_{false};

@@ -255,6 +255,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
   task->shapes.assign(static_cast<size_t>(getSize()), Shape(tensor));
   task->prototype = call(Collective::AllGather, opts);
   task->prototype.waits = false;
+  task->prototype.tag = tagFor();
 
   Group::Call first = task->prototype;
   first.schedule.dtype = DType::Int64;

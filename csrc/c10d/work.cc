@@ -99,14 +99,8 @@ struct PycommWork::State {
     const WorkName named = message
         ? nameOfMessage(*owner->role, kind)
         : nameOfWork(*owner->role, hash, id, place != 0 ? place : id.id, static_cast<int>(type), kind);
-    const std::shared_ptr<IssueContext>& asks = IssueContext::current();
     return std::make_shared<FutureName>(
-        std::move(value),
-        named.name,
-        named.origin,
-        asks == nullptr ? std::nullopt : asks->codec(),
-        &group().engine(),
-        named.ambiguous);
+        std::move(value), named.name, named.origin, IssueContext::currentTraits(), &group().engine(), named.ambiguous);
   }
 
   bool done() const {
@@ -531,11 +525,11 @@ void PycommWork::completeFuture(State& state) {
     const std::lock_guard lock(state.mutex);
     future = state.future;
   }
-  const IssueScope scope(FutureName::of(*future)->unnamedCallbacks());
   try {
+    const IssueScope scope(FutureName::of(*future)->unnamedCallbacks());
     state.finish();
     state.complete(*future);
-  } catch (...) { // unpack failed: the threads that wait must get its error
+  } catch (...) { // unpack failed, or there is no memory: the threads that wait must get the error
     future->setErrorIfNeeded(std::current_exception());
   }
 }

@@ -149,8 +149,11 @@ bool Bucket::joinStreams() {
   return differ;
 }
 
-c10::intrusive_ptr<c10d::Work> Bucket::allReduce(const ReducerGroup& group, uint32_t state) const {
-  const CallTag about(CallTag::of(std::to_string(state), tag_));
+uint32_t Bucket::tagWith(uint32_t state) const {
+  return CallTag::of(std::to_string(state), tag_);
+}
+
+c10::intrusive_ptr<c10d::Work> Bucket::allReduce(const ReducerGroup& group) const {
   return wire_->allReduce(group, memory_.travelling());
 }
 

@@ -8,7 +8,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/wait_point.h"
+#include "base/deadline.h"
+#include "base/error.h"
+#include "c10d/call_tag.h"
+#include "c10d/future_wait.h"
 #include "ddp/pass_failure.h"
 #include "numeric/convert.h"
 
@@ -44,13 +47,13 @@ c10d::GradBucket gradBucketOf(const Bucket& bucket, size_t index, size_t bucket_
 BucketPipeline::BucketPipeline(
     BucketSet& buckets,
     const ReducerGroup& group,
-    std::shared_ptr<c10d::CommHookInterface> hook,
+    const CommHook& hook,
     ReducerStats& stats,
     StepRecorder& recorder,
     bool looks)
     : buckets_(buckets),
       group_(group),
-      hook_(std::move(hook)),
+      hook_(hook),
       stats_(stats),
       recorder_(recorder),
       launched_(buckets.all().size()),
@@ -111,7 +114,8 @@ bool BucketPipeline::launchFull() {
     ++stats_.buckets_reduced;
     launch(index);
     if (recorder_.recording()) {
-      const auto reduced = hook_ != nullptr ? launched_[index].hook_result : launched_[index].all_reduce->getFuture();
+      const auto reduced =
+          hook_.run != nullptr ? launched_[index].hook_result : launched_[index].all_reduce->getFuture();
       recorder_.launched(index, bucket.memory().gradientNbytes(), bucket.wireNbytes(), *reduced);
     }
   }
@@ -121,11 +125,12 @@ bool BucketPipeline::launchFull() {
 void BucketPipeline::launch(size_t index) {
   const Bucket& bucket = buckets_.all()[index];
   stats_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
-  if (hook_ != nullptr) {
+  const CallTag about(bucket.tagWith(state_)); // comm_hooks.ordered hands it on to the hook's thread
+  if (hook_.run != nullptr) {
     c10d::GradBucket grad_bucket = gradBucketOf(bucket, index, launched_.size());
-    launched_[index].hook_result = hook_->runHook(grad_bucket);
+    launched_[index].hook_result = hook_.run->runHook(grad_bucket);
   } else {
-    launched_[index].all_reduce = bucket.allReduce(group_, state_);
+    launched_[index].all_reduce = bucket.allReduce(group_);
   }
 }
 
@@ -168,23 +173,46 @@ void BucketPipeline::writeAll(const IsUsed& is_used) {
 }
 
 std::string BucketPipeline::awaited() const {
-  const std::vector<std::vector<std::string>> names = buckets_.names();
-  if (first_unfinished_ >= names.size()) { // more: cutting the buckets anew has failed, and these are fewer
+  if (first_unfinished_ >= buckets_.all().size()) { // more: cutting the buckets anew has failed, and these are fewer
     return "the end of backward was awaited";
   }
-  return "bucket " + std::to_string(first_unfinished_) + " of " + std::to_string(names.size()) + " (" +
-      listed(names[first_unfinished_]) + ") was being reduced";
+  return titleOf(first_unfinished_) + " was being reduced";
+}
+
+std::string BucketPipeline::titleOf(size_t index) const {
+  const std::vector<std::vector<std::string>> names = buckets_.names();
+  return "bucket " + std::to_string(index) + " of " + std::to_string(names.size()) + " (" + listed(names[index]) + ")";
+}
+
+// The hook's collectives have timeouts of their own, whose errors say more: this is for a future that never completes.
+void BucketPipeline::awaitHook(c10::ivalue::Future& result) const {
+  c10d::ProcessGroup& group = hook_.group == nullptr ? *group_.get() : *hook_.group;
+  const auto timeout = ReducerGroup::timeoutOf(group, group_.paramDevice());
+  const int64_t limit_ms = timeout ? 2 * timeout->count() : 0;
+  if (awaitCompletion(result, timeout ? Deadline::after(limit_ms) : Deadline::never())) {
+    return;
+  }
+  ErrorRecord record;
+  record.code = ErrorCode::Timeout;
+  record.rank = group_.jobRank();
+  record.elapsed_ms = limit_ms;
+  record.phase = ErrorPhase::Wait;
+  record.summary = "Rank " + std::to_string(record.rank) + " has waited for " + std::to_string(limit_ms) +
+      " ms, twice its group's timeout: the future that comm hook '" + hook_.name + "' has returned for " +
+      titleOf(first_unfinished_) + " is not complete.";
+  record.hint = "complete the future on every way through the hook, also after an error, or raise the group's timeout";
+  throw Error(record);
 }
 
 /// Waits until the bucket holds the sums, or the hook's result. Throws the error of either.
 void BucketPipeline::await(size_t index) {
   Bucket& bucket = buckets_.all()[index];
-  if (hook_ != nullptr) {
+  if (hook_.run != nullptr) {
     const auto future = std::exchange(launched_[index].hook_result, nullptr);
     const int64_t before = nowNs();
-    beforeWait();
-    future->waitAndThrow(); // without the GIL
-    const at::Tensor result = hook_->parseHookResult(future->value());
+    awaitHook(*future);
+    future->waitAndThrow(); // for its error, and its streams
+    const at::Tensor result = hook_.run->parseHookResult(future->value());
     stats_.exposed_ns += nowNs() - before;
     bucket.takeResult(result);
     return;

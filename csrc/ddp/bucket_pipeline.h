@@ -1,6 +1,6 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstdint>
 #include <functional>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ddp/bucket_set.h"
+#include "ddp/comm_hook.h"
 #include "ddp/steps.h"
 
 namespace pycomm {
@@ -33,11 +34,11 @@ class BucketPipeline {
   /// Whether a rank has used a parameter, so that its average is written. It may wait for other ranks, and throw.
   using IsUsed = std::function<bool(size_t param)>;
 
-  /// `buckets`, `group`, `stats`, `recorder`: the reducer's, which outlive this. `hook`: null without one. `looks`: for averagesAreFinite().
+  /// `buckets`, `group`, `hook`, `stats`, `recorder`: the reducer's, which outlive this. `looks`: for averagesAreFinite().
   BucketPipeline(
       BucketSet& buckets,
       const ReducerGroup& group,
-      std::shared_ptr<c10d::CommHookInterface> hook,
+      const CommHook& hook,
       ReducerStats& stats,
       StepRecorder& recorder,
       bool looks);
@@ -46,7 +47,7 @@ class BucketPipeline {
   void begin(int divisor);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
-  /// A pass begins. `state`: see Bucket::allReduce().
+  /// A pass begins. `state`: see Bucket::tagWith().
   void shareState(uint32_t state) noexcept {
     state_ = state;
   }
@@ -96,12 +97,14 @@ class BucketPipeline {
   void finishFirst(const IsUsed& is_used);
   void awaitFirst();
   void await(size_t index);
+  void awaitHook(c10::ivalue::Future& result) const;
+  [[nodiscard]] std::string titleOf(size_t index) const;
   void write(size_t index, const IsUsed& is_used);
   void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;
   const ReducerGroup& group_;
-  std::shared_ptr<c10d::CommHookInterface> hook_;
+  const CommHook& hook_;
   ReducerStats& stats_;
   StepRecorder& recorder_;
   std::vector<Launched> launched_; ///< by bucket

@@ -246,7 +246,7 @@ bool BucketSet::keepsResiduals() const {
       buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.residual().defined(); });
 }
 
-bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why) {
+void BucketSet::checkResiduals(const std::map<std::string, at::Tensor>& values) const {
   std::map<std::string, at::IntArrayRef> encoded; // shapes of all parameters with error feedback, frozen ones included
   for (const ReducedParam& param : params_) {
     if (feeds_back_ && param.codec != Codec::None && !param.sparse) {
@@ -255,12 +255,16 @@ bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, st
   }
   for (const auto& [name, tensor] : values) {
     const auto shape = encoded.find(name);
-    if (shape == encoded.end() || tensor.sizes() != shape->second) {
-      why = shape == encoded.end() ? "no parameter '" + name + "' has error feedback here"
-                                   : "the residual of parameter '" + name + "' is of another shape here";
-      return false;
-    }
+    TORCH_CHECK_VALUE(shape != encoded.end(), "no parameter '", name, "' has error feedback here");
+    TORCH_CHECK_VALUE(
+        tensor.layout() == at::kStrided && tensor.is_floating_point() && tensor.sizes() == shape->second,
+        "the residual of parameter '",
+        name,
+        "' is of another shape here, or no dense tensor of floats");
   }
+}
+
+void BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values) {
   const at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> rooms = residuals();
   aside_.clear();
@@ -273,7 +277,6 @@ bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, st
       aside_[name] = tensor.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     }
   }
-  return true;
 }
 
 } // namespace pycomm

@@ -92,9 +92,10 @@ class BucketSet {
 
   /// Copies of the values that error feedback keeps, by parameter name, in the parameters' shapes.
   [[nodiscard]] std::map<std::string, at::Tensor> copyResiduals() const;
-  /// Takes values of the form of copyResiduals(); parameters that they lack get zeros. False if a name or shape is unknown: then
-  /// nothing is done, and `why` says which.
-  [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why);
+  /// Throws a ValueError unless these are of the form of copyResiduals(): whose names and shapes are known here.
+  void checkResiduals(const std::map<std::string, at::Tensor>& values) const;
+  /// Takes values that checkResiduals() lets pass; parameters that they lack get zeros.
+  void setResiduals(const std::map<std::string, at::Tensor>& values);
   /// Multiplies what error feedback keeps; 0 forgets it, also if it is not finite.
   void scaleResiduals(double factor);
   /// Whether error feedback keeps anything here.

@@ -160,11 +160,11 @@ bool ElasticGroup::begin() {
   }
 }
 
-StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error) {
+StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, bool between_steps) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (const auto wish = error == nullptr ? driver_->finished(present_.number) : std::nullopt) {
+  if (const auto wish = error == nullptr ? driver_->finished(present_.number, between_steps) : std::nullopt) {
     bool changes = false;
     const auto failure = commitRound(*wish, changes);
     if (!failure && driver_->committed(present_.number, changes)) {

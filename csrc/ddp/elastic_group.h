@@ -39,7 +39,7 @@ class ElasticGroup final : public StepAgreement {
   ElasticGroup& operator=(const ElasticGroup&) = delete;
 
   [[nodiscard]] bool begin() override;
-  [[nodiscard]] Outcome end(const std::exception_ptr& error) override;
+  [[nodiscard]] Outcome end(const std::exception_ptr& error, bool between_steps) override;
   [[nodiscard]] std::vector<int> members() const override {
     return present_.members;
   }

@@ -10,36 +10,11 @@
 #include <utility>
 
 #include "base/wait_point.h"
-#include "c10d/call_tag.h"
 
 namespace pycomm {
 namespace {
 
 constexpr size_t kNamesShown = 10;
-
-// The first line of an exception's text, without torch's C++ backtrace.
-std::string firstLine(const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
-
-template <typename Value>
-uint32_t hashOf(const std::vector<Value>& values) {
-  return CallTag::of({reinterpret_cast<const char*>(values.data()), values.size() * sizeof(Value)});
-}
-
-uint32_t hashOf(const std::vector<bool>& values) {
-  std::string text;
-  for (const bool value : values) {
-    text += value ? '1' : '0';
-  }
-  return CallTag::of(text);
-}
-
-uint32_t hashOf(int64_t value) {
-  return hashOf(std::vector<int64_t>{value});
-}
 
 constexpr std::chrono::milliseconds kLookEvery{20};
 
@@ -156,6 +131,12 @@ void raiseConverted(const std::string& name, const std::string& before, const st
       " when the model was wrapped: convert or move a model first, and wrap it then");
 }
 
+std::string firstLine(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
   for (size_t i = 0; i < names.size() && i < kNamesShown; ++i) {
@@ -166,17 +147,6 @@ std::string listed(const std::vector<std::string>& names) {
 }
 
 // --- which state differs -------------------------------------------------------------------------
-
-SharedValues::Parts SharedValues::parts() const {
-  return {
-      hashOf(exponents),
-      hashOf(order),
-      hashOf(int64_t{agreed}),
-      hashOf(int64_t{ordered}),
-      hashOf(std::vector<int64_t>{accumulated, passes}),
-      hashOf(trained),
-      hashOf(int64_t{knows_used})};
-}
 
 std::vector<bool> readTrained(const std::vector<ReducedParam>& params) {
   std::vector<bool> trained;

@@ -46,6 +46,9 @@ class PassFailure {
 /// Throws: a parameter has another dtype or device than its buckets.
 [[noreturn]] void raiseConverted(const std::string& name, const std::string& before, const std::string& now);
 
+/// The first line of an exception's text, without torch's C++ backtrace.
+[[nodiscard]] std::string firstLine(const std::exception& error);
+
 /// "'a', 'b' and 3 more parameters": the first ten names.
 [[nodiscard]] std::string listed(const std::vector<std::string>& names);
 

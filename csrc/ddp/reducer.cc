@@ -80,6 +80,7 @@ void Reducer::hookGradients(const std::vector<bool>& trained) {
 
 void Reducer::cutBuckets() {
   try {
+    recorder_.drop(); // it has room for the buckets of now
     makeBuckets();
     pass_.reset();
     show();
@@ -96,7 +97,7 @@ void Reducer::makeBuckets() {
       order.push_back(index);
     }
   }
-  buckets_.cut({options_, group_, hook_ != nullptr}, group_.memory(), order, state_.now().exponents);
+  buckets_.cut({options_, group_, hook_.run != nullptr}, group_.memory(), order, state_.now().exponents);
   pipeline_ =
       std::make_unique<BucketPipeline>(buckets_, group_, hook_, stats_, recorder_, options_.drops_nonfinite_steps);
   pipeline_->begin(group_.size());
@@ -109,7 +110,7 @@ void Reducer::resetStep() {
 }
 
 void Reducer::prepareForForward() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
   } else if (agreement_->hasLeft()) {
@@ -155,10 +156,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
       self->onEntry(*mark);
     }
   });
-  std::unique_lock turn(mutex_, std::defer_lock);
-  if (reduces) {
-    turn.lock();
-  } else if (!turn.try_lock()) {
+  const Turn turn = reduces ? Turn(*this) : Turn(*this, turnBetweenPasses());
+  if (!turn.owned()) {
     return; // a pass is under way, so no forward pass asks for one
   }
   marks_.forward();
@@ -182,7 +181,7 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
 }
 
 void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   throwIfUnfinished();
   resetStep();
   if (!pass_.hasStaticGraph()) {
@@ -202,7 +201,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
 
 bool Reducer::rebuildBuckets() {
   return raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     const bool idle = !pass_.reducing() && !failure_.any();
     const SharedValues& now = state_.now();
     if (agreement_ != nullptr || !now.ordered || !ordersBuckets() || !idle) {
@@ -228,7 +227,7 @@ bool Reducer::rebuildBuckets() {
 }
 
 void Reducer::setStaticGraph() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   TORCH_CHECK(
       stats_.passes == 0 && pass_.phase() == BackwardPass::Phase::Idle,
       "static_graph must be set before the first backward pass");
@@ -237,41 +236,46 @@ void Reducer::setStaticGraph() {
 }
 
 void Reducer::setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   join_work_ = divide_by_initial_world_size ? nullptr : std::move(work);
 }
 
-void Reducer::registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  const std::lock_guard lock(mutex_);
-  checkHookMayBeSet();
+void Reducer::checkHookMayBeSet() {
+  const Turn turn(*this);
+  requireNoHook();
+}
+
+void Reducer::registerCommHook(CommHook hook) {
+  const Turn turn(*this);
+  requireNoHook();
   hook_ = std::move(hook);
   cutBuckets();
 }
 
 void Reducer::compressToFp16() {
-  const std::lock_guard lock(mutex_);
-  checkHookMayBeSet();
+  const Turn turn(*this);
+  requireNoHook();
   castToFp16(params_);
   cutBuckets();
 }
 
 void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   post_backward_ = std::move(futures);
 }
 
 void Reducer::removeAutogradHooks() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   grad_hooks_.reset();
 }
 
 void Reducer::checkFinalized() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   throwIfUnfinished();
 }
 
 void Reducer::resetState() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   failure_.forget();
   lost_ = nullptr;
   join_work_.reset();
@@ -292,7 +296,7 @@ void Reducer::resetState() {
 }
 
 void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   TORCH_CHECK(!pass_.reducing(), "the process group cannot change in the middle of a backward pass");
   // The old one lives until nothing of it is left in the buckets.
   const ReducerGroup before = std::exchange(group_, ReducerGroup::withItsBackend(std::move(group), params_));
@@ -301,7 +305,7 @@ void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
 }
 
 void Reducer::shareStore(c10::intrusive_ptr<c10d::Store> store) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   failures_ = 0;
   reports_.share(std::move(store), trained());
 }
@@ -312,12 +316,12 @@ PassWeights& Reducer::weights() {
 }
 
 bool Reducer::forwardBegan() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   return weights().forwardBegan();
 }
 
 void Reducer::setWeight(std::optional<double> weight) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   TORCH_CHECK(
       !pass_.reducing() || failure_.any(),
       "model.samples is set before backward(), and gradients are being reduced: the other ranks know the weight already");
@@ -329,53 +333,51 @@ void Reducer::setWeight(std::optional<double> weight) {
 }
 
 std::optional<double> Reducer::pendingWeight() {
-  const std::lock_guard lock(mutex_);
-  return weights().pending();
+  (void)weights();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.pending_weight;
 }
 
 std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   return weights().steps(since);
 }
 
 double Reducer::weightUnsynced() {
-  const std::lock_guard lock(mutex_);
-  return weights().unsynced();
+  (void)weights();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.weight_unsynced;
 }
 
 void Reducer::setWeightUnsynced(double weight) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   weights().setUnsynced(weight);
 }
 
 PassWeights::Accumulated Reducer::weighed() {
-  const std::lock_guard lock(mutex_);
-  return weights().accumulated();
+  (void)weights();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.weighed;
 }
 
 int64_t Reducer::weighedSteps() {
-  const std::lock_guard lock(mutex_);
-  return weights().stepCount();
+  (void)weights();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.weighed_steps;
 }
 
 int64_t Reducer::lastComputeNs() {
-  const std::lock_guard lock(mutex_);
-  return weights().lastComputeNs();
-}
-
-void Reducer::setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns) {
-  const std::lock_guard lock(mutex_);
-  weights().setAccumulated(std::move(sum));
-  weights_->setLastComputeNs(last_compute_ns);
+  (void)weights();
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.last_compute_ns;
 }
 
 void Reducer::recordSteps(bool on) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   recorder_.switchOn(on);
 }
 
 std::shared_ptr<const StepRecord> Reducer::lastStep() {
-  showIfIdle();
   const std::lock_guard lock(shown_mutex_);
   return shown_.last_step;
 }
@@ -394,40 +396,17 @@ std::vector<std::string> Reducer::usedHere() {
   return names;
 }
 
-void Reducer::setUsedHere(const std::vector<std::string>& names) {
-  const std::lock_guard lock(mutex_);
-  if (!used_.has_value() || pass_.hasStaticGraph()) {
-    return;
-  }
-  used_->clear();
-  for (size_t index = 0; index < params_.size(); ++index) {
-    if (std::find(names.begin(), names.end(), params_[index].name) != names.end()) {
-      used_->mark(index);
-    }
-  }
-}
-
-void Reducer::setAccumulated(int64_t passes) {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
-  state_.change([passes](SharedValues& values) { values.accumulated = values.passes = passes; });
-  show();
-}
-
 int64_t Reducer::passes() {
-  showIfIdle();
   const std::lock_guard lock(shown_mutex_);
   return shown_.values.passes;
 }
 
 void Reducer::setPasses(int64_t passes) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   state_.change([passes](SharedValues& values) { values.passes = passes; });
-  show();
 }
 
 std::map<std::string, int> Reducer::exponents() {
-  showIfIdle();
   const std::lock_guard lock(shown_mutex_);
   std::map<std::string, int> exponents;
   for (size_t index = 0; index < params_.size(); ++index) {
@@ -440,7 +419,6 @@ std::map<std::string, int> Reducer::exponents() {
 }
 
 std::pair<std::vector<std::string>, bool> Reducer::order() {
-  showIfIdle();
   const std::lock_guard lock(shown_mutex_);
   std::vector<std::string> names;
   if (shown_.values.ordered) {
@@ -451,79 +429,89 @@ std::pair<std::vector<std::string>, bool> Reducer::order() {
   return {names, shown_.values.agreed};
 }
 
-bool Reducer::setShared(
-    const std::map<std::string, int>& exponents,
-    const std::vector<std::string>& order,
-    bool agreed,
-    std::string& why) {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!pass_.reducing() || failure_.any(), "a state cannot be loaded in the middle of a backward pass");
-  std::map<std::string, size_t> index_of;
+std::vector<size_t> Reducer::placesOf(const std::vector<std::string>& names) const {
+  std::map<std::string, size_t> place_of;
   for (size_t index = 0; index < params_.size(); ++index) {
-    index_of[params_[index].name] = index;
+    place_of[params_[index].name] = index;
   }
-  std::vector<int> by_param(params_.size(), SharedValues::kUnscaled);
-  for (const auto& [name, exponent] : exponents) {
-    const auto found = index_of.find(name);
-    if (found == index_of.end()) {
-      why = "no parameter '" + name + "' is reduced here";
-      return false;
+  std::vector<size_t> places;
+  for (const std::string& name : names) {
+    const auto found = place_of.extract(name);
+    TORCH_CHECK_VALUE(!found.empty(), "no parameter '", name, "' is reduced here, and the order of buckets has one");
+    places.push_back(found.mapped());
+  }
+  TORCH_CHECK_VALUE(
+      names.empty() || place_of.empty(), "the order of buckets lacks parameter '", place_of.begin()->first, "'");
+  return places;
+}
+
+void Reducer::load(Saved saved) {
+  const Turn turn(*this);
+  TORCH_CHECK(!pass_.reducing() || failure_.any(), "a state cannot be loaded in the middle of a backward pass");
+  // First all that may be refused: residuals that are overwritten are gone, and no checksum shows it.
+  const std::vector<size_t> order = placesOf(saved.order);
+  SharedValues values(trained());
+  values.counting = state_.now().counting;
+  values.knows_used = state_.now().knows_used;
+  values.ordered = !order.empty();
+  values.agreed = saved.agreed;
+  values.accumulated = values.passes = saved.accumulated;
+  if (saved.agreed) {
+    values.order = order;
+  }
+  for (size_t index = 0; index < params_.size(); ++index) {
+    if (const auto found = saved.exponents.extract(params_[index].name)) {
+      values.exponents[index] = found.mapped();
     }
-    by_param[found->second] = exponent;
   }
-  std::vector<size_t> indices;
-  for (const std::string& name : order) {
-    const auto found = index_of.find(name);
-    if (found == index_of.end()) {
-      why = "no parameter '" + name + "' is reduced here, and the order of buckets has one";
-      return false;
-    }
-    indices.push_back(found->second);
-    index_of.erase(found);
-  }
-  if (!order.empty() && !index_of.empty()) {
-    why = "the order of buckets lacks parameter '" + index_of.begin()->first + "'";
-    return false;
-  }
+  TORCH_CHECK_VALUE(
+      saved.exponents.empty(), "no parameter '", saved.exponents.begin()->first, "' is reduced here: its fp16 scale");
+  TORCH_CHECK_VALUE(!saved.agreed || !order.empty(), "the order of buckets has been agreed on, and is not there");
+  TORCH_CHECK_VALUE(
+      saved.accumulated >= 0 && saved.accumulated < options_.accumulate, "accumulated is less than accumulate");
+  TORCH_CHECK_VALUE(saved.weights.has_value() == weights_.has_value(), "the weights of a wrapper that has weights");
+  buckets_.checkResiduals(saved.residuals);
+
   order_.clear();
-  state_.change([&](SharedValues& values) {
-    values = [&] {
-      SharedValues fresh(values.trained);
-      fresh.exponents = by_param;
-      fresh.counting = values.counting;
-      fresh.knows_used = values.knows_used;
-      return fresh;
-    }();
-    values.ordered = !indices.empty();
-    values.agreed = agreed;
-    if (agreed) {
-      values.order = indices;
-    }
-  });
-  if (!agreed) {
-    for (const size_t index : indices) {
+  if (!saved.agreed) {
+    for (const size_t index : order) {
       order_.came(index);
     }
   }
+  state_.change([&values](SharedValues& each) { each = values; });
   cutBuckets();
-  show();
-  return true;
+  buckets_.setResiduals(saved.residuals);
+  if (weights_.has_value()) {
+    weights_->setAccumulated(std::move(saved.weights->sum));
+    weights_->setLastComputeNs(saved.weights->last_compute_ns);
+    weights_->setUnsynced(saved.weights->unsynced);
+  }
+  if (used_.has_value() && !pass_.hasStaticGraph()) {
+    used_->clear();
+    for (size_t index = 0; index < params_.size(); ++index) {
+      if (std::find(saved.used.begin(), saved.used.end(), params_[index].name) != saved.used.end()) {
+        used_->mark(index);
+      }
+    }
+  }
+}
+
+// Not owned if another thread, or this one, has it for a pass that reduces, or if this thread has it anyway.
+std::unique_lock<PassLock> Reducer::turnBetweenPasses() {
+  if (mutex_.try_lock(/*brief=*/true)) {
+    return std::unique_lock(mutex_, std::adopt_lock);
+  }
+  if (mutex_.inPass() || mutex_.refuses()) {
+    return std::unique_lock(mutex_, std::defer_lock);
+  }
+  mutex_.lock(/*brief=*/true);
+  return std::unique_lock(mutex_, std::adopt_lock);
 }
 
 // Not owned if a pass that reduces is under way.
 std::unique_lock<PassLock> Reducer::turnUnlessReducing() {
-  std::unique_lock turn(mutex_, std::try_to_lock);
-  if (!turn.owns_lock()) {
-    const bool reduces = [this] {
-      const std::lock_guard lock(shown_mutex_);
-      return shown_.reduces;
-    }();
-    if (reduces || mutex_.refuses()) {
-      return turn;
-    }
-    turn.lock(); // another thread has it between two passes
-  }
-  if (pass_.reducing()) {
+  std::unique_lock turn = turnBetweenPasses();
+  if (turn.owns_lock() && pass_.reducing()) {
     turn.unlock();
   }
   return turn;
@@ -534,56 +522,55 @@ std::map<std::string, at::Tensor> Reducer::residuals() {
   return turn.owns_lock() ? buckets_.copyResiduals() : std::map<std::string, at::Tensor>{};
 }
 
-bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!pass_.reducing(), "residuals cannot be set in the middle of a backward pass");
-  return buckets_.setResiduals(residuals, why);
-}
-
 void Reducer::scaleResiduals(double factor) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   TORCH_CHECK_VALUE(std::isfinite(factor), "residuals are scaled by a finite factor, and this one is ", factor);
   TORCH_CHECK(!pass_.reducing(), "residuals cannot be scaled in the middle of a backward pass");
   buckets_.scaleResiduals(factor);
 }
 
-void Reducer::show() {
-  ReducerStats stats = stats_;
-  stats.accumulated = state_.now().accumulated;
-  stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
-  const SharedValues& now = state_.now();
-  const bool changed = shown_version_ != state_.version(); // with thousands of parameters, copying them takes a while
-  std::vector<size_t> seen = changed && now.ordered && !now.agreed ? order_.seen(now.order) : std::vector<size_t>{};
-  const std::lock_guard lock(shown_mutex_);
-  shown_.stats = stats;
-  shown_.last_step = recorder_.last();
-  if (changed) {
-    shown_.values = now;
-    shown_.seen = std::move(seen);
-    shown_version_ = state_.version();
+void Reducer::show() noexcept {
+  const bool reducing = pass_.reducing();
+  mutex_.setInPass(reducing);
+  try {
+    const SharedValues& now = state_.now();
+    const bool changed = shown_version_ != state_.version(); // with thousands of parameters, copying them takes a while
+    std::vector<size_t> seen = changed && now.ordered && !now.agreed ? order_.seen(now.order) : std::vector<size_t>{};
+    const std::lock_guard lock(shown_mutex_);
+    const int64_t shared_nbytes = shown_.stats.shared_nbytes;
+    shown_.stats = stats_;
+    shown_.stats.accumulated = now.accumulated;
+    shown_.stats.shared_nbytes = shared_nbytes;
+    shown_.last_step = recorder_.last();
+    if (changed) {
+      shown_.values = now;
+      shown_.seen = std::move(seen);
+      shown_version_ = state_.version();
+    }
+    shown_.rank = rank_;
+    shown_.leads = group_.rank() == 0;
+    shown_.members = members_;
+    if (weights_.has_value() && !reducing) {
+      shown_.pending_weight = weights_->pending();
+      shown_.weighed = weights_->accumulated();
+      shown_.weight_unsynced = weights_->unsynced();
+      shown_.last_compute_ns = weights_->lastComputeNs();
+      shown_.weighed_steps = weights_->stepCount();
+    }
+  } catch (const std::exception&) { // no memory: readers see what was there before
   }
-  shown_.reduces = pass_.reducing();
-  shown_.rank = rank_;
-  shown_.leads = group_.rank() == 0;
-  shown_.members = members_;
 }
 
 void Reducer::showBuckets() {
   auto names = buckets_.names();
   auto nbytes = buckets_.gradientNbytes();
   const std::lock_guard lock(shown_mutex_);
+  shown_.stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
   shown_.bucket_names = std::move(names);
   shown_.bucket_nbytes = std::move(nbytes);
 }
 
-void Reducer::showIfIdle() {
-  if (const std::unique_lock turn(mutex_, std::try_to_lock); turn.owns_lock()) {
-    show();
-  }
-}
-
 ReducerStats Reducer::stats() {
-  showIfIdle();
   const std::lock_guard lock(shown_mutex_);
   return shown_.stats;
 }
@@ -598,8 +585,8 @@ std::vector<size_t> Reducer::bucketNbytes() {
   return shown_.bucket_nbytes;
 }
 
-void Reducer::checkHookMayBeSet() const {
-  TORCH_CHECK(hook_ == nullptr, "a comm hook has been registered already; there can be one");
+void Reducer::requireNoHook() const {
+  TORCH_CHECK(hook_.run == nullptr, "a comm hook has been registered already; there can be one");
   TORCH_CHECK(!pass_.reducing() && stats_.passes == 0, "a comm hook must be registered before the first backward pass");
 }
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <map>
@@ -17,6 +18,7 @@
 #include "ddp/backward_pass.h"
 #include "ddp/bucket_pipeline.h"
 #include "ddp/bucket_set.h"
+#include "ddp/comm_hook.h"
 #include "ddp/graph_hooks.h"
 #include "ddp/leader_state.h"
 #include "ddp/pass_failure.h"
@@ -48,9 +50,14 @@ namespace pycomm {
 /// reads has changed. If members are lost before that, the others pack and sum all of it again (reducer_elastic.cc). No collective of the
 /// reducer is outside of a step then.
 ///
-/// Thread-safe by a PassLock, which a pass has while buckets are launched and awaited. stats(), lastStep(), exponents(), order(), residuals()
-/// and the buckets' names and sizes need no turn: during a pass they are those of its begin, or of its last launch, and residuals() are none.
-/// So any thread, signal handler or hook may ask for them.
+/// Thread-safe. While another thread works on the reducer, or the calling one does, in a signal handler or a hook, these methods
+///
+///     stats, lastStep, bucketNames, bucketNbytes, members, leads,     never wait, and are never refused: they give what the last turn
+///     exponents, order, pendingWeight, weighed, weightUnsynced,       has left (Shown). During a pass that reduces, exponents, order and
+///     lastComputeNs, weighedSteps                                     weights are those from before it
+///     residuals, usedHere                                             wait for the turn between passes; empty during a pass
+///     all others                                                      wait for the turn (PassLock), which a pass has while buckets are
+///                                                                     launched and awaited; refused where it would never come
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
@@ -83,8 +90,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// The end of a static graph's first pass: torch's wrapper calls it when autograd's engine has nothing left to do.
   void delayAllReduce();
 
-  /// Once, before the first backward pass. Buckets then hold the parameters' own dtype.
-  void registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook);
+  /// Throws if registerCommHook() would refuse any hook.
+  void checkHookMayBeSet();
+  /// Once, before the first backward pass. Buckets then hold the parameters' own dtype. If a pass fails, so do the operations of the hook's
+  /// group.
+  void registerCommHook(CommHook hook);
   /// The same, for buckets that travel as fp16 (torch's FP16_COMPRESS).
   void compressToFp16();
   /// The end of the next backward pass waits for these.
@@ -108,7 +118,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] int64_t weighedSteps();
   [[nodiscard]] PassWeights::Accumulated weighed();
   [[nodiscard]] int64_t lastComputeNs();
-  void setWeighed(PassWeights::Accumulated sum, int64_t last_compute_ns);
 
   // join(): ranks without data follow the others.
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
@@ -145,9 +154,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void shareStore(c10::intrusive_ptr<c10d::Store> store);
   /// With find_unused_parameters: the parameters that passes since the last reduction have given a gradient here.
   [[nodiscard]] std::vector<std::string> usedHere();
-  void setUsedHere(const std::vector<std::string>& names);
-  /// Passes since the last reduction, as a checkpoint had them.
-  void setAccumulated(int64_t passes);
   /// Passes since the beginning, which count in the checksum of each step: those of the members that this rank has joined.
   [[nodiscard]] int64_t passes();
   void setPasses(int64_t passes);
@@ -156,18 +162,26 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Names of all parameters in the order of buckets: the one agreed on; before that, once a first reduction is over, the one seen here.
   /// Empty before.
   [[nodiscard]] std::pair<std::vector<std::string>, bool> order();
-  /// Takes values of the form of exponents() and order(), and cuts the buckets by them. False if they are not those of this model: then
-  /// nothing is done, and `why` says what is wrong.
-  [[nodiscard]] bool setShared(
-      const std::map<std::string, int>& exponents,
-      const std::vector<std::string>& order,
-      bool agreed,
-      std::string& why);
   /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Empty during a backward pass that reduces,
   /// which writes them.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals();
-  /// Takes values of the form of residuals(): see BucketSet::setResiduals().
-  [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why);
+  /// What a checkpoint has of a reducer: values of the form of exponents() and so on.
+  struct Saved {
+    std::map<std::string, int> exponents;
+    std::vector<std::string> order;
+    bool agreed = false;
+    int64_t accumulated = 0; ///< passes since the last reduction
+    std::vector<std::string> used;
+    std::map<std::string, at::Tensor> residuals;
+    struct Weights {
+      PassWeights::Accumulated sum;
+      int64_t last_compute_ns = PassWeights::kUnknown;
+      double unsynced = 0;
+    };
+    std::optional<Weights> weights; ///< if options().weighs
+  };
+  /// Continues from there, and cuts the buckets anew. Throws a ValueError if something in it is not of this model: then nothing is done.
+  void load(Saved saved);
   /// Multiplies the residuals of this rank, as what the program does to the averages. Throws a ValueError unless `factor` is finite.
   void scaleResiduals(double factor);
 
@@ -198,6 +212,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void cutBuckets();
   /// The same in the middle of a pass, whose gradients are packed anew.
   void makeBuckets();
+  /// The places of these names among the parameters. Throws a ValueError unless they are all of them, or none.
+  [[nodiscard]] std::vector<size_t> placesOf(const std::vector<std::string>& names) const;
   /// Cuts the buckets anew if parameters were frozen or unfrozen.
   void followTrained();
   /// A pass that reduces begins: its operations carry a checksum of state_.
@@ -242,7 +258,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void adoptMembers();
   void waitToBegin();
   [[nodiscard]] bool agree();
-  void transact(const std::function<void()>& sum, const std::function<void()>& again);
+  void transact(const std::function<void()>& sum, const std::function<void()>& again, bool between_steps);
   [[nodiscard]] bool beginNext();
   void leave() const;
   [[nodiscard]] bool sumAll();
@@ -252,9 +268,31 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void fail(const std::string& doing, const std::exception& error);
   [[nodiscard]] std::optional<std::string> difference();
   void throwIfUnfinished() const;
-  void checkHookMayBeSet() const;
+  void requireNoHook() const;
 
-  /// What readers see who do not get the turn.
+  /// The turn. At its end readers see what it has changed.
+  class Turn {
+   public:
+    explicit Turn(Reducer& reducer) : Turn(reducer, std::unique_lock(reducer.mutex_)) {}
+    Turn(Reducer& reducer, std::unique_lock<PassLock> lock) : reducer_(reducer), lock_(std::move(lock)) {}
+    ~Turn() {
+      if (owned()) {
+        reducer_.show();
+      }
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    [[nodiscard]] bool owned() const noexcept {
+      return lock_.owns_lock();
+    }
+
+   private:
+    Reducer& reducer_;
+    std::unique_lock<PassLock> lock_;
+  };
+
+  /// What readers see, who need no turn.
   struct Shown {
     ReducerStats stats;
     std::shared_ptr<const StepRecord> last_step;
@@ -265,18 +303,23 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     bool leads = false; ///< rank 0 of the newest members
     std::vector<int> members; ///< with a StepAgreement
     std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
-    bool reduces = false; ///< a pass that reduces is under way
+    // With weights, from before the pass that reduces, if there is one:
+    std::optional<double> pending_weight;
+    PassWeights::Accumulated weighed;
+    double weight_unsynced = 0;
+    int64_t last_compute_ns = PassWeights::kUnknown;
+    int64_t weighed_steps = 0;
   };
-  void show(); ///< with the turn
+  void show() noexcept; ///< with the turn
   void showBuckets(); ///< likewise
-  void showIfIdle();
+  [[nodiscard]] std::unique_lock<PassLock> turnBetweenPasses();
   [[nodiscard]] std::unique_lock<PassLock> turnUnlessReducing();
 
   PassLock mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
   std::vector<ReducedParam> params_;
   ReducerGroup group_;
   ReducerOptions options_;
-  std::shared_ptr<c10d::CommHookInterface> hook_;
+  CommHook hook_;
 
   SharedState state_; ///< this and stats_: before those that borrow them
   ReducerStats stats_;

@@ -11,6 +11,7 @@
 
 #include "base/wait_point.h"
 #include "c10d/call_tag.h"
+#include "c10d/future_wait.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "ddp/reducer.h"
@@ -55,7 +56,7 @@ std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const 
 
 void Reducer::onEntry(ForwardMark& mark) {
   raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     enter(mark);
   });
 }
@@ -109,7 +110,7 @@ void Reducer::enter(ForwardMark& mark) {
 
 void Reducer::onGradient(size_t index) {
   raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     try {
       takeGradient(index);
     } catch (const std::exception& error) {
@@ -211,7 +212,7 @@ void Reducer::beginPass() {
   }
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
-    beforeWait();
+    static_cast<void>(awaitCompletion(*future, Deadline::never())); // the operation has a timeout of its own
     future->waitAndThrow();
     pipeline_->begin(future->value().toTensorVector().at(0).item<int>());
   }
@@ -238,7 +239,7 @@ void Reducer::shareState() {
 
 void Reducer::delayAllReduce() {
   raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     if (pass_.counting()) {
       endCounting();
     }
@@ -337,7 +338,7 @@ void Reducer::queueFinish() {
 
 void Reducer::finish() {
   raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     if (!pass_.reducing() || !allCame()) {
       return; // of a static graph whose first pass was local
     }
@@ -379,7 +380,7 @@ bool Reducer::launchWeighed() {
 
 void Reducer::passWithoutBatch(bool reduces) {
   raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     throwIfUnfinished();
     followTrained();
     resetStep();
@@ -421,7 +422,7 @@ void Reducer::finishBuckets() {
 
 void Reducer::awaitFutures() {
   for (const auto& future : std::exchange(post_backward_, {})) {
-    beforeWait();
+    static_cast<void>(awaitCompletion(*future, Deadline::never()));
     future->waitAndThrow();
   }
 }
@@ -464,7 +465,7 @@ void Reducer::commit() {
 
 void Reducer::shadowBackward() {
   raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     throwIfUnfinished();
     followTrained();
     resetStep();
@@ -497,17 +498,25 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
     return;
   }
   const ReducerGroup group = group_; // others may come to have the turn
+  const c10::intrusive_ptr<c10d::ProcessGroup> hooks = hook_.run == nullptr ? nullptr : hook_.group;
   if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
     if (const auto why = difference()) {
       addNote(error, *why);
     }
   }
   const bool all_know = standsFor(error, ErrorCode::CollectiveMismatch) || standsFor(error, ErrorCode::Timeout);
-  if (agreement_ != nullptr && !all_know) {
-    leave();
+  if (agreement_ != nullptr) {
+    if (!all_know) {
+      leave();
+    }
+    return;
   }
-  if (hook_ != nullptr) {
-    group.abort(); // the hook may have raised here alone: the others would wait for its collectives until the deadline
+  // The others would wait until the deadline for what this rank never begins: its next bucket, or a collective of its hook. Nothing happens
+  // if the failure is that of the group, which knows it.
+  const std::string what = "failed in backward, while " + doing + ": " + firstLine(error);
+  group.abort(what, /*others=*/hook_.run != nullptr);
+  if (hooks != nullptr && hooks != group.get()) {
+    ReducerGroup::abort(*hooks, group.paramDevice(), what, /*others=*/true);
   }
 }
 
@@ -533,7 +542,7 @@ std::optional<std::string> Reducer::difference() {
 
 std::optional<std::string> Reducer::explainForward(const std::string& error) {
   return raising([&]() -> std::optional<std::string> {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     if (!failure_.record("buffers were being copied from rank 0", std::runtime_error(error))) {
       return std::nullopt;
     }

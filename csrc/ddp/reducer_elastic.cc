@@ -22,7 +22,7 @@
 namespace pycomm {
 
 void Reducer::setBuffers(std::vector<at::Tensor> buffers) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(*this);
   leader_.setBuffers(std::move(buffers));
 }
 
@@ -121,7 +121,7 @@ void Reducer::adoptMembers() {
 bool Reducer::agree() {
   try {
     bool any = true;
-    transact([&] { any = sumAll(); }, [this] { redo(); });
+    transact([&] { any = sumAll(); }, [this] { redo(); }, /*between_steps=*/false);
     return any;
   } catch (const std::exception& error) {
     fail(pipeline_->awaited(), error);
@@ -130,10 +130,10 @@ bool Reducer::agree() {
 }
 
 // Returns when all members have what sum() waits for. After a failure again() comes first, in the group of those who are left.
-void Reducer::transact(const std::function<void()>& sum, const std::function<void()>& again) {
-  const auto end = [this] {
+void Reducer::transact(const std::function<void()>& sum, const std::function<void()>& again, bool between_steps) {
+  const auto end = [this, between_steps] {
     const int64_t before = nowNs();
-    const StepAgreement::Outcome outcome = agreement_->end(lost_);
+    const StepAgreement::Outcome outcome = agreement_->end(lost_, between_steps);
     stats_.agreeing_ns += nowNs() - before;
     return outcome;
   };
@@ -157,7 +157,7 @@ void Reducer::transact(const std::function<void()>& sum, const std::function<voi
 // Nothing of a step changes, buckets included, so the next one adopts members that change here.
 at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
   return raising([&] {
-    const std::lock_guard lock(mutex_);
+    const Turn turn(*this);
     throwIfUnfinished();
     TORCH_CHECK(agreement_ != nullptr, "the members of a group are summed over with elastic= only");
     at::Tensor sums;
@@ -178,15 +178,16 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
           lose(error);
         }
       };
-      transact(sum, [this] {
+      transact(
+          sum,
+          [this] {
         lost_ = nullptr;
         changed_ = true;
-      });
+      }, /*between_steps=*/true);
     } catch (const std::exception& error) {
       fail("a mean over the members was being computed", error);
       throw;
     }
-    show();
     return sums;
   });
 }

@@ -27,7 +27,9 @@ ReducerGroup::ReducerGroup(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const c10::intrusive_ptr<c10d::Backend>& backend,
     const std::vector<ReducedParam>& params)
-    : group_(std::move(group)), device_(deviceFor(*group_, params)) {
+    : group_(std::move(group)),
+      device_(deviceFor(*group_, params)),
+      param_device_(params.empty() ? c10::Device(c10::DeviceType::CPU) : params[0].device) {
   const bool encodes =
       std::any_of(params.begin(), params.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
   auto* ours = dynamic_cast<PycommBackend*>(backend.get());
@@ -76,10 +78,31 @@ std::vector<size_t> ReducerGroup::fromRank0(const std::vector<size_t>& values) c
   return {received, received + values.size()};
 }
 
-void ReducerGroup::abort() const {
+void ReducerGroup::abort(c10d::ProcessGroup& group, at::Device device, const std::string& what, bool others) {
+  if (group.getSize() == 1) {
+    return; // nobody waits
+  }
+  c10::intrusive_ptr<c10d::Backend> before;
+  for (const c10::DeviceType type : {c10::DeviceType::CPU, device.type()}) {
+    try {
+      const c10::intrusive_ptr<c10d::Backend> backend = group.getBackend(type);
+      auto* const ours = dynamic_cast<PycommBackend*>(backend.get());
+      if (ours != nullptr) {
+        ours->abortFor(what);
+      } else if (others && backend != before) {
+        backend->abort();
+      }
+      before = backend;
+    } catch (const std::exception&) { // no backend for this type, or one that cannot
+    }
+  }
+}
+
+std::optional<std::chrono::milliseconds> ReducerGroup::timeoutOf(c10d::ProcessGroup& group, at::Device device) {
   try {
-    group_->getBackend(c10::DeviceType::CPU)->abort();
-  } catch (const std::exception&) { // a backend that cannot
+    return group.getBackend(device.type())->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
 }
 

@@ -3,7 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "c10d/backend.h"
@@ -66,12 +69,24 @@ class ReducerGroup {
 
   /// Returns rank 0's `values` on all ranks. All pass the same number of values. Collective; throws.
   [[nodiscard]] std::vector<size_t> fromRank0(const std::vector<size_t>& values) const;
-  /// Fails this group's operations on all ranks, if the backend can; else nothing happens.
-  void abort() const;
+  /// Fails this group's operations on all ranks, because this one has failed. `what`: see PycommBackend::abortFor(). `others`: also if the
+  /// backend is not pycomm's, and can.
+  void abort(const std::string& what, bool others) const {
+    abort(*group_, param_device_, what, others);
+  }
+  /// The same for any group: its operations of tensors on the CPU and on `device`.
+  static void abort(c10d::ProcessGroup& group, at::Device device, const std::string& what, bool others);
+  /// Where the parameters are.
+  [[nodiscard]] at::Device paramDevice() const noexcept {
+    return param_device_;
+  }
+  /// Of its collectives; none if the backend does not say.
+  [[nodiscard]] static std::optional<std::chrono::milliseconds> timeoutOf(c10d::ProcessGroup& group, at::Device device);
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
+  c10::Device param_device_;
   c10::intrusive_ptr<PycommBackend> codec_backend_;
   c10::intrusive_ptr<PycommBackend> reconfigurable_; ///< pycomm's backend, if its members can change; else null
   std::shared_ptr<Group> counted_; ///< of those members, if a parameter has a codec; else null

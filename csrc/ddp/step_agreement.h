@@ -33,7 +33,9 @@ class StepAgreement {
   ///
   /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
   /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.
-  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error) = 0;
+  ///
+  /// `between_steps`: what ends is no step of the training, and nobody leaves or joins with it. The same on all members.
+  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error, bool between_steps) = 0;
 
   /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are
   /// 0, 1, 2, ... and {0, 2} says that 1 has gone.

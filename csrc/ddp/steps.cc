@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -101,6 +102,7 @@ void DdpLogger::setConstructionData(
   for (const int device : device_ids) {
     devices.push_back(std::to_string(device));
   }
+  const std::lock_guard lock(mutex_);
   table_.strs_map["module_name"] = module_name;
   table_.strs_map["device_ids"] = joined(devices);
   table_.ints_map["output_device"] = output_device;
@@ -110,24 +112,31 @@ void DdpLogger::setConstructionData(
 }
 
 void DdpLogger::setCommHookName(const std::string& name) {
+  const std::lock_guard lock(mutex_);
   table_.strs_map["comm_hook"] = name;
 }
 
 void DdpLogger::setStaticGraph() {
+  const std::lock_guard lock(mutex_);
   table_.ints_map["static_graph"] = 1;
 }
 
 void DdpLogger::setUnevenInputJoin() {
+  const std::lock_guard lock(mutex_);
   table_.ints_map["join_uneven_inputs"] = 1;
 }
 
 void DdpLogger::setError(const std::string& text) {
+  const std::lock_guard lock(mutex_);
   table_.ints_map["has_error"] = 1;
   table_.strs_map["error"] = text;
 }
 
 at::DDPLoggingData DdpLogger::table() const {
-  at::DDPLoggingData table = table_;
+  at::DDPLoggingData table = [this] {
+    const std::lock_guard lock(mutex_);
+    return table_;
+  }();
   const ReducerStats stats = reducer_->stats();
   std::set<std::string> wire; // read now, as the buckets are: a built-in hook may set it after construction
   for (const ReducedParam& param : reducer_->params()) {

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "base/wait_point.h"
+
 namespace pycomm {
 
 class Reducer;
@@ -109,7 +111,7 @@ class StepRecorder {
 };
 
 /// The logger that torch.nn.parallel.DistributedDataParallel calls. It keeps a table of facts about one wrapper. A fact that torch's
-/// own logger has, too, has the same name there. It prints nothing.
+/// own logger has, too, has the same name there. It prints nothing. Any thread.
 class DdpLogger final {
  public:
   explicit DdpLogger(std::shared_ptr<Reducer> reducer);
@@ -131,6 +133,7 @@ class DdpLogger final {
 
  private:
   std::shared_ptr<Reducer> reducer_;
+  mutable LeafMutex mutex_; ///< guards the next
   at::DDPLoggingData table_;
 };
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,15 @@ def ring_nbytes(nbytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * nbytes // ranks
 
 
-def exact_all_reduce(tensor: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
-    """``dist.all_reduce`` in the tensor's own dtype: a codec of the group does not apply."""
+def exact_all_reduce(
+    tensor: torch.Tensor, group: Any, *, async_op: bool = False, about: str = ""
+) -> Any:
+    """``dist.all_reduce`` in the tensor's own dtype: a codec of the group does not apply.
+
+    ``about``: its subject. Ranks with another one get a CollectiveMismatchError, over pycomm.
+    """
     extension = loader.loaded()  # None: there is no group of pycomm
-    with contextlib.nullcontext() if extension is None else extension.ExactSums():
+    with contextlib.nullcontext() if extension is None else extension.ExactSums(about):
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
@@ -70,12 +75,14 @@ def float_of(bits: int) -> float:
     return number
 
 
-def average_(tensors: Iterable[torch.Tensor], group: Any, ratio: float = 1.0) -> int:
+def average_(tensors: Mapping[str, torch.Tensor], group: Any, ratio: float = 1.0) -> int:
     """Replaces each tensor by its mean over the group; the same bits on all ranks.
 
     Small floats are added and divided in fp32. A codec of the group does not apply.
 
     Args:
+        tensors: By name. Over pycomm a rank with other names gets a CollectiveMismatchError; over
+            NCCL and gloo nobody compares them.
         ratio: Of ``weight_ratio()``: how much this rank counts. 0: not at all, even if it has NaN.
 
     Returns:
@@ -83,14 +90,15 @@ def average_(tensors: Iterable[torch.Tensor], group: Any, ratio: float = 1.0) ->
     """
     ranks = dist.get_world_size(group)
     nbytes = 0
-    for chunk in chunks(tensors):
+    about = f"the averages of {', '.join(tensors)}"
+    for chunk in chunks(tensors.values()):
         flat = torch.cat([_travelling(tensor).flatten() for tensor in chunk])
         if ratio == 0.0:
             flat.zero_()
         elif ratio != 1.0:
             flat *= ratio
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
-        exact_all_reduce(wire, group)
+        exact_all_reduce(wire, group, about=about)
         flat /= ranks
         nbytes += flat.nbytes
         for tensor, part in zip(

@@ -103,8 +103,7 @@ class _Writer:
     def join(self, timeout_s: float) -> bool:
         """For ``_exit``. A folder on a network that hangs costs no more than this.
 
-        True in any case: to end these threads no group has to be aborted. One that waits for the
-        counters of a backward pass may do so for a thread that still trains.
+        True in any case: to end these threads no group has to be aborted.
         """
         deadline = time.monotonic() + timeout_s
         self._thread.join(timeout_s)

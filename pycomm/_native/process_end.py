@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from types import FrameType, ModuleType
 
+from pycomm._native import thread_ends
+
 _SLICE_MS = 100  # how often Ctrl-C is looked for
 _SILENT_S = 2.0
 _SETTLE_S = 0.3
@@ -30,8 +32,9 @@ def await_callbacks(extension: ModuleType) -> None:
     """Closes all groups when the interpreter ends, and waits for the callbacks that still run."""
 
     def end() -> None:
-        extension.begin_process_end()
         try:
+            thread_ends.join_all()  # first: from the next line on they could not end
+            extension.begin_process_end()
             _wait(extension)
         except BaseException as error:
             _end_here(error)
@@ -76,6 +79,8 @@ def _end_here(error: BaseException) -> None:
         with contextlib.suppress(OSError, ValueError):
             if stream is sys.stderr and not isinstance(error, KeyboardInterrupt | SystemExit):
                 traceback.print_exception(error)
+            elif stream is sys.stderr and isinstance(getattr(error, "code", None), str):
+                print(error.code, file=stream)  # type: ignore[attr-defined]  # as Python does
             if stream is not None:
                 stream.flush()
     if isinstance(error, KeyboardInterrupt):  # as Python ends then

@@ -3,16 +3,15 @@
 A daemon thread that needs the GIL after that is ended by ``pthread_exit``. In the middle of torch
 the unwinding stack calls ``std::terminate``, and the process aborts (pytorch issue 38228). pycomm's
 threads are daemons only because a wait that never ends must not keep the process alive. Those that
-can end are joined here.
+can end are joined here, by a handler of ``atexit``: Python has joined all threads of the program
+that are no daemons by then. These may train, and need pycomm's until they end.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import atexit
+import os
 from typing import Protocol
-
-from pycomm._native import loader
 
 _PATIENCE_S = 2.0
 
@@ -31,8 +30,12 @@ running: set[Ending] = set()
 """Owners of threads to join. A thread that ends by itself removes its owner."""
 
 
-def _join_all() -> None:
+def join_all() -> None:
+    """Ends the threads, by an abort of all groups if need be. The second call does nothing."""
+    from pycomm._native import loader  # which imports this
+
     owners = list(running)
+    running.clear()
     for owner in owners:
         owner.stop()
     stuck = [owner for owner in owners if not owner.join(_PATIENCE_S)]
@@ -44,7 +47,5 @@ def _join_all() -> None:
             owner.join(_PATIENCE_S)
 
 
-# Runs before the interpreter joins its threads; atexit would run after that, when it does not wait
-# for daemons any more.
-with contextlib.suppress(RuntimeError):  # the main thread has ended: there is nothing to join for
-    threading._register_atexit(_join_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=running.clear)  # a child has none of these threads
+atexit.register(join_all)  # for a process that never loads the extension: see process_end

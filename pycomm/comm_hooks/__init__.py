@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import os
 import queue
 import threading
 import weakref
@@ -22,6 +23,7 @@ from pycomm._group.creation import next_number
 from pycomm._group.queries import by_nccl, is_pycomm, pycomm_backend
 from pycomm._native import loader, thread_ends
 from pycomm.comm_hooks.sparse import TopK
+from pycomm.errors import ForkedError
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
@@ -70,6 +72,9 @@ def ordered(
 
     Returns:
         A hook for ``register_comm_hook``. The backward pass raises the exceptions of ``hook``.
+
+    Raises:
+        ForkedError: (from the hook) This process is a child of ``fork()``.
     """
     worker = _Worker(hook, group, describe, codec_of)
 
@@ -200,6 +205,9 @@ class _Job:
 
     def __init__(self, state: Any, bucket: GradBucket, chain: _Chain | None) -> None:
         buffer = bucket.buffer()
+        extension = loader.loaded()
+        # What pycomm's wrapper lets ranks compare: the bucket's names, and a checksum of its state.
+        self.tag: int = 0 if extension is None else extension.call_tag()
         self.state = state
         self.bucket = bucket
         self.chain = chain
@@ -300,11 +308,18 @@ class _Worker:
         self._lock = threading.Lock()  # guards _chains, _thread, _stopped and the order of _jobs
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._stopped = False
         if group is not None:
             self._chains[group] = _Chains(group)
 
     def submit(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "a comm hook was called in a child of fork(): its thread, and the process groups, "
+                "belong to the parent. Try: start workers with the spawn method, or wrap the model "
+                "and register the hook in the child"
+            )
         group = self._group or group_of(state) or dist.group.WORLD
         inline = group is not None and by_nccl(group, bucket.buffer().device)
         # Where operations have no names, all are issued on one thread.
@@ -337,7 +352,7 @@ class _Worker:
         """Runs the hook here; its future ends when the streams have been ordered."""
         try:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
-            with _issue_chain(job.chain, codec):
+            with _issue_chain(job.chain, codec, job.tag):
                 # torch's reducer needs a Python value, and that of Work.get_future() is none.
                 return self._hook(job.state, job.bucket).then(_value)
         except BaseException as error:
@@ -346,6 +361,8 @@ class _Worker:
 
     def stop(self) -> None:
         """Ends the thread once the buckets before this call are done. Does not wait."""
+        if os.getpid() != self._pid:
+            return  # it is the parent's, and so may be the lock
         with self._lock:
             self._stopped = True
             self._jobs.put(None)
@@ -368,11 +385,11 @@ class _Worker:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
             stream = self._stream(job.bucket.buffer())
             with job.surroundings(stream):
-                with _issue_chain(job.chain, codec):
+                with _issue_chain(job.chain, codec, job.tag):
                     result = self._hook(job.state, job.bucket).wait()
                 # A chain of its own: callbacks of this future are not those of the hook's futures.
                 ends = None if job.chain is None else job.chain._replace(hook=job.chain.hook ^ 1)
-                with _issue_chain(ends, codec):
+                with _issue_chain(ends, codec, job.tag):
                     job.outcome.succeed(result)
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
@@ -401,10 +418,10 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _issue_chain(
-    chain: _Chain | None, codec: str | None
+    chain: _Chain | None, codec: str | None, tag: int
 ) -> contextlib.AbstractContextManager[object]:
     if loader.loaded() is None or chain is None:
         return contextlib.nullcontext()
     return loader.native.IssueChain(
-        chain.hook, chain.call, number=chain.number, group=chain.group, codec=codec
+        chain.hook, chain.call, number=chain.number, group=chain.group, codec=codec, tag=tag
     )

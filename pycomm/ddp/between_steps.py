@@ -75,7 +75,7 @@ class BetweenSteps(Weighed):
         """Over all hosts, what the wrapper owns. Returns the bytes given to all_reduce."""
         self._note_trained()
         mine = reducible(self.module, self.parameters_to_ignore)
-        trained = [each for name, each in mine.items() if name in self._unsynced]
+        trained = {name: each for name, each in mine.items() if name in self._unsynced}
         nbytes = average_(trained, self.global_group, self._ratio_of_sync(self.global_group))
         self._unsynced.clear()
         if self._weight is not None:

@@ -18,6 +18,7 @@ from pycomm._group.creation import native_backend
 from pycomm._group.model_check import first_difference
 from pycomm._native import loader
 from pycomm.ddp.elastic import Elastic
+from pycomm.ddp.weights import weighed_of
 from pycomm.errors import InvalidArgumentError, JoinRefusedError, RendezvousTimeoutError
 
 logger = logging.getLogger("pycomm")
@@ -120,9 +121,13 @@ def _load(state: bytes, model: Any) -> Mapping[str, Any]:
     return shared
 
 
-def take_over(reducer: Any, shared: Mapping[str, Any]) -> None:
+def take_over(model: Any, shared: Mapping[str, Any]) -> None:
     """What ``pull()`` returned, to a reducer that was made since."""
-    reducer.set_shared(shared["exponents"], shared["order"], shared["agreed"])
+    weighed = None if model._weight is None else weighed_of({})
+    reducer = model.reducer
+    reducer.load(
+        shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0
+    )
     reducer.set_passes(shared["passes"])
 
 

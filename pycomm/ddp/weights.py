@@ -181,7 +181,7 @@ _SINCE_0_2 = (0, 0, 0, False, False)
 
 
 def weighed_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What ``set_weighed()`` takes, from a state of any release."""
+    """What the reducer's ``load()`` takes, from a state of any release."""
     *saved, last_compute_ns = state.get("weighed", (0.0, 0.0, 0, True, {}, -1))
     return (*saved, *_SINCE_0_2[len(saved) - 5 :], last_compute_ns)
 
@@ -338,8 +338,11 @@ class Weighed(TorchDDP):
             "weight_unsynced": self.reducer.weight_unsynced(),
         }
 
-    def _check_state_of_weights(self, state: Mapping[str, Any]) -> None:
-        """ValueError: its passes were weighed, and these are not, or the other way round."""
+    def _weights_in(self, state: Mapping[str, Any]) -> tuple[Any, float]:
+        """What such a state has of the weights, for the reducer; None without weights.
+
+        ValueError: its passes were weighed, and these are not, or the other way round.
+        """
         saved = state.get("weighed")
         weighed = saved is not None
         passes = state["accumulated"] if saved is None else saved[2]
@@ -349,3 +352,6 @@ class Weighed(TorchDDP):
                 f'the state was saved {how} weight="samples" between passes that accumulate, and '
                 f"this wrapper is {which} it. Try: save after a pass that reduces"
             )
+        if self._weight is None:
+            return None, 0.0
+        return weighed_of(state), float(state.get("weight_unsynced", 0.0))

@@ -51,7 +51,7 @@ from pycomm.ddp.ddp_options import (
     torch_options,
 )
 from pycomm.ddp.elastic import Elastic, ElasticGroup
-from pycomm.ddp.weights import check_weight, weighed_of
+from pycomm.ddp.weights import check_weight
 from pycomm.errors import UnsupportedError
 
 __all__ = ["DDPStats", "DistributedDataParallel", "ElasticGroup"]
@@ -231,7 +231,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     def stats(self) -> DDPStats:
         """Counters since construction. Never blocks: any thread, signal handler or hook may ask.
 
-        During a backward pass they are those of its begin, or of its last bucket's launch.
+        During a backward pass they are those of its last gradient, or of its last bucket's launch.
         """
         check_python_reducer(self, "stats()")
         raw = self.reducer.stats()
@@ -286,8 +286,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has the
         loss that this rank has not sent yet: a float32 tensor per parameter name. Save and load it
         on every rank, since each has its own.
-        During a backward pass it comes without residuals, as if the step had been dropped. With
-        ``weight`` take it between two passes: "weighed" would count the pass under way.
+        During a backward pass it comes without residuals, as if the step had been dropped. Any
+        thread, signal handler or hook may ask for it. One that is not in a backward pass waits for
+        another thread that works on the wrapper between two passes.
 
         A wrapper of the same options that loads it continues bit by bit as this one would.
         """
@@ -310,29 +311,32 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     def load_communication_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of ``communication_state_dict()``, on every rank.
 
+        After an error the wrapper is as before the call.
+
         Raises:
+            KeyError: It lacks "accumulated" or "unsynced".
             ValueError: Error feedback of a parameter that has none here, or of another shape; a
                 scale or an order of buckets of other parameters; passes that accumulate with
                 ``weight`` where there is none, or the other way round.
         """
-        self._check_state_of_weights(state)
-        self.reducer.set_shared(
+        weighed, weight_unsynced = self._weights_in(state)
+        unsynced, unsynced_names = int(state["unsynced"]), set(state.get("unsynced_parameters", ()))
+        # Nothing is changed before this, and nothing refused after it.
+        self.reducer.load(
             dict(state.get("fp16_exponents", {})),
             list(state.get("bucket_order", ())),
             bool(state.get("order_agreed", False)),
+            int(state["accumulated"]),
+            list(state.get("used", ())),
+            dict(state.get("residuals", {})),
+            weighed,
+            weight_unsynced,
         )
-        if self._weight is not None:
-            self.reducer.set_weighed(*weighed_of(state))
-            self.reducer.set_weight_unsynced(float(state.get("weight_unsynced", 0.0)))
-        # After what may be refused: residuals that are overwritten are gone, and no checksum shows.
-        self.reducer.set_residuals(dict(state.get("residuals", {})))
-        self.reducer.set_accumulated(int(state["accumulated"]))
-        self.reducer.set_used_here(list(state.get("used", ())))
         steps = self.reducer.stats().steps
-        self._steps_at_sync = steps - int(state["unsynced"])
+        self._steps_at_sync = steps - unsynced
         self._trains_in_mode = not state.get("trains_in_eval", False)
         self._last_forward = (steps, self._trains_in_mode)
-        self._unsynced = set(state.get("unsynced_parameters", ()))
+        self._unsynced = unsynced_names
         self._note_trained()
 
     def scale_residuals(self, factor: float) -> None:
@@ -365,6 +369,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """
         self._not_elastic("a comm hook", "wire_dtype=")
         self._check_comm_hook(hook)
+        self.reducer.check_hook_may_be_set()  # before the hook gets a number, which ranks share
+        name = hook.__qualname__
         from pycomm.comm_hooks import group_of_hook, ordered
 
         group = group_of_hook(hook, state, self._reducing_group())
@@ -373,8 +379,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         wrapped = ordered(
             hook, group=group, describe=self._describe_bucket, codec_of=self._codec_of
         )
-        self.reducer._register_comm_hook(state, wrapped)
-        self.logger._set_comm_hook_name(hook.__qualname__)
+        self.reducer._register_comm_hook(state, wrapped, name, group)
+        self.logger._set_comm_hook_name(name)
         self._comm_hooks.append((hook, state))
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
@@ -545,7 +551,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if received:
             from pycomm.ddp.joining import take_over
 
-            take_over(self.reducer, received)
+            take_over(self, received)
         if agreement is not None:
             self._elastic_group = ElasticGroup(
                 self.reducer,

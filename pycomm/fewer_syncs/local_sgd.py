@@ -240,7 +240,7 @@ class LocalSGD:
 
     def _average(self, due: bool) -> bool:
         """Syncs, always if it is ``due``. Returns whether it did. The same on all ranks."""
-        self._wire_nbytes += average_(self._parameters.values(), self._group, self._ratio())
+        self._wire_nbytes += average_(self._parameters, self._group, self._ratio())
         return True
 
     def stats(self) -> SyncStats:
@@ -359,7 +359,7 @@ class DiLoCo(FixedParameters):
         moved = {
             name: anchor - self._parameters[name].detach() for name, anchor in self._anchor.items()
         }
-        self._wire_nbytes += average_(moved.values(), self._group, self._ratio())
+        self._wire_nbytes += average_(moved, self._group, self._ratio())
         for name, anchor in self._anchor.items():
             anchor.grad = moved[name]
         self._stepping = True

@@ -118,19 +118,24 @@ struct Promised {
   bool first = true; ///< the first callback of each such future
 };
 
+/// What a strand's operations have in common, and those of callbacks that follow them.
+struct StrandTraits {
+  std::optional<Codec> codec; ///< sums travel as this, whatever the group's own
+  uint32_t tag = 0; ///< collectives have this in their descriptor, so that ranks compare it; 0: none
+};
+
 /// A strand that runs now. Used by one thread at a time.
 class IssueContext {
  public:
   enum class Counted { Operations, Works, Messages, Promises };
 
-  /// `codec`: what sums of this strand travel as, whatever the group's own.
   IssueContext(
       const StrandName& name,
       const CallbackOrigin& origin,
-      std::optional<Codec> codec = std::nullopt,
+      const StrandTraits& traits = {},
       bool ambiguous = false,
       std::shared_ptr<const Promised> promised = nullptr) noexcept
-      : name_(name), origin_(origin), codec_(codec), ambiguous_(ambiguous), promised_(std::move(promised)) {}
+      : name_(name), origin_(origin), traits_(traits), ambiguous_(ambiguous), promised_(std::move(promised)) {}
 
   /// The strand as which a callback begins to run: itself, or null if it is a part of the calling user's thread.
   [[nodiscard]] static std::shared_ptr<IssueContext> beginning(const std::shared_ptr<IssueContext>& callback);
@@ -146,8 +151,8 @@ class IssueContext {
   [[nodiscard]] const CallbackOrigin& origin() const noexcept {
     return origin_;
   }
-  [[nodiscard]] const std::optional<Codec>& codec() const noexcept {
-    return codec_;
+  [[nodiscard]] const StrandTraits& traits() const noexcept {
+    return traits_;
   }
   /// No other rank can tell which callback it is: nothing may be issued.
   [[nodiscard]] bool ambiguous() const noexcept {
@@ -160,11 +165,15 @@ class IssueContext {
 
   /// The calling thread's context; null on a user's thread.
   [[nodiscard]] static const std::shared_ptr<IssueContext>& current() noexcept;
+  /// Of the calling thread's context; none on a user's thread.
+  [[nodiscard]] static StrandTraits currentTraits() noexcept {
+    return current() == nullptr ? StrandTraits() : current()->traits();
+  }
 
  private:
   StrandName name_;
   const CallbackOrigin origin_;
-  const std::optional<Codec> codec_;
+  const StrandTraits traits_;
   bool ambiguous_;
   const std::shared_ptr<const Promised> promised_;
   std::map<std::pair<Counted, uint64_t>, uint32_t> next_;

@@ -337,7 +337,7 @@ void AgreementDriver::refuseUndelivered() const {
   }
 }
 
-std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch) {
+std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, bool between_steps) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.finished");
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -349,6 +349,9 @@ std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch) {
     return std::nullopt;
   }
   undelivered_ = true;
+  if (between_steps) {
+    return Wish{};
+  }
   leaving_ = leaving_ == Leaving::Asked ? Leaving::Announced : leaving_;
   return Wish{leaving_ == Leaving::Announced, admits_};
 }

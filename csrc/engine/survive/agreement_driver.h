@@ -111,8 +111,8 @@ class AgreementDriver final : public Engine::Maker {
   /// What a rank adds to the commit round.
   using Wish = elastic::Agreement::Wish;
   /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
-  /// called again in the same epoch.
-  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch);
+  /// called again in the same epoch. `between_steps`: what has ended is no step of the training, and nobody leaves or joins with it.
+  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, bool between_steps = false);
   /// The commit round of this epoch has ended well. False if that comes too late. `changes`: some member's wish was to leave, or all
   /// admit. Then the epoch is over behind this step, and begin() waits for the next one.
   [[nodiscard]] bool committed(uint64_t epoch, bool changes);

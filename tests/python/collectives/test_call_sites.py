@@ -26,9 +26,17 @@ def reduce_counts(tensor: torch.Tensor) -> None:
     dist.all_reduce(tensor)
 
 
-def swap_on_rank_1(rank: int, world_size: int) -> Any:
+def dense(value: float) -> torch.Tensor:
+    return torch.full((10,), value)
+
+
+def sparse(value: float) -> torch.Tensor:
+    return torch.sparse_coo_tensor([[0, 2]], [value, value], (10,))
+
+
+def swap_on_rank_1(rank: int, world_size: int, make: Any = dense) -> Any:
     """Two equal sums; rank 1 takes the second first."""
-    losses, counts = torch.full((10,), 1.0), torch.full((10,), 100.0)
+    losses, counts = make(1.0), make(100.0)
     for _ in range(3):  # the same lines in the same order are no mistake
         reduce_losses(losses)
         reduce_counts(counts)
@@ -42,8 +50,9 @@ def swap_on_rank_1(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.ci
-def test_swapped_equal_calls_end_as_a_mismatch_that_names_both_lines() -> None:
-    results = run_ranks(3, swap_on_rank_1, env=ON)
+@pytest.mark.parametrize("make", [dense, sparse])
+def test_swapped_equal_calls_end_as_a_mismatch_that_names_both_lines(make: Any) -> None:
+    results = run_ranks(3, swap_on_rank_1, args=(make,), env=ON)
     for result in results:
         error = result.value
         assert not isinstance(error, float), "swapped, and nobody noticed"

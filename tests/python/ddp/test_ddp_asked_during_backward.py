@@ -69,10 +69,11 @@ def a_signal_comes_while_backward_waits(rank: int, world_size: int) -> None:
     assert model.stats().steps == 3
 
 
-def a_state_is_taken_while_backward_waits(rank: int, world_size: int) -> None:
+def a_state_is_taken_while_backward_waits(rank: int, world_size: int, **options: Any) -> None:
     """It has no residuals, which the pass writes; the rest is as before the pass."""
     store = dist.distributed_c10d._get_default_store()
-    model = pycomm.DistributedDataParallel(nn.Linear(80, 80, bias=False), wire_dtype="int8")
+    layer = nn.Linear(80, 80, bias=False)
+    model = pycomm.DistributedDataParallel(layer, wire_dtype="int8", **options)
 
     def train() -> None:
         model(torch.randn(2, 80)).square().sum().backward()
@@ -97,6 +98,10 @@ def a_state_is_taken_while_backward_waits(rank: int, world_size: int) -> None:
     train()
     assert rank == 1 or taken == [before]
     assert "residuals" in model.communication_state_dict()
+
+
+def a_weighed_state_is_taken_while_backward_waits(rank: int, world_size: int) -> None:
+    a_state_is_taken_while_backward_waits(rank, world_size, weight="samples")
 
 
 def a_hook_asks(rank: int, world_size: int) -> None:
@@ -124,12 +129,102 @@ def a_hook_asks(rank: int, world_size: int) -> None:
         assert "comm hook" in text or "in the middle of a backward pass" in text
 
 
+# Of the native reducer, as csrc/ddp/reducer.h has them: what each call does in a signal handler of
+# the thread whose pass waits.
+SHOWN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("stats", "last_step", "bucket_names", "members", "leads"), ()),
+    **dict.fromkeys(("exponents", "order", "pending_weight", "weighed", "weight_unsynced"), ()),
+    **dict.fromkeys(("last_compute_ns", "weighed_steps"), ()),
+}
+EMPTY = ("residuals", "used_here")
+NO_STATE = ("set_logger", "_push_all_rebuilt_params", "_set_ddp_runtime_logging_sample_rate")
+UNSUPPORTED = (
+    "_autograd_hook",
+    "_set_mixed_precision_param_dtype",
+    "_set_optimizer_in_backward",
+    "_run_allreduce_hook",
+    "_get_zeros_like_grad_buckets",
+    "_run_comm_hook",
+    "_get_local_used_map",
+    "_set_sparse_metadata",
+)
+
+
+def refused_calls(work: Any) -> dict[str, tuple[Any, ...]]:
+    plain = "prepare_for_forward forward_began check_hook_may_be_set _rebuild_buckets "
+    plain += "_set_static_graph _delay_all_reduce shadow_backward _remove_autograd_hooks "
+    plain += "_check_reducer_finalized _reset_state"
+    return {
+        **dict.fromkeys(plain.split(), ()),
+        "mark_forward": ([], True, 1.0),
+        "set_weight": (1.0,),
+        "set_weight_unsynced": (1.0,),
+        "pass_without_batch": (True,),
+        "step_rows": (0,),
+        "prepare_for_backward": ([],),
+        "_set_forward_pass_work_handle": (work, False),
+        "_install_post_backward_futures": ([],),
+        "record_steps": (True,),
+        "load": ({}, [], False, 0, [], {}, None, 0.0),
+        "scale_residuals": (1.0,),
+        "_register_comm_hook": (None, default_hooks.allreduce_hook),
+        "_register_builtin_comm_hook": (dist.BuiltinCommHookType.FP16_COMPRESS,),  # type: ignore[attr-defined]
+        "_update_process_group": (dist.group.WORLD,),
+        "share_store": (dist.distributed_c10d._get_default_store(),),
+        "set_buffers": ([],),
+        "explain_forward": ("text",),
+    }
+
+
+def each_method_in_a_handler(rank: int, world_size: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    model = made(weight="samples", wire_dtype="int8", find_unused_parameters=True)
+    backward(model, rank)
+    work = dist.barrier(async_op=True)
+    assert work is not None
+    work.wait()
+    refused = refused_calls(work)
+    reducer = model.reducer
+    methods = {name for name in vars(type(reducer)) if not name.startswith("__")}
+    methods = {name for name in methods if callable(getattr(reducer, name))}
+    assert methods == {*SHOWN, *EMPTY, *NO_STATE, *UNSUPPORTED, *refused}, "not in the table"
+    wrong: list[str] = []
+
+    def handler(*_: object) -> None:
+        for name, args in SHOWN.items():
+            try:
+                getattr(reducer, name)(*args)
+            except Exception as error:
+                wrong.append(f"{name}: {error}")
+        wrong.extend(f"{name}: not empty" for name in EMPTY if getattr(reducer, name)())
+        for name, args in refused.items():
+            try:
+                getattr(reducer, name)(*args)
+                wrong.append(f"{name}: it was done")
+            except RuntimeError as error:
+                if "on the thread that runs its backward pass" not in str(error):
+                    wrong.append(f"{name}: {error}")
+        store.set("handled", "yes")
+
+    if rank == 1:
+        store.wait(["handled"])
+    else:
+        signal.signal(signal.SIGUSR1, handler)
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+    backward(model, rank)
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize(
     "program",
     [
         a_signal_comes_while_backward_waits,
         a_state_is_taken_while_backward_waits,
+        a_weighed_state_is_taken_while_backward_waits,
         a_hook_asks,
+        each_method_in_a_handler,
     ],
 )
 def test_the_wrapper_is_asked(program: Any) -> None:

@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ddp_rig import Layers, all_ranks, step, wrap
+from torch import nn
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -57,9 +58,42 @@ def passes_loaded(model: Any) -> None:
     model.load_communication_state_dict({**model.communication_state_dict(), "accumulated": 1})
 
 
-def updated_alone(rank: int, world_size: int, change: Any, options: dict[str, Any]) -> str:
+class Rows(nn.Module):
+    """Its only gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 1, sparse=True)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.table(torch.tensor([0, 3])) * batch).sum()
+
+
+def sum_hook(state: Any, bucket: Any) -> Any:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def late_sum_hook(state: Any, bucket: Any) -> Any:
+    """The sum is issued in a callback of another operation."""
+    work = dist.barrier(async_op=True)
+    assert work is not None
+    total = bucket.buffer()
+    return work.get_future().then(lambda _: dist.all_reduce(total) or total)
+
+
+for each in (sum_hook, late_sum_hook):
+    each.__annotations__.clear()  # torch compares them, and here they are strings
+
+
+def updated_alone(
+    rank: int, world_size: int, change: Any, options: dict[str, Any], kind: Any
+) -> str:
     """Rank 1 alone changes its state, with the store of a group that replaced the first one."""
-    model = wrap(Layers(), bucket_cap_mb=0.004, **options)
+    model = wrap(Rows() if kind is Rows else Layers(), bucket_cap_mb=0.004, **options)
+    if kind in (sum_hook, late_sum_hook):
+        model.register_comm_hook(None, kind)
     model._update_process_group(dist.new_group([0, 1]))
     for _ in range(4):
         step(model, 0.03)
@@ -75,21 +109,24 @@ def updated_alone(rank: int, world_size: int, change: Any, options: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "part"),
+    ("change", "options", "kind", "part"),
     [
-        (scale_forgotten, {"wire_dtype": "fp16"}, "the fp16 scales, "),
-        (scale_forgotten, {}, "whether that order has been agreed on"),
-        (passes_loaded, {"accumulate": 4}, "the number of passes"),
+        (scale_forgotten, {"wire_dtype": "fp16"}, Layers, "the fp16 scales, "),
+        (scale_forgotten, {}, Layers, "whether that order has been agreed on"),
+        (passes_loaded, {"accumulate": 4}, Layers, "the number of passes"),
+        (passes_loaded, {"accumulate": 4}, Rows, "the number of passes"),
+        (passes_loaded, {"accumulate": 4}, sum_hook, "the number of passes"),
+        (passes_loaded, {"accumulate": 4}, late_sum_hook, "the number of passes"),
     ],
-    ids=["scales", "order", "passes"],
+    ids=["scales", "order", "passes", "passes-sparse", "passes-hook", "passes-callback"],
 )
 def test_ranks_that_do_not_share_their_state_get_an_error_that_names_the_part(
-    change: Any, options: dict[str, Any], part: str
+    change: Any, options: dict[str, Any], kind: Any, part: str
 ) -> None:
     found = ranks.run_ranks(
         2,
         updated_alone,
-        args=(change, options),
+        args=(change, options, kind),
         timeout_s=100,
         init_timeout_s=20.0,
         check=False,

@@ -206,6 +206,40 @@ def test_the_name_and_signature_stay_the_hooks() -> None:
     assert wrapped.__qualname__ == "powerSGD_hook"
 
 
+FORKED = """
+import os, signal, sys, torch
+from torch.futures import Future
+import pycomm
+from pycomm.comm_hooks import ordered
+
+class Bucket:
+    def buffer(self):
+        return torch.ones(3)
+
+def doubled(state, bucket):
+    future = Future()
+    future.set_result(bucket.buffer() * 2)
+    return future
+
+wrapped = ordered(doubled)
+wrapped(None, Bucket()).wait()  # its thread runs
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        wrapped(None, Bucket()).wait()
+    except pycomm.errors.ForkedError as error:
+        assert "spawn" in str(error), error
+        sys.exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_of_fork_is_refused() -> None:
+    result = run_python(["-c", FORKED], timeout_s=60)
+    assert result.returncode == 7, result
+
+
 EXIT_WITH_A_HOOK_THAT_NEVER_ENDS = """
 import threading, time, torch
 from torch.futures import Future

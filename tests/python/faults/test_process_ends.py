@@ -65,6 +65,25 @@ def train():
     for _ in range(20):
         model(torch.randn(4, 8)).square().sum().backward()
 
+def trains_on():
+    # Backward passes with a comm hook, of which most begin when the main thread has ended.
+    layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+    model = pycomm.DistributedDataParallel(torch.nn.Sequential(*layers))
+    model.register_comm_hook(None, hook)
+    for _ in range(30):
+        model(torch.ones(4, 8)).sum().backward()
+        began.set()
+        time.sleep(0.1)
+    print("it has trained", file=sys.stderr, flush=True)
+
+def polls():
+    # Asks a wrapper without a pause: the thread returns from C++ all the time.
+    reducer = model.reducer
+    ask = reducer.bucket_names if threading.get_ident() % 2 else reducer.members
+    while True:
+        for _ in range(1000):
+            ask()
+
 def sleeping(_):
     time.sleep(case["s"])
     print("it has returned", file=sys.stderr, flush=True)
@@ -79,6 +98,13 @@ def busy():
     what = case["what"]
     if what == "train":
         return train()
+    if what == "trains_on":
+        threading.Thread(target=trains_on).start()
+        began.wait()
+        return
+    if what == "polls":
+        global model
+        model = pycomm.DistributedDataParallel(torch.nn.Linear(8, 8))
     if what in ("sleeping", "computing"):
         future = dist.all_reduce(torch.ones(8), async_op=True).get_future()
         futures.append(future.then(globals()[what]))
@@ -95,6 +121,8 @@ def start(rank):
         case.get("backend", "pycomm"), store=dist.FileStore(case["store"], 2),
         rank=rank, world_size=2, timeout=timedelta(seconds=seconds),
     )
+    if case.get("says"):
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(case["says"]))
     dist.barrier()
     busy()
     time.sleep(0.05)  # so that most of the threads are where the case wants them
@@ -132,6 +160,7 @@ def end():
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 futures = []
 ended = threading.Event()
+began = threading.Event()
 rank = None
 for line in sys.stdin:
     case = json.loads(line)
@@ -201,6 +230,7 @@ THREADS = [
     ),
     {"what": "recv", "daemon": True, "end": "returns", "threads": 4},
     {"what": "future", "daemon": True, "end": "returns", "threads": 8},
+    {"what": "polls", "daemon": True, "end": "returns", "threads": 4},
 ]
 
 
@@ -221,6 +251,14 @@ def named(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize("runs", [1, pytest.param(20, marks=pytest.mark.nightly)])
 def test_threads_that_are_in_pycomm(ranks: Ranks, case: dict[str, Any], runs: int) -> None:
     check(ranks, runs, **case)
+
+
+@pytest.mark.parametrize("end", ["returns", "exception", "exits"])
+def test_a_thread_that_is_no_daemon_trains_to_its_end(ranks: Ranks, end: str) -> None:
+    """Python waits for it, and so do the threads of its comm hooks."""
+    codes, text = ranks.run(what="trains_on", end=end)
+    assert codes == [CODES[end]] * 2, text
+    assert text.count("it has trained") == 2, text
 
 
 def callbacks() -> list[Any]:
@@ -259,6 +297,13 @@ def test_a_callback_is_waited_for(ranks: Ranks, case: dict[str, Any], end: str) 
 def test_ctrl_c_ends_the_wait_for_a_callback(ranks: Ranks) -> None:
     codes, text = ranks.run(what="sleeping", s=600, end="returns", interrupt=True)
     assert codes == [-signal.SIGINT] * 2, text  # as Python ends then
+
+
+def test_the_text_of_an_exit_is_printed(ranks: Ranks) -> None:
+    """A signal handler of the program's calls sys.exit(text) while callbacks are waited for."""
+    codes, text = ranks.run(what="sleeping", s=600, end="returns", interrupt=True, says="enough")
+    assert codes == [1, 1], text  # as Python ends then
+    assert text.count("enough\n") == 2, text
 
 
 TURN = r"""

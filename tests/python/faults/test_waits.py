@@ -1,6 +1,10 @@
 """A Python handler runs at every wait of the main thread inside the library, as a signal's may.
 
-The test build counts waits, and those with the interpreter's lock or with a mutex of the library's.
+The test build counts waits, and those with the interpreter's lock or with a LeafMutex. It does not
+see two other locks, over which a thread may wait: a reducer's turn (PassLock), which refuses or
+serves a handler (test_ddp_asked_during_backward.py has each method), and the lock under which a
+Work's result is unpacked (PycommWork::State::finishing), for which others wait without the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ def train(model: Any, rank: int) -> list[float]:
 
 
 def a_handler_at_every_wait(
-    rank: int, world_size: int, store: str, hooked: bool
+    rank: int, world_size: int, store: str, hooked: bool, options: dict[str, Any]
 ) -> tuple[int, ...]:
     fault_ranks.use_fault_build()
     dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
@@ -78,7 +82,9 @@ def a_handler_at_every_wait(
     native: Any = loader.load()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     plain, model = (
-        pycomm.DistributedDataParallel(layers(), bucket_cap_mb=0.001, find_unused_parameters=True)
+        pycomm.DistributedDataParallel(
+            layers(), bucket_cap_mb=0.001, find_unused_parameters=True, **options
+        )
         for _ in range(2)
     )
     if hooked:
@@ -99,15 +105,25 @@ def a_handler_at_every_wait(
     collectives(rank)
     found = train(model, rank)
     collectives(rank)
+    extra = dist.new_group([0, 1])
+    train(pycomm.DistributedDataParallel(layers(), process_group=extra, **options), rank)
+    dist.destroy_process_group(extra)
+    del extra
     waits, with_lock, with_mutex, errors = native.watched_waits()
     assert found == wanted
     assert not errors, errors
     return waits, with_lock, with_mutex, len(handled)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_handler_may_run_at_every_wait(hooked: bool, tmp_path: Path) -> None:
-    args = (f"file://{tmp_path}/store", hooked)
+@pytest.mark.parametrize(
+    ("hooked", "options"),
+    [(False, {}), (True, {}), (False, {"weight": "samples"})],
+    ids=["plain", "hooked", "weighed"],
+)
+def test_a_handler_may_run_at_every_wait(
+    hooked: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    args = (f"file://{tmp_path}/store", hooked, options)
     found = run_ranks(2, a_handler_at_every_wait, args=args, init="none", timeout_s=120)
     for waits, with_lock, with_mutex, handled in found.values():
         assert handled > 20 and waits >= handled

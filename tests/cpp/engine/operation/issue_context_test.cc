@@ -63,7 +63,7 @@ TEST(OperationIds, AreCountedForEachGroupByItself) {
 
 TEST(OperationIds, AnAmbiguousStrandHasNone) {
   std::atomic<int64_t> counter{0};
-  const IssueScope scope(std::make_shared<IssueContext>(StrandName{7, 0, 0}, CallbackOrigin(), std::nullopt, true));
+  const IssueScope scope(std::make_shared<IssueContext>(StrandName{7, 0, 0}, CallbackOrigin(), StrandTraits(), true));
   try {
     static_cast<void>(takeOperationId(counter, 1));
     FAIL() << "no error";
@@ -97,7 +97,7 @@ TEST(PromisedCallbacks, IssueAsTheirThreadOrAsTheStrandThatCompletesOrNotAtAll) 
         promised->adder = added_here ? std::this_thread::get_id() : std::thread::id();
         promised->first = first;
         const auto callback = std::make_shared<IssueContext>(
-            StrandName{5, 0, 0}, CallbackOrigin(), std::nullopt, false, std::move(promised));
+            StrandName{5, 0, 0}, CallbackOrigin(), StrandTraits(), false, std::move(promised));
         const auto begun = IssueContext::beginning(callback);
         const std::string row =
             std::to_string(static_cast<int>(by)) + (first ? " first" : "") + (added_here ? " here" : "");
@@ -108,7 +108,7 @@ TEST(PromisedCallbacks, IssueAsTheirThreadOrAsTheStrandThatCompletesOrNotAtAll) 
         }
         if (by == By::Strand) {
           const auto again = std::make_shared<IssueContext>(
-              StrandName{6, 0, 0}, CallbackOrigin(), std::nullopt, false, callback->promised());
+              StrandName{6, 0, 0}, CallbackOrigin(), StrandTraits(), false, callback->promised());
           EXPECT_NE(IssueContext::beginning(again)->name().anywhere, begun->name().anywhere) << row;
           EXPECT_NE(begun->name().anywhere, 5U) << row;
         }
@@ -119,7 +119,7 @@ TEST(PromisedCallbacks, IssueAsTheirThreadOrAsTheStrandThatCompletesOrNotAtAll) 
   promised->completions = {std::make_shared<Completion>()};
   promised->adder = std::this_thread::get_id();
   const auto callback =
-      std::make_shared<IssueContext>(StrandName{5, 0, 0}, CallbackOrigin(), std::nullopt, false, std::move(promised));
+      std::make_shared<IssueContext>(StrandName{5, 0, 0}, CallbackOrigin(), StrandTraits(), false, std::move(promised));
   EXPECT_TRUE(IssueContext::beginning(callback)->ambiguous()) << "a part of a collection, not complete";
 }
 

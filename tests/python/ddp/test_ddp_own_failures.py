@@ -1,0 +1,172 @@
+"""One rank's backward pass fails, the rank lives on, and the others learn of it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_rig import wrap
+from ranks import TORCH_DDP, run_ranks
+from time_bound import assert_within
+from torch import nn
+from torch.futures import Future
+
+import pycomm
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 40.0
+SOON_S = 15.0
+
+
+class Table(nn.Module):
+    """Rank 1 makes the table's gradient sparse when all ranks expect a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(batch)).sum()
+
+
+def another_layout(rank: int) -> Any:
+    model = wrap(Table())
+    if rank == 1:
+        model.module.table.sparse = True
+    return model
+
+
+class Group:
+    """A state with a group of its own, as that of PowerSGD has."""
+
+    def __init__(self) -> None:
+        self.process_group = dist.new_group()
+
+
+def failing_hook(state: Any, bucket: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise ValueError("the hook's own mistake")
+    group = None if state is None else state.process_group
+    dist.all_reduce(bucket.buffer(), group=group)
+    future: Future[torch.Tensor] = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+failing_hook.__annotations__.clear()
+
+
+def hook_over_another_group(rank: int) -> Any:
+    model = wrap(Table())
+    model.register_comm_hook(Group(), failing_hook)
+    return model
+
+
+CASES = [
+    (another_layout, "sparse"),
+    (hook_over_another_group, "the hook's own mistake"),
+]
+
+
+def one_fails(rank: int, world_size: int, make: Any) -> tuple[str, str, float]:
+    """The type and the text of this rank's error, and the seconds until it came."""
+    store = dist.distributed_c10d._get_default_store()
+    model = make(rank)
+    began_s = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        model(torch.tensor([1, 2])).backward()
+    took_s = time.monotonic() - began_s
+    store.set(f"failed/{rank}", "")
+    keys = [f"failed/{each}" for each in range(world_size)]
+    store.wait(keys, timedelta(seconds=2 * TIMEOUT_S))  # it lives until all know
+    return type(caught.value).__name__, str(caught.value), took_s
+
+
+@pytest.mark.time_bound
+@pytest.mark.parametrize(("make", "text"), CASES)
+def test_the_others_learn_of_it_at_once(make: Any, text: str) -> None:
+    found = run_ranks(
+        3,
+        one_fails,
+        args=(make,),
+        timeout_s=100,
+        init_timeout_s=TIMEOUT_S,
+        preload=TORCH_DDP,
+        check=False,
+    ).values()
+    assert text in found[1][1]
+    for rank in (0, 2):
+        kind, said, took_s = found[rank]
+        assert issubclass(getattr(pycomm.errors, kind), pycomm.errors.PycommError)
+        assert "rank 1" in said.lower(), said
+        assert_within(took_s, SOON_S)
+
+
+# A hook's future that never completes
+
+
+def never(state: Any, bucket: Any) -> Any:
+    return Future()
+
+
+never.__annotations__.clear()
+
+
+def interrupted(rank: int, world_size: int) -> float:
+    model = wrap(nn.Linear(4, 4))
+    model.register_comm_hook(None, never)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 4)).sum().backward()
+    return time.monotonic() - began_s
+
+
+@pytest.mark.time_bound
+def test_ctrl_c_ends_the_wait_for_a_hook() -> None:
+    for took_s in run_ranks(1, interrupted, timeout_s=20, preload=TORCH_DDP).values():
+        assert_within(took_s, 5.0)
+
+
+def future_interrupted(rank: int, world_size: int) -> float:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Future().wait()
+    return time.monotonic() - began_s
+
+
+@pytest.mark.time_bound
+def test_ctrl_c_ends_the_wait_for_a_future() -> None:
+    for took_s in run_ranks(1, future_interrupted, timeout_s=20).values():
+        assert_within(took_s, 5.0)
+
+
+def overdue(rank: int, world_size: int) -> tuple[str, str]:
+    model = wrap(nn.Linear(4, 4))
+    model.register_comm_hook(None, never)
+    with pytest.raises(pycomm.errors.CollectiveTimeoutError) as caught:
+        model(torch.ones(2, 4)).sum().backward()
+    return caught.value.code, str(caught.value)
+
+
+def test_a_hook_that_never_ends_is_a_timeout_that_names_it() -> None:
+    for code, text in run_ranks(
+        1, overdue, timeout_s=30, init_timeout_s=1.0, preload=TORCH_DDP
+    ).values():
+        assert code == "TIMEOUT"
+        for part in ("comm hook 'never'", "bucket 0 of 1", "'weight'", "'bias'", "2000 ms"):
+            assert part in text, text
