@@ -139,7 +139,18 @@ std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool,
       sum.stray};
 }
 
-using Weighed = std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool, bool, int64_t>; // as communication_state_dict() has it
+using Weighed = std::tuple<
+    double,
+    double,
+    int64_t,
+    bool,
+    Held,
+    int64_t,
+    int64_t,
+    int64_t,
+    bool,
+    bool,
+    int64_t>; // as communication_state_dict() has it
 
 PassWeights::Accumulated accumulatedOf(const Reducer& reducer, const Weighed& weighed) {
   Held held = std::get<Held>(weighed);

@@ -52,7 +52,7 @@ class PythonAgreement final : public StepAgreement {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("begin")().cast<bool>();
   }
-  Outcome end(const std::exception_ptr& error, bool between_steps) override {
+  Outcome end(const std::exception_ptr& error, bool /*between_steps*/) override {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("end")(objectOf(error)).cast<bool>() ? Outcome::Redo : Outcome::Commit;
   }

@@ -181,9 +181,10 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
       transact(
           sum,
           [this] {
-        lost_ = nullptr;
-        changed_ = true;
-      }, /*between_steps=*/true);
+            lost_ = nullptr;
+            changed_ = true;
+          },
+          /*between_steps=*/true);
     } catch (const std::exception& error) {
       fail("a mean over the members was being computed", error);
       throw;

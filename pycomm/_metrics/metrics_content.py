@@ -88,9 +88,9 @@ class MetricsContent:
         return self._counts.get(_key(group)) or OperationCounts()
 
     def _read_stats(self) -> list[tuple[dict[str, str], DDPStats]]:
-        """Of each wrapper of this process, as its own thread finds them: ``stats()`` never waits for
-        a backward pass, but a group that is reconfigured holds up the counters of its codecs. A
-        hang is when the file is wanted most: then these are the ones before."""
+        """Of each wrapper of this process, as its own thread finds them. ``stats()`` waits for no
+        backward pass, but a group that is reconfigured holds up the counters of its codecs. A hang
+        is when the file is wanted most: then these are the ones before."""
         if self.reader is None or not self.reader.is_alive():
             if not wrappers():
                 return []

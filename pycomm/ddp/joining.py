@@ -125,9 +125,7 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
     """What ``pull()`` returned, to a reducer that was made since."""
     weighed = None if model._weight is None else weighed_of({})
     reducer = model.reducer
-    reducer.load(
-        shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0
-    )
+    reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
     reducer.set_passes(shared["passes"])
 
 

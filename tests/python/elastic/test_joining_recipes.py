@@ -23,7 +23,7 @@ ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZ
 
 
 class Replica:
-    """One process, or one torchrun, whose output goes to a file. It ends by itself after a while."""
+    """A process, or a torchrun, whose output goes to a file. It ends by itself after a while."""
 
     def __init__(self, folder: Path, name: str, *flags: str, torchrun: bool) -> None:
         self.torchrun = torchrun
