@@ -52,7 +52,7 @@ class PythonAgreement final : public StepAgreement {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("begin")().cast<bool>();
   }
-  Outcome end(const std::exception_ptr& error, bool /*between_steps*/) override {
+  Outcome end(const std::exception_ptr& error, Round /*round*/) override {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("end")(objectOf(error)).cast<bool>() ? Outcome::Redo : Outcome::Commit;
   }
@@ -95,7 +95,7 @@ std::exception_ptr carried(const py::object& error) {
 bool end(StepAgreement& steps, const py::object& error) {
   const std::exception_ptr raised = carried(error);
   const WithoutGil no_gil;
-  return raising([&] { return steps.end(raised) == StepAgreement::Outcome::Redo; });
+  return raising([&] { return steps.end(raised, StepAgreement::Round::Step) == StepAgreement::Outcome::Redo; });
 }
 
 c10::intrusive_ptr<PycommBackend> ours(const c10::intrusive_ptr<c10d::Backend>& backend) {

@@ -136,6 +136,7 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
     return false;
   }
   backend_->takeOver(epoch.met);
+  admission_is_due_ = false;
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
   present_ = epoch;
   entitle();
@@ -160,14 +161,17 @@ bool ElasticGroup::begin() {
   }
 }
 
-StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, bool between_steps) {
+StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round round) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (const auto wish = error == nullptr ? driver_->finished(present_.number, between_steps) : std::nullopt) {
-    bool changes = false;
-    const auto failure = commitRound(*wish, changes);
-    if (!failure && driver_->committed(present_.number, changes)) {
+  if (const auto wish =
+          error == nullptr ? driver_->finished(present_.number, /*may_leave=*/round == Round::Step) : std::nullopt) {
+    AgreementDriver::Wish agreed;
+    const auto failure = commitRound(*wish, agreed);
+    const bool admits = round == Round::Admission && agreed.admits;
+    if (!failure && driver_->committed(present_.number, agreed.leaves, admits)) {
+      admission_is_due_ = agreed.admits && !admits;
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
@@ -178,6 +182,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, bool b
   for (;;) {
     beforeWait();
     if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs))) {
+      admission_is_due_ = false; // others may not have heard of it, and are asked again
       if (verdict->counts) {
         return Outcome::CommitLast;
       }
@@ -188,7 +193,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, bool b
   }
 }
 
-std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish& wish, bool& changes) {
+std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish& wish, AgreementDriver::Wish& agreed) {
   const int64_t step = driver_->steps() + 1;
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
   (*words)[kStep] = step;
@@ -213,7 +218,8 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish
             std::to_string(-(*words)[kMinusStep]) + " to " + std::to_string((*words)[kStep]) + ".",
         "report it");
   }
-  changes = (*words)[kLeaves] != 0 || (*words)[kDoesNotAdmit] == 0;
+  agreed.leaves = (*words)[kLeaves] != 0;
+  agreed.admits = (*words)[kDoesNotAdmit] == 0;
   return std::nullopt;
 }
 

@@ -39,12 +39,15 @@ class ElasticGroup final : public StepAgreement {
   ElasticGroup& operator=(const ElasticGroup&) = delete;
 
   [[nodiscard]] bool begin() override;
-  [[nodiscard]] Outcome end(const std::exception_ptr& error, bool between_steps) override;
+  [[nodiscard]] Outcome end(const std::exception_ptr& error, Round round) override;
   [[nodiscard]] std::vector<int> members() const override {
     return present_.members;
   }
   [[nodiscard]] int64_t meetingNs() const override {
     return present_.meeting_ns;
+  }
+  [[nodiscard]] bool admissionIsDue() const override {
+    return admission_is_due_;
   }
   void leave() override {
     driver_->leave();
@@ -83,8 +86,10 @@ class ElasticGroup final : public StepAgreement {
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;
-  /// else whether the members change behind the step: some member leaves, or all admit.
-  [[nodiscard]] std::optional<ErrorRecord> commitRound(const AgreementDriver::Wish& wish, bool& changes);
+  /// else whether some member leaves, and whether all admit.
+  [[nodiscard]] std::optional<ErrorRecord> commitRound(
+      const AgreementDriver::Wish& wish,
+      AgreementDriver::Wish& agreed);
   /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.
   [[nodiscard]] std::optional<ErrorRecord> run(Group::Call& call, const std::shared_ptr<void>& memory) const;
 
@@ -92,6 +97,7 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
+  bool admission_is_due_ = false;
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
 };
 

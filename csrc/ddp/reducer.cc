@@ -404,6 +404,7 @@ int64_t Reducer::passes() {
 void Reducer::setPasses(int64_t passes) {
   const Turn turn(*this);
   state_.change([passes](SharedValues& values) { values.passes = passes; });
+  members_changed_ = true;
 }
 
 std::map<std::string, int> Reducer::exponents() {

@@ -136,6 +136,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
   /// step throws; after that the reducer has failed.
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
+  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached. Collective then; throws
+  /// what a step throws.
+  void admitNewcomers();
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;
@@ -258,7 +261,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void adoptMembers();
   void waitToBegin();
   [[nodiscard]] bool agree();
-  void transact(const std::function<void()>& sum, const std::function<void()>& again, bool between_steps);
+  void transact(const std::function<void()>& sum, const std::function<void()>& again, StepAgreement::Round round);
   [[nodiscard]] bool beginNext();
   void leave() const;
   [[nodiscard]] bool sumAll();
@@ -345,6 +348,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<int> members_;
   int rank_ = 0; ///< among members_
   bool changed_ = false; ///< the group has other members than the buckets, until the next step begins
+  bool members_changed_ = false; ///< since the training began, also before this rank joined it
   std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 
   SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began

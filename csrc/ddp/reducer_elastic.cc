@@ -110,6 +110,7 @@ void Reducer::adoptMembers() {
   members_ = std::move(members);
   rank_ = group_.rank();
   ++stats_.epochs;
+  members_changed_ = true;
   stats_.meeting_ns += agreement_->meetingNs();
   // Those who are gone may have been the only ones to use some.
   state_.change([](SharedValues& values) { values.knows_used = false; });
@@ -121,7 +122,7 @@ void Reducer::adoptMembers() {
 bool Reducer::agree() {
   try {
     bool any = true;
-    transact([&] { any = sumAll(); }, [this] { redo(); }, /*between_steps=*/false);
+    transact([&] { any = sumAll(); }, [this] { redo(); }, StepAgreement::Round::Step);
     return any;
   } catch (const std::exception& error) {
     fail(pipeline_->awaited(), error);
@@ -130,10 +131,13 @@ bool Reducer::agree() {
 }
 
 // Returns when all members have what sum() waits for. After a failure again() comes first, in the group of those who are left.
-void Reducer::transact(const std::function<void()>& sum, const std::function<void()>& again, bool between_steps) {
-  const auto end = [this, between_steps] {
+void Reducer::transact(
+    const std::function<void()>& sum,
+    const std::function<void()>& again,
+    StepAgreement::Round round) {
+  const auto end = [this, round] {
     const int64_t before = nowNs();
-    const StepAgreement::Outcome outcome = agreement_->end(lost_, between_steps);
+    const StepAgreement::Outcome outcome = agreement_->end(lost_, round);
     stats_.agreeing_ns += nowNs() - before;
     return outcome;
   };
@@ -178,18 +182,37 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
           lose(error);
         }
       };
-      transact(
-          sum,
-          [this] {
-            lost_ = nullptr;
-            changed_ = true;
-          },
-          /*between_steps=*/true);
+      const auto again = [this] {
+        lost_ = nullptr;
+        changed_ = true;
+      };
+      transact(sum, again, StepAgreement::Round::BetweenSteps);
     } catch (const std::exception& error) {
       fail("a mean over the members was being computed", error);
       throw;
     }
     return sums;
+  });
+}
+
+// If the members change meanwhile, some may not know that it was due: all go on without it, and are asked again.
+void Reducer::admitNewcomers() {
+  raising([&] {
+    const Turn turn(*this);
+    if (agreement_ == nullptr || !agreement_->admissionIsDue()) {
+      return;
+    }
+    throwIfUnfinished();
+    try {
+      waitToBegin();
+      if (agreement_->admissionIsDue() &&
+          agreement_->end(nullptr, StepAgreement::Round::Admission) != StepAgreement::Outcome::Commit) {
+        changed_ = true;
+      }
+    } catch (const std::exception& error) {
+      fail("the members were stopping for a process that joins", error);
+      throw;
+    }
   });
 }
 

@@ -16,6 +16,12 @@ class StepAgreement {
  public:
   virtual ~StepAgreement() = default;
 
+  /// What ends.
+  enum class Round {
+    Step, ///< ranks leave with it
+    BetweenSteps, ///< a mean, say: nobody leaves or joins with it
+    Admission, ///< nothing but a place in the program at which the members stop for processes that join
+  };
   enum class Outcome {
     Commit, ///< all members have finished the step, with the same bits: it counts
     CommitLast, ///< the same, and it is the last one of these members: begin() waits for the next ones, and returns true
@@ -33,9 +39,13 @@ class StepAgreement {
   ///
   /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
   /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.
-  ///
-  /// `between_steps`: what ends is no step of the training, and nobody leaves or joins with it. The same on all members.
-  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error, bool between_steps) = 0;
+  /// `round`: the same on all members.
+  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error, Round round) = 0;
+  /// Whether all members have said, at the end of the last step, that some process wants to join and is reached: the same on all of them,
+  /// until they admit it.
+  [[nodiscard]] virtual bool admissionIsDue() const {
+    return false;
+  }
 
   /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are
   /// 0, 1, 2, ... and {0, 2} says that 1 has gone.

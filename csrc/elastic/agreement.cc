@@ -346,11 +346,11 @@ void Agreement::sealed(TimePoint now) {
   settle(now);
 }
 
-void Agreement::boundary(TimePoint now) {
+void Agreement::boundary(TimePoint now, bool admits) {
   awake(now);
   if (phase_ == Phase::Working) {
     phase_ = Phase::Pausing;
-    pause_until_ = now + (wish().admits ? milliseconds(config_.join_pause_ms) : milliseconds(0));
+    pause_until_ = now + (admits && wish().admits ? milliseconds(config_.join_pause_ms) : milliseconds(0));
     if (!isLowest()) {
       pause_until_ += window(); // which knows who loads
     }

@@ -89,8 +89,8 @@ class Agreement {
   void step(const StepState& state);
   /// Nothing of the epoch ends well here any more.
   void sealed(TimePoint now);
-  /// The commit round that has ended says that somebody leaves or joins: see wish().
-  void boundary(TimePoint now);
+  /// The commit round that has ended says that somebody leaves or joins: see wish(). Without `admits` newcomers are not waited for.
+  void boundary(TimePoint now, bool admits = true);
   /// This process has finished its last step, or committed it, and leaves with that: it is not in the next view. If that sums the step again,
   /// it is, and leaves with that.
   void leave() noexcept {

@@ -397,7 +397,12 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _is_idle(self) -> bool:
         """All batches of an epoch are trained, and the next one has not begun."""
-        return self._begin is None or self._plan.trained - self._begin >= len(self)
+        if self._begin is None:
+            return True
+        trained = self._plan.trained
+        if trained > self._deals.next_batch:  # some of them are another loader's
+            return trained - self._begin >= len(self)
+        return self._is_complete(trained)  # an epoch of which ranks were lost has more batches
 
     def _tell(self) -> None:
         """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""

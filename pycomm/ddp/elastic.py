@@ -223,12 +223,13 @@ class ElasticGroup:
             value: A number; or a tensor of floats of any shape, the same on all, on the CPU.
                 It is summed in float64.
             weight: How much this member counts; 0 if its value is not to count at all. None: with
-                the wrapper's ``weight="samples"`` by its samples in the last step, so that a mean
-                loss is that of one process with all batches; else all count alike.
+                the wrapper's ``weight="samples"`` by its samples in the last step, so that the mean
+                of that step's losses is that of one process with all batches: call it after
+                ``backward()``. Else all count alike.
 
         Returns:
             A float, or a new tensor of the same shape and dtype without a graph. NaN if no member
-            counts.
+            counts. On a rank that has ``left``: its own value.
 
         Raises:
             TypeError: ``value`` is neither a number nor a tensor of floats on the CPU.
@@ -242,6 +243,8 @@ class ElasticGroup:
         Cost: an all-reduce of 8 bytes per element and 8 more, and a commit round.
         """
         tensor = _as_tensor(value)
+        if self.left:
+            return tensor.detach().clone() if isinstance(value, torch.Tensor) else float(value)
         counts = self._last_samples() if weight is None else check_samples("weight", weight)
         words = torch.zeros(tensor.numel() + 1, dtype=torch.float64)
         words[-1] = counts
@@ -261,8 +264,8 @@ class ElasticGroup:
             if model.elastic.step % 1000 == 0 and model.elastic.confirm():
                 torch.save(model.module.state_dict(), path)
 
-        A rank that is stopped after this has returned may still write when it wakes: write to a
-        name that holds the step, and rename it into place.
+        False on a rank that has ``left``. A rank that is stopped after this has returned may still
+        write when it wakes: write to a name that holds the step, and rename it into place.
 
         Raises:
             LeftBehindError: The others have gone on without this rank.
@@ -272,6 +275,8 @@ class ElasticGroup:
 
         Cost: a commit round, which is an all-reduce of 64 bytes.
         """
+        if self.left:
+            return False
         self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
         return self.leader
 

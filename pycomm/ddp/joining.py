@@ -103,9 +103,20 @@ def _load(state: bytes, model: Any) -> Mapping[str, Any]:
             f"the members' state cannot be read here: {error}. Try: objects in state= whose "
             "state_dict() has tensors, numbers, texts, lists and dicts only"
         ) from error
+    mine_by_name, theirs_by_name = _tensors(model), loaded["tensors"]
+    for name in sorted({*mine_by_name, *theirs_by_name}):
+        shapes = [
+            f"{each[name].dtype} {tuple(each[name].shape)}" if name in each else "nothing"
+            for each in (theirs_by_name, mine_by_name)
+        ]
+        if shapes[0] != shapes[1]:
+            raise JoinRefusedError(
+                f"the members have {shapes[0]} as {name!r}, and this process has {shapes[1]}. Try: "
+                "the members' model"
+            )
     with torch.no_grad():
-        for name, tensor in _tensors(model).items():
-            tensor.copy_(loaded["tensors"][name])
+        for name, tensor in mine_by_name.items():
+            tensor.copy_(theirs_by_name[name])
     trained = set(loaded["trained"])
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -134,6 +145,9 @@ def give_state(model: Any, args: object) -> None:
     """Before a forward with gradients: gives newcomers the state of all members, if rank 0."""
     if not torch.is_grad_enabled():
         return
+    if model.elastic is None or model.elastic.left:  # no longer of the members
+        return
+    model.reducer.admit_newcomers()
     agreement = model._agreement
     if agreement.newcomers() == 0:
         return

@@ -269,10 +269,17 @@ class Weighed(TorchDDP):
         """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``.
 
         Raises:
-            UnsupportedError: With ``sync_every``, and for parameters on a CUDA device.
+            UnsupportedError: With ``sync_every``, if others may join, and for parameters on a CUDA
+                device.
         """
         if self._weight is None:
             return None
+        elastic = getattr(self, "_elastic", None)
+        if elastic is not None and elastic.peers is not None:
+            raise UnsupportedError(
+                "BalancedSampler cannot deal to ranks that join yet, and Elastic(peers=) lets them "
+                "join. Try: leave peers= out, or a batch size of each rank's own"
+            )
         if self._sync_every > 1:
             raise UnsupportedError(
                 "BalancedSampler cannot follow a wrapper with sync_every yet, whose steps only the "

@@ -477,6 +477,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "weight": self._weight,
                     "elastic": self._elastic,
                     "state": [type(each).__name__ for each in getattr(self._elastic, "state", ())],
+                    "join_pause": getattr(self._elastic, "join_pause", None),
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,

@@ -337,7 +337,7 @@ void AgreementDriver::refuseUndelivered() const {
   }
 }
 
-std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, bool between_steps) {
+std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, bool may_leave) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.finished");
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -349,14 +349,11 @@ std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, b
     return std::nullopt;
   }
   undelivered_ = true;
-  if (between_steps) {
-    return Wish{};
-  }
-  leaving_ = leaving_ == Leaving::Asked ? Leaving::Announced : leaving_;
+  leaving_ = may_leave && leaving_ == Leaving::Asked ? Leaving::Announced : leaving_;
   return Wish{leaving_ == Leaving::Announced, admits_};
 }
 
-bool AgreementDriver::committed(uint64_t epoch, bool changes) {
+bool AgreementDriver::committed(uint64_t epoch, bool leaves, bool admits) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.committed");
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -364,10 +361,10 @@ bool AgreementDriver::committed(uint64_t epoch, bool changes) {
     return false;
   }
   undelivered_ = false;
-  if (changes) {
+  if (leaves || admits) {
     over_ = true; // no step begins before the next view
     stops_ = epoch;
-    inbox_->put(Boundary{epoch});
+    inbox_->put(Boundary{epoch, admits});
   }
   leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
   return true;
@@ -543,7 +540,7 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     if (boundary->epoch == agreement_->view().epoch) {
       trace("ends behind its commit");
       pause_until_ = now + milliseconds(config_.join_pause_ms);
-      agreement_->boundary(now);
+      agreement_->boundary(now, boundary->admits);
     }
     knows_stop_ = true;
   } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {

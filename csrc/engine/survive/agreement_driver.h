@@ -111,11 +111,11 @@ class AgreementDriver final : public Engine::Maker {
   /// What a rank adds to the commit round.
   using Wish = elastic::Agreement::Wish;
   /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
-  /// called again in the same epoch. `between_steps`: what has ended is no step of the training, and nobody leaves or joins with it.
-  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, bool between_steps = false);
-  /// The commit round of this epoch has ended well. False if that comes too late. `changes`: some member's wish was to leave, or all
-  /// admit. Then the epoch is over behind this step, and begin() waits for the next one.
-  [[nodiscard]] bool committed(uint64_t epoch, bool changes);
+  /// called again in the same epoch. `may_leave`: whether a leave() that was called comes with it.
+  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, bool may_leave = true);
+  /// The commit round of this epoch has ended well. False if that comes too late. `leaves`: some member's wish was to leave. `admits`: all
+  /// admit, and rank 0 calls newcomers() next. With either the epoch is over behind this step, and begin() waits for the next one.
+  [[nodiscard]] bool committed(uint64_t epoch, bool leaves, bool admits = false);
   /// After a failure in that epoch.
   struct Verdict {
     bool counts = false; ///< the step is committed
@@ -176,6 +176,7 @@ class AgreementDriver final : public Engine::Maker {
   };
   struct Boundary {
     uint64_t epoch;
+    bool admits;
   };
   struct NotMet {
     uint64_t epoch;

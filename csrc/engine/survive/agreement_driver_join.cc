@@ -471,6 +471,9 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
   for (const Incarnation& name : silent) {
     dropNewcomer(name, ErrorCode::PeerUnresponsive, now);
     act();
+    if (isOver()) {
+      continue; // the view that is being decided may have it
+    }
     inbox_->forget(members_by_name_.at(name).handle.incarnation);
     members_by_name_.erase(name);
   }
