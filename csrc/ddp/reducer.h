@@ -54,7 +54,8 @@ namespace pycomm {
 ///
 ///     stats, lastStep, bucketNames, bucketNbytes, members, leads,     never wait, and are never refused: they give what the last turn
 ///     exponents, order, pendingWeight, weighed, weightUnsynced,       has left (Shown). During a pass that reduces, exponents, order and
-///     lastComputeNs, weighedSteps                                     weights are those from before it
+///     lastComputeNs, weighedSteps, passes                             weights are those from before it
+///     askToLeave, hasLeft                                             never wait, and are never refused: see StepAgreement
 ///     residuals, usedHere                                             wait for the turn between passes; empty during a pass
 ///     all others                                                      wait for the turn (PassLock), which a pass has while buckets are
 ///                                                                     launched and awaited; refused where it would never come

@@ -37,11 +37,13 @@ bool Reducer::leads() {
 }
 
 void Reducer::askToLeave() const {
-  raising([&] { agreement_->leave(); });
+  if (agreement_ != nullptr) {
+    raising([&] { agreement_->leave(); });
+  }
 }
 
 bool Reducer::hasLeft() const {
-  return raising([&] { return agreement_->hasLeft(); });
+  return agreement_ != nullptr && raising([&] { return agreement_->hasLeft(); });
 }
 
 // A pass that reduces begins.

@@ -146,8 +146,10 @@ class SharePlan:
         return self.decided(batch)
 
     def decided(self, batch: int) -> Change:
-        """The shares of a batch, if no step decides others that is not on record yet."""
-        return next(each for each in reversed(self._changes) if each.batch <= batch)
+        """The shares of a batch, if no step decides others that is not on record yet. Of a batch
+        before all changes that are kept: the oldest ones."""
+        known = (each for each in reversed(self._changes) if each.batch <= batch)
+        return next(known, self._changes[0])
 
     def state(self) -> dict[str, Any] | None:
         """What ``load`` continues from: plain numbers, strings, lists and dicts. None once ranks

@@ -199,7 +199,7 @@ def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
     second_s, second, notes = results[1].value
     assert "this hook is broken" in second
     assert "in the comm hook of rank 1, bucket 0 with 'layers.2.bias', " in notes
-    assert "Rank 1 aborted the process group" in first
+    assert "Rank 1 failed in backward" in first
     assert_within(max(first_s, second_s), 20)
 
 

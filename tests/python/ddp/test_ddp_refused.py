@@ -39,7 +39,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def wrong_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    weight, unit, passes, alike, _, last_ns = state["weighed"]
+    weight, unit, passes, alike, _, *more = state["weighed"]
     lacking = {f"without {key}": {**state} for key in ("accumulated", "unsynced")}
     for how, lacks in lacking.items():
         del lacks[how.removeprefix("without ")]
@@ -54,7 +54,7 @@ def wrong_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "half an order": {**state, "bucket_order": state["bucket_order"][1:]},
         "weights of no parameter": {
             **state,
-            "weighed": (weight, unit, passes, alike, {"9.weight": True}, last_ns),
+            "weighed": (weight, unit, passes, alike, {"9.weight": True}, *more),
         },
         "half a row of weights": {**state, "weighed": (weight, unit)},
         "no samples": {**state, "weight_unsynced": "many"},

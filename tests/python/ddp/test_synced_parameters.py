@@ -168,39 +168,35 @@ def names_of_ignored(rank: int, world_size: int) -> dict[str, bool]:
     return found
 
 
-def other_layers(rank: int, world_size: int) -> dict[str, str]:
+def other_layers(rank: int, world_size: int, syncs: str) -> str:
     """Each rank has trained another layer of the same shape."""
     import pycomm
 
-    found = {}
-    for name in ("hosts", "LocalSGD"):
-        if name == "hosts":
-            model = on_two_hosts(rank)
-            net, sync = model.module, model.sync
-        else:
-            net = Tower(0)
-            for layer in (net.trunk, net.head):
-                layer.weight.requires_grad_(False)
-            sync = pycomm.LocalSGD(net, sync_every=4).sync
-            model = net
-        net.trunk.weight.requires_grad_(rank == 0)
-        net.head.weight.requires_grad_(rank == 1)
-        train(model, rank, 1)
-        try:
-            sync()
-            found[name] = "averaged"
-        except pycomm.errors.CollectiveMismatchError as error:
-            found[name] = str(error)
-    return found
+    if syncs == "hosts":
+        model = on_two_hosts(rank)
+        net, sync = model.module, model.sync
+    else:
+        net = Tower(0)
+        for layer in (net.trunk, net.head):
+            layer.weight.requires_grad_(False)
+        sync = pycomm.LocalSGD(net, sync_every=4).sync
+        model = net
+    net.trunk.weight.requires_grad_(rank == 0)
+    net.head.weight.requires_grad_(rank == 1)
+    train(model, rank, 1)
+    try:
+        sync()
+        return "averaged"
+    except pycomm.errors.CollectiveMismatchError as error:
+        return str(error)
 
 
-def test_layers_of_other_names_are_not_averaged_with_each_other() -> None:
-    for found in ranks.run_ranks(
-        2, other_layers, timeout_s=100, preload=ranks.TORCH_DDP, check=False
+@pytest.mark.parametrize("syncs", ["hosts", "LocalSGD"])
+def test_layers_of_other_names_are_not_averaged_with_each_other(syncs: str) -> None:
+    for text in ranks.run_ranks(
+        2, other_layers, args=(syncs,), timeout_s=100, preload=ranks.TORCH_DDP
     ).values():
-        assert found, "a rank has failed"
-        for how, text in found.items():
-            assert "disagree" in text and "tag" in text, (how, text)
+        assert "disagree" in text and "tag" in text, text
 
 
 def in_turn(rank: int, world_size: int) -> dict[str, bool]:

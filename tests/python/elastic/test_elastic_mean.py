@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, Scripted, agreeing, batch_of
 from rank_child import mark
 from ranks import TORCH_DDP, run_ranks, start_ranks
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(200)]
 
 
 def means(rank: int, world_size: int) -> None:
@@ -141,7 +142,7 @@ def test_a_rank_dies_beside_a_mean(dead: int, where: str) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("turn", rings.first_of(range(4)))
 def test_a_rank_is_killed_at_any_moment(turn: int) -> None:
     with start_ranks(3, reports, args=((-1, -1, ""),), preload=TORCH_DDP) as running:
         running.wait_for_mark(1, "step 5")

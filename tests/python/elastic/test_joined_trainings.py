@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 from elastic_joining import Plan, trains, trains_with_faults
 from ranks import TORCH_DDP, RankResult, Ranks, start_ranks
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.timeout(200),
+]
 
 SHARED: dict[str, Any] = {"transport": "shm"}
 TCP: dict[str, Any] = {"transport": "tcp"}
@@ -66,8 +72,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
-@pytest.mark.parametrize("case", CASES, ids=["adam", "fp16", "int8", "bf16", "unused", "samples"])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    "case", rings.first_of(CASES, 3), ids=["adam", "fp16", "int8", "bf16", "unused", "samples"]
+)
 def test_a_process_joins(case: Plan, options: dict[str, Any], tmp_path: Path) -> None:
     plan = dataclasses.replace(case, peers=str(tmp_path / "peers"))
     with start(2, plan, options) as running:
@@ -161,7 +169,7 @@ def test_a_state_that_takes_too_long_is_refused(tmp_path: Path) -> None:
         running.collect(30)
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
 def test_a_newcomer_dies_while_it_loads(options: dict[str, Any], tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 2)
     with start(2, plan, options) as running:
@@ -174,7 +182,7 @@ def test_a_newcomer_dies_while_it_loads(options: dict[str, Any], tmp_path: Path)
     check(results)
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", rings.first_of(range(3)))
 def test_rank_0_dies_while_it_gives(turn: int, tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 3, payload=64 << 20, check=False)
     with start(3, plan, SHARED) as running:
@@ -215,7 +223,7 @@ def changes_of(seed: int, count: int) -> list[bool]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
 def test_processes_die_and_join_again_and_again(options: dict[str, Any], tmp_path: Path) -> None:
     seed = random.randrange(1000)
     print(f"seed {seed}")

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 from ranks import child_environment
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.timeout(200),
+]
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "joining.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

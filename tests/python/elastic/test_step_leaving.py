@@ -13,6 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
@@ -20,7 +21,12 @@ from elastic_training import Plan, trains
 from ranks import TORCH_DDP, RankResults, mark, start_ranks
 from time_bound import assert_within
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.timeout(200),
+]
 
 SHARED: dict[str, Any] = {"transport": "shm"}
 TCP: dict[str, Any] = {"transport": "tcp"}
@@ -89,8 +95,8 @@ LEAVERS = [
 ]
 
 
-@pytest.mark.parametrize("options", [SHARED, TCP], ids=["shm", "tcp"])
-@pytest.mark.parametrize(("world_size", "leaver", "plan"), LEAVERS)
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
+@pytest.mark.parametrize(("world_size", "leaver", "plan"), rings.ends(LEAVERS))
 def test_a_rank_leaves(world_size: int, leaver: int, plan: Plan, options: dict[str, Any]) -> None:
     with start(world_size, plan, options) as running:
         term_after(running, leaver, "step 20")
@@ -102,7 +108,7 @@ PLACES = ["loader", "forward", "backward", "step"]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", rings.ends(PLACES))
 def test_a_signal_at_a_known_place(where: str, passes: int) -> None:
     """It leaves with the step that is under way; with ``accumulate``, as that is reduced."""
     plan = Plan(left=1, passes=passes, terms=((0, 5, where), (2, 9, where), (2, 9, "step")))
@@ -130,7 +136,7 @@ def test_all_ranks_leave_at_once(world_size: int) -> None:
     assert all(len(value["bits"]) == 6 for value in values.values())
 
 
-@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("turn", rings.first_of(range(4)))
 def test_a_rank_leaves_while_another_dies(turn: int) -> None:
     plan = Plan("int8", left=2)
     leaver, dead = random.sample(range(4), 2)
