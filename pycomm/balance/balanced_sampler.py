@@ -347,8 +347,10 @@ class BalancedSampler(Sampler[list[int]]):
     def _is_complete(self, now: int) -> bool:
         if self._begin is None:
             return False
-        batch = min(now, self._deals.next_batch)
-        return not self._deals.has(batch, self._plan.decided(batch), self._plan.losses)
+        if now > self._deals.next_batch:  # some of them are another loader's
+            return now - self._begin >= len(self)
+        # An epoch of which ranks were lost has more batches.
+        return not self._deals.has(now, self._plan.decided(now), self._plan.losses)
 
     def _check_dealt(self, batch: int) -> int:
         """How many batches are trained; RuntimeError if these are more than were dealt."""
@@ -397,12 +399,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _is_idle(self) -> bool:
         """All batches of an epoch are trained, and the next one has not begun."""
-        if self._begin is None:
-            return True
-        trained = self._plan.trained
-        if trained > self._deals.next_batch:  # some of them are another loader's
-            return trained - self._begin >= len(self)
-        return self._is_complete(trained)  # an epoch of which ranks were lost has more batches
+        return self._begin is None or self._is_complete(self._plan.trained)
 
     def _tell(self) -> None:
         """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""
