@@ -214,7 +214,7 @@ MUTATIONS = [
     ),
     _rule(
         "a member speaks for another one",
-        "csrc/engine/survive/agreement_driver_join.cc",
+        "agreement_driver_join.cc",
         "  if (message && message->from == incarnationOf(from)) {\n",
         "  if (message) {\n",
         "AgreementDriver.AMemberSpeaksForItselfOnly",
