@@ -104,7 +104,7 @@ MUTATIONS = [
     _rule(
         "a commit at which somebody leaves ends no epoch",
         _DRIVER,
-        "      agreement_->boundary(now);\n",
+        "      agreement_->boundary(now, boundary->admits);\n",
         "",
         _LEAVES,
     ),
