@@ -49,6 +49,8 @@ class Plan:
     that has them."""
     wide: bool = False
     """Another model."""
+    asks: bool = False
+    """It asks for means and a confirmation after each step."""
     check: bool = True
 
 
@@ -119,6 +121,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     oracle = elastic_training.Plan(plan.wire, passes=plan.passes)
     steps: list[dict[str, Any]] = []
     wrong = ""
+    asked_s = 0.0
     left = STEPS_AFTER
     try:
         while left > 0 and len(steps) < MOST_STEPS:
@@ -134,6 +137,14 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             optimizer.step()
             scheduler.step()
             ballast.count += 1
+            began_s = time.monotonic()
+            if plan.asks:
+                found = model.elastic.mean(float(step))
+                if found != step:
+                    wrong = wrong or f"step {step}: the mean of it is {found}"
+                model.elastic.mean(torch.tensor([float(mine)]))
+                model.elastic.confirm()
+            asked_s = max(asked_s, time.monotonic() - began_s)
             steps.append(
                 {
                     "step": step,
@@ -152,6 +163,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "steps": steps,
         "wrong": wrong,
         "error": error,
+        "asked_s": asked_s,
         "stats": dataclasses.asdict(model.stats()),
     }
 

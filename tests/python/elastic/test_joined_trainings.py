@@ -15,6 +15,7 @@ import pytest
 import rings
 from elastic_joining import Plan, trains, trains_with_faults
 from ranks import TORCH_DDP, RankResult, Ranks, start_ranks
+from time_bound import assert_within
 
 pytestmark = [
     pytest.mark.ci,
@@ -87,6 +88,20 @@ def test_a_process_joins(case: Plan, options: dict[str, Any], tmp_path: Path) ->
     assert values[2]["steps"][0]["members"] == (0, 1, 2)
     assert values[0]["stats"]["joined_ranks"] == 1
     assert values[2]["stats"]["joined_ranks"] == 0
+
+
+@pytest.mark.time_bound
+def test_a_process_joins_a_loop_that_asks_for_means(tmp_path: Path) -> None:
+    """Members stop for it before a forward pass: not in a mean, where rank 0 gives no state."""
+    plan = Plan(str(tmp_path / "peers"), 2, asks=True, settings=(("join_pause", 20.0),))
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    values = check(results)
+    assert values[2]["steps"][0]["members"] == (0, 1, 2)
+    for value in values:
+        assert_within(value["asked_s"], 10)
 
 
 def test_the_first_one_is_alone(tmp_path: Path) -> None:
