@@ -131,6 +131,7 @@ SHORT = {
         r"  mismatch: Operation #2 is not the same on all ranks: rank 1 called "
         rf"{CALLED}999, \S+\), but ranks 0 and 2 called {CALLED}1000, \S+\)\.",
     ],
+    "joining.py": [],
     "restart.py": ["start at step 0", "start at step 30", PERCENT],
     "streaming_diloco.py": [rf"16\d\d bytes per step instead of 76840, {PERCENT}"],
     "unequal_machines.py": [
@@ -145,8 +146,9 @@ SHORT = {
     ],
 }
 
-RUN_ELSEWHERE = ("elastic.py", "failures.py", "restart.py", "parameter_service.py")
-"""The first three below, the last by service/test_service_docs.py: it has no ranks."""
+RUN_ELSEWHERE = ("elastic.py", "failures.py", "restart.py", "parameter_service.py", "joining.py")
+"""The first three below, the others by service/test_service_docs.py and
+elastic/test_joining_recipes.py: they have no ranks, or each process is one of its own."""
 
 
 def test_each_short_example_is_run_here_and_short() -> None:
@@ -164,7 +166,7 @@ def test_their_table_says_what_they_print() -> None:
         r"^\| \[(\w+\.py)\].*\| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.M
     )
     printed = {name: line for name, line in rows if not name.startswith("with_")}
-    assert set(printed) == set(SHORT) - {"elastic.py", "failures.py"}
+    assert set(printed) == set(SHORT) - {"elastic.py", "failures.py", "joining.py"}
     for name, line in printed.items():
         assert any(re.fullmatch(pattern, line) for pattern in SHORT[name]), (name, line)
 
