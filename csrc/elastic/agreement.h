@@ -115,7 +115,7 @@ class Agreement {
   [[nodiscard]] bool mayBegin() const noexcept {
     return phase_ == Phase::Working && view_.members.size() >= config_.min_ranks;
   }
-  /// What this process adds to the commit round. All stop at boundary() if any member leaves, or if all admit.
+  /// What this process adds to a commit round. All stop at boundary() if any member leaves; if all admit, then or at a later round.
   struct Wish {
     bool leaves = false;
     bool admits = false; ///< some newcomer can be reached from here

@@ -8,13 +8,18 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from elastic_rig import Net, batch_of
 from rank_child import describe_exception, mark
+from ranks import TORCH_DDP, start_ranks
 
 import pycomm
+
+SHARED: dict[str, Any] = {"transport": "shm"}
+TCP: dict[str, Any] = {"transport": "tcp"}
 
 TOLERANCES: dict[str | None, float] = {
     None: 2e-6,
@@ -27,6 +32,20 @@ TOLERANCES: dict[str | None, float] = {
 
 MOST_STEPS = 5000
 STEPS_AFTER = 15
+
+
+def start_training(
+    target: Callable[..., Any], world_size: int, plan: Any, options: dict[str, Any], **env: str
+) -> Any:
+    """Ranks that each call ``target(rank, world_size, plan)``, over a group with these options."""
+    return start_ranks(
+        world_size,
+        target,
+        args=(plan,),
+        pg_options=options,
+        preload=TORCH_DDP,
+        env={"OMP_NUM_THREADS": "1", **env},
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,10 @@
 //
 //   1. The newcomer asks a member who is in the group (ask()), and from then on sends Join to all of them, every 200 ms.
 //   2. Each member introduces the newcomer to its Agreement, sends it a ping, and looks for its record if it is on the same host. Then the
-//      newcomer can be reached: the next commit round in which all members say so ends the epoch (Agreement::boundary()).
-//   3. When rank 0's training thread comes to its next forward pass it gives the members' state to the newcomers (give()): one connection to
-//      a newcomer's door, with parts of 1 MiB. The others wait where their next step begins.
+//      newcomer can be reached. If all members say so in the commit round of a step, they stop before their next forward pass: a round of
+//      its own ends the epoch there (Agreement::boundary()).
+//   3. Rank 0's training thread gives the members' state to the newcomers then (give()): one connection to a newcomer's door, with parts of
+//      1 MiB. The others wait where their next step begins.
 //   4. The newcomer's training thread loads it (arrive(), loaded()), which its next Join says, and the agreement admits it.
 //
 // Each member drops a newcomer of which it has heard nothing for as long as a member may be silent. So a newcomer that dies costs the members

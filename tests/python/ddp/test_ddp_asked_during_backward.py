@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +39,18 @@ def ask(model: Any) -> Any:
     return stats
 
 
+def signal_rank_0(rank: int, handler: Callable[..., None]) -> None:
+    """The main thread of rank 0 gets a signal soon. Rank 1 waits until its handler has set
+    "handled" in the store: so rank 0 gets it in the backward pass that it begins meanwhile."""
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["handled"])
+        return
+    signal.signal(signal.SIGUSR1, handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+
+
 def a_signal_comes_while_backward_waits(rank: int, world_size: int) -> None:
     """Rank 1 begins its backward pass only when rank 0's handler has ended."""
     store = dist.distributed_c10d._get_default_store()
@@ -55,13 +68,7 @@ def a_signal_comes_while_backward_waits(rank: int, world_size: int) -> None:
             refused.append(str(error))
         store.set("handled", "yes")
 
-    if rank == 1:
-        store.wait(["handled"])
-    else:
-        signal.signal(signal.SIGUSR1, handler)
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+    signal_rank_0(rank, handler)
     assert all(map(torch.equal, backward(model, rank), want))
     if rank == 0:
         assert (asked[0].passes, asked[0].steps) == (3, 2)
@@ -88,13 +95,7 @@ def a_state_is_taken_while_backward_waits(rank: int, world_size: int, **options:
         taken.append(model.communication_state_dict())
         store.set("handled", "yes")
 
-    if rank == 1:
-        store.wait(["handled"])
-    else:
-        signal.signal(signal.SIGUSR1, handler)
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+    signal_rank_0(rank, handler)
     train()
     if "weighed" in before:  # the times of a rank go on between passes
         for state in (before, *taken):
@@ -218,13 +219,7 @@ def each_method_in_a_handler(rank: int, world_size: int) -> None:
                     wrong.append(f"{name}: {error}")
         store.set("handled", "yes")
 
-    if rank == 1:
-        store.wait(["handled"])
-    else:
-        signal.signal(signal.SIGUSR1, handler)
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+    signal_rank_0(rank, handler)
     backward(model, rank)
     assert not wrong, wrong
 

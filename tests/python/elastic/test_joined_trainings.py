@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import rings
 from elastic_joining import Plan, trains, trains_with_faults
+from elastic_training import SHARED, TCP, start_training
 from ranks import TORCH_DDP, RankResult, Ranks, start_ranks
 from time_bound import assert_within
 
@@ -24,19 +26,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-SHARED: dict[str, Any] = {"transport": "shm"}
-TCP: dict[str, Any] = {"transport": "tcp"}
-
-
-def start(world_size: int, plan: Plan, options: dict[str, Any]) -> Any:
-    return start_ranks(
-        world_size,
-        trains,
-        args=(plan,),
-        pg_options=options,
-        preload=TORCH_DDP,
-        env={"OMP_NUM_THREADS": "1"},
-    )
+start = functools.partial(start_training, trains)
 
 
 def joining(plan: Plan) -> Plan:

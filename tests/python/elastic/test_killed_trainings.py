@@ -5,6 +5,7 @@ The step of a death has the average over those who live, as float64 has it; so h
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import rings
-from elastic_training import Plan, trains
+from elastic_training import SHARED, TCP, Plan, start_training, trains
 from ranks import TORCH_DDP, RankResults, start_ranks
 from time_bound import assert_within
 
@@ -24,19 +25,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-SHARED: dict[str, Any] = {"transport": "shm"}
-TCP: dict[str, Any] = {"transport": "tcp"}
-
-
-def start(world_size: int, plan: Plan, options: dict[str, Any]) -> Any:
-    return start_ranks(
-        world_size,
-        trains,
-        args=(plan,),
-        pg_options=options,
-        preload=TORCH_DDP,
-        env={"OMP_NUM_THREADS": "1"},
-    )
+start = functools.partial(start_training, trains)
 
 
 def kill_after(running: Any, rank: int, name: str, within_s: float = 0.03) -> float:

@@ -6,6 +6,7 @@ the bits of the others up to its last step, and they have its part in that step 
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import time
@@ -17,7 +18,7 @@ import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
-from elastic_training import Plan, trains
+from elastic_training import SHARED, TCP, Plan, start_training, trains
 from ranks import TORCH_DDP, RankResults, mark, start_ranks
 from time_bound import assert_within
 
@@ -28,19 +29,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-SHARED: dict[str, Any] = {"transport": "shm"}
-TCP: dict[str, Any] = {"transport": "tcp"}
-
-
-def start(world_size: int, plan: Plan, options: dict[str, Any], **more: Any) -> Any:
-    return start_ranks(
-        world_size,
-        trains,
-        args=(plan,),
-        pg_options=options,
-        preload=TORCH_DDP,
-        env={"OMP_NUM_THREADS": "1", **more},
-    )
+start = functools.partial(start_training, trains)
 
 
 def judge(results: RankResults, dead: Collection[int], leavers: Collection[int]) -> dict[int, Any]:
