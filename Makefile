@@ -95,11 +95,11 @@ tcp: ## four files of Python tests over TCP instead of shared memory and Unix so
 
 tcp_all: ## twelve files of them, with every case
 	$(BOOTSTRAP) --group test
-	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py --ring test,ci,nightly $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
+	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py --ring=test,ci,nightly $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
 
 faults: ## the Python tests that kill, stop or starve ranks, every case of them
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python -m pytest --require-native -m faults --ring test,ci,nightly $(ARGS)
+	@$(BIN)/python -m pytest --require-native -m faults --ring=test,ci,nightly $(ARGS)
 
 fault_build: ## the extension with fault points, in build/faults: what the fault tests load
 	$(BOOTSTRAP) --group test
@@ -119,7 +119,7 @@ simulate: ## seeds of the simulator; ARGS="--seeds 100000": so many of each kind
 
 integrations: ## other libraries over pycomm; installs Lightning, Accelerate, transformers. A run of all tests is written to docs
 	$(BOOTSTRAP) --group test --group integrations
-	@$(BIN)/python -m pytest --require-native tests/integrations --ring test,ci,nightly \
+	@$(BIN)/python -m pytest --require-native tests/integrations --ring=test,ci,nightly \
 	  --integration-results docs/integrations.json $(ARGS); code=$$?; \
 	  $(BIN)/python tools/doc_tables.py integrations && exit $$code
 

@@ -49,7 +49,7 @@ SOAK = "{python} tests/soak"
 NIGHTLY_MINUTES = 180
 
 NIGHTLY = [
-    Step("tests", "{python} tools/python_tests.py --ring nightly", 45),
+    Step("tests", "{python} tools/python_tests.py --ring=nightly", 45),
     Step("cpp_full", "{python} tools/cpp.py plain_full", 12),
     Step("asan_slow", "{python} tools/cpp.py asan --slow", 10),
     Step("tsan_slow", "{python} tools/cpp.py tsan --slow", 10),
@@ -76,7 +76,7 @@ RELEASE = [
     Step("core_mutations", f"{MUTATIONS}/core_mutations.py", 40),
     Step("agreement_mutations", f"{MUTATIONS}/agreement_mutations.py", 15),
     Step("simulator_long", "{python} tools/simulate.py --seeds 500000 --remember-failures", 75),
-    Step("release_tests", "{python} tools/python_tests.py --ring release", 15),
+    Step("release_tests", "{python} tools/python_tests.py --ring=release", 15),
     Step("faults", "{make} faults ARGS=--exact-bounds", 60),
     Step(
         "faults_tcp",
@@ -104,7 +104,7 @@ RELEASE = [
         for version in ("2.14.1", "2.15.0")
     ),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
-    Step("given_back", "{make} py ARGS='-k test_memory_given_back --ring all --repeats 10'", 10),
+    Step("given_back", "{make} py ARGS='-k test_memory_given_back --ring=all --repeats 10'", 10),
     Step("strict", "{make} strict", 15),
     Step("files", "{make} files", 20),
     Step("wheel", "{make} wheel", 15),

@@ -56,7 +56,7 @@ def main() -> int:
     results = [
         run_and_keep_last_line([python, *command], folder)
         for command in (
-            ["tools/python_tests.py", "--ring", "test,ci", "-rs"],
+            ["tools/python_tests.py", "--ring=test,ci", "-rs"],
             ["tests/torch_suite/run.py", "--all"],
         )
     ]

@@ -27,7 +27,7 @@ def suites(ring: str) -> dict[str, list[str]]:
     """The commands that run the tests of this ring."""
     return {
         "C++": [sys.executable, "tools/cpp.py", "plain", *RINGS[ring]],
-        "Python": [sys.executable, "tools/python_tests.py", "--ring", ring],
+        "Python": [sys.executable, "tools/python_tests.py", f"--ring={ring}"],
     }
 
 

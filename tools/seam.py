@@ -165,9 +165,9 @@ def main() -> int:
     if options.all:
         every = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("*/test_*.py"))]
         others = [file for file in every if file not in files]
-        arguments = [*others, *later, "--ring", "test,ci,nightly", *arguments]
+        arguments = [*others, *later, "--ring=test,ci,nightly", *arguments]
     elif options.listed:
-        arguments = [*files, "--ring", "test,ci,nightly", *arguments]
+        arguments = [*files, "--ring=test,ci,nightly", *arguments]
         left_out += later
         at_least = AT_LEAST["nightly"]
     elif all(each.startswith("-") for each in arguments):

@@ -72,7 +72,7 @@ def test_the_suite_has_the_plugin() -> None:
     named = "tests/python/security/test_second_implementation.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--ring", "all", named, "-k", "place"],
+        [*command, "--ring=all", named, "-k", "place"],
         cwd=root,
         capture_output=True,
         text=True,
