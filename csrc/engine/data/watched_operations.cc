@@ -1,6 +1,7 @@
 #include "engine/data/watched_operations.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "engine/data/matching.h"
@@ -9,6 +10,15 @@
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
+
+// A rank that was faster may have asked before the plane was there, and recall() is over for that.
+void WatchedOperations::accompany(HostPlane* host) noexcept {
+  host_ = host;
+  const auto first_derived = tables_.unexpected.lower_bound(kDerivedIdBit);
+  if (first_derived != tables_.unexpected.begin()) {
+    host_->tellEndsUpTo(static_cast<int64_t>(std::prev(first_derived)->first));
+  }
+}
 
 void WatchedOperations::hold(const std::shared_ptr<Operation>& operation) {
   held_.push_back(operation);

@@ -28,9 +28,7 @@ class WatchedOperations {
   explicit WatchedOperations(Tables& tables) : tables_(tables) {}
 
   /// Of a group that also has a HostPlane, which outlives this.
-  void accompany(HostPlane* host) noexcept {
-    host_ = host;
-  }
+  void accompany(HostPlane* host) noexcept;
   [[nodiscard]] const HostPlane* host() const noexcept {
     return host_;
   }

@@ -326,8 +326,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(ignored: bool) -> None:
     launch = run._Launch(arguments, [], {})
     before = signal.getsignal(signal.SIGHUP)
     try:
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
         launch.open()
         signal.raise_signal(signal.SIGHUP)
         assert launch._events.empty() == ignored
