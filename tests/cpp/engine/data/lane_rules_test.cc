@@ -48,7 +48,7 @@ class IdleHost {
   }
 
   std::unique_ptr<HostPlane> plane;
-  std::vector<OperationId> told; ///< whose ends the lane was told
+  std::vector<OperationId> told; ///< the ended operations that `ended` reported
 
  private:
   std::shared_ptr<SharedArena> arena_;
