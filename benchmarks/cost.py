@@ -1,4 +1,4 @@
-"""What all_reduce costs on a virtual network, from its own schedules: the tables of docs/cost.md.
+"""What all_reduce costs on a virtual network, by its own schedules: docs/evidence/cost.md.
 
 Builds pycomm_schedule_cost with CMake first; torch and the extension are not needed.
 

@@ -5,9 +5,10 @@
 
 The task is the byte model of quality.py. A method is NAME or NAME:OPTION=VALUE:...; names are sync,
 diloco, streaming and sparse. Options of streaming: alpha, tau, parts, wire, lr (of the outer
-optimizer); of sparse: k, decay, lr. A seed decides the model, the order of the data and the
-held-out part; methods differ in nothing else. All ranks run on this machine; bytes are counted as
-for a ring, before that last sync(), and not measured.
+optimizer); of sparse: k, decay, lr; of all: inner, adam or muon, and rate, its learning rate. Muon
+takes the matrices of the layers, Adam the rest, as in MuLoCo (arXiv 2505.23725). A seed decides the
+model, the order of the data and the held-out part; methods differ in nothing else. All ranks run on
+this machine; bytes are counted as for a ring, before that last sync(), and not measured.
 
 The last step is just after an outer step for one method, and has a fragment in flight for another.
 So each loss is taken twice: of the mean of the workers' parameters after the last step, and of the
@@ -81,22 +82,45 @@ def make(method: str, model: torch.nn.Module, every: int) -> Any:
     return local
 
 
+def without(method: str, option: str, default: str) -> tuple[str, str]:
+    """The method without one of its options, and the option's value."""
+    parts = method.split(":")
+    values = [part.partition("=")[2] for part in parts if part.startswith(f"{option}=")]
+    kept = ":".join(part for part in parts if not part.startswith(f"{option}="))
+    return kept, values[-1] if values else default
+
+
+def inner_optimizers(model: Any, inner: str, rate: float) -> list[Any]:
+    if inner == "adam":
+        return [torch.optim.Adam(model.parameters(), lr=rate)]
+    if inner != "muon":
+        raise SystemExit(f"there is no inner optimizer {inner!r}: adam, muon")
+    matrices = [each for each in model.layers.parameters() if each.ndim == 2]
+    others = [each for each in model.parameters() if all(each is not one for one in matrices)]
+    # Scaled so that an update is as large as Adam's: both get the same rate.
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.Adam(others, lr=rate)]
+
+
 def train(task: Text, method: str, seed: int, every: int) -> dict[str, Any]:
     import pycomm
 
     torch.manual_seed(seed)
     model = task.model()
+    rest, inner = without(method, "inner", "adam")
+    rest, rate = without(rest, "rate", str(task.rate))
+    optimizers = inner_optimizers(model, inner, float(rate))
     local = None
-    if method == "sync":
+    if rest == "sync":
         model = pycomm.DistributedDataParallel(model)
     else:
-        local = make(method, model, every)
-    optimizer = torch.optim.Adam(model.parameters(), lr=task.rate)
+        local = make(rest, model, every)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     for _ in range(task.steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         task.train_loss(model, generator).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if local is not None:
             local.step()
     stats = model.stats() if local is None else local.stats()

@@ -346,7 +346,8 @@ SETTINGS: tuple[Setting, ...] = (
         False,
         "PYCOMM_CHECK_CALL_SITES",
         "`1` (in Python `True`): also compare the lines of Python that issue an operation, so that "
-        "two [equal calls that one rank has swapped](faults.md) end as `COLLECTIVE_MISMATCH`, "
+        "two [equal calls that one rank has swapped](evidence/faults.md) end as "
+        "`COLLECTIVE_MISMATCH`, "
         "which names both lines. A correct program whose ranks issue one operation from different "
         "lines fails with it, so use it only to find mistakes.",
         same_on_all_ranks=True,

@@ -102,9 +102,9 @@ class Options:
             ``262144``, ``"256K"``, ``"1M"``; above 1 MiB it counts as 1 MiB. No effect in shared
             memory (docs/options.md). ``PYCOMM_SEGMENT_NBYTES``; default: 262144.
         check_call_sites: ``1`` (in Python ``True``): also compare the lines of Python that issue an
-            operation, so that two equal calls that one rank has swapped (docs/faults.md) end as
-            ``COLLECTIVE_MISMATCH``, which names both lines. A correct program whose ranks issue one
-            operation from different lines fails with it, so use it only to find mistakes.
+            operation, so that two equal calls that one rank has swapped (docs/evidence/faults.md)
+            end as ``COLLECTIVE_MISMATCH``, which names both lines. A correct program whose ranks
+            issue one operation from different lines fails with it, so use it only to find mistakes.
             ``PYCOMM_CHECK_CALL_SITES``; default: False.
         security: ``auto``: use TLS if there is a secret (docs/security.md), else warn if there are
             several hosts. ``require``: raise an error instead of connecting by TCP without a secret

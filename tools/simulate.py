@@ -1,4 +1,4 @@
-"""Run seeds of the simulator, as many of each kind: docs/simulator.md says which kinds there are.
+"""Run seeds of the simulator, as many of each kind; docs/evidence/simulator.md has the kinds.
 
 python tools/simulate.py [--seeds 100000] [--first 1] [--remember-failures]
 

@@ -1,4 +1,4 @@
-"""Each fault: what pycomm and what gloo do. Writes the table into docs/faults.md.
+"""Each fault: what pycomm and what gloo do. Writes the table into docs/evidence/faults.md.
 
 python tests/rig/fault_table.py [--only WORD] [--print]
 
@@ -31,7 +31,7 @@ WORLD_SIZE = 3
 VICTIM = 1
 TIMEOUT_S = 10.0
 LIMIT_S = 25.0
-DOCUMENT = ROOT / "docs" / "faults.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "faults.md"
 BEGIN, END = "<!-- fault table: begin -->", "<!-- fault table: end -->"
 
 KILLED = ("a rank is killed in an all_reduce", "a rank is stopped (SIGSTOP) in an all_reduce")

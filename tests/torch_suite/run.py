@@ -2,7 +2,7 @@
 
     python tests/torch_suite/run.py                     2 ranks, pycomm against the recorded gloo
     python tests/torch_suite/run.py --all               2, 3 and 4 ranks, both backends, both faces
-    python tests/torch_suite/run.py --all --write       and docs/torch-suite.md from it
+    python tests/torch_suite/run.py --all --write       and docs/evidence/torch-suite.md from it
 
 A test that gloo passes and pycomm fails or skips is a failure, unless it is listed in
 ``HARD_CODED`` with the reason why torch lets no backend but its own pass it, and failed with the
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 RECORDED = FOLDER / "gloo.json"
-PAGE = ROOT / "docs" / "torch-suite.md"
+PAGE = ROOT / "docs" / "evidence" / "torch-suite.md"
 WORLD_SIZES = (2, 3, 4)
 
 
@@ -181,7 +181,7 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
         "",
         "PyTorch tests its backends with `DistributedTest`, which ships in the wheel. No test is",
         "copied or edited by hand. For both backends alike,",
-        "[the loader](../tests/torch_suite/suite_module.py) changes this:",
+        "[the loader](../../tests/torch_suite/suite_module.py) changes this:",
         "",
         "- Where a test compares the backend's name with gloo's, pycomm counts as well.",
         "- Ranks are forked, not spawned, and where the suite polls it sleeps 5 ms, not 100.",
@@ -190,10 +190,11 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
         "**gloo's tests** are those that torch runs for gloo on CPU tensors, all of them.",
         f"**NCCL's tests** are {chosen} of the suite's {everything}, as torch runs them for NCCL",
         "or several GPUs: those of collectives, messages, groups and SyncBatchNorm, chosen by name",
-        "(`TESTS` in [run.py](../tests/torch_suite/run.py)). They run on CPU tensors, which takes",
-        "more: every request for a CUDA device gets the CPU, decorators that skip tests without",
-        "GPUs are removed, DDP's `device_ids` are dropped, and `torch.nn.SyncBatchNorm`, which",
-        "takes CUDA tensors only, is `pycomm.SyncBatchNorm`, for gloo as well.",
+        "(`TESTS` in [run.py](../../tests/torch_suite/run.py)). They run on CPU tensors,",
+        "which takes more: every request for a CUDA device gets the CPU, decorators that skip",
+        "tests without GPUs are removed, DDP's `device_ids` are dropped, and",
+        "`torch.nn.SyncBatchNorm`, which takes CUDA tensors only, is `pycomm.SyncBatchNorm`,",
+        "for gloo as well.",
         "",
         "| tests | ranks | backend | pass | fail | skip | only this one passes |",
         "|---|---|---|---|---|---|---|",

@@ -11,7 +11,7 @@
 
 namespace pycomm::elastic::sim {
 
-/// Knows the truth about a simulated world, and checks the promises of docs/agreement.md at every event. It counts votes and steps in its
+/// Knows the truth about a simulated world, and checks the promises of docs/evidence/agreement.md at every event. It counts votes and steps in its
 /// own way.
 class Oracle {
  public:

@@ -11,7 +11,7 @@
 namespace pycomm::sim {
 
 /// A hash of values in the order in which they are added. Two builds of the engine that behave alike give equal digests; see
-/// docs/simulator.md.
+/// docs/evidence/simulator.md.
 class Digest {
  public:
   void addNumber(uint64_t number) noexcept;

@@ -1,7 +1,7 @@
 // What matching and the flight recorder cost: all_reduces between two ranks that are threads of this process.
 //
 //   pycomm_engine_cost NUMEL ROUNDS         microseconds an operation with the recorder and without, in turns
-//   pycomm_engine_cost NUMEL ROUNDS count   with the recorder only: for callgrind; see docs/faults.md
+//   pycomm_engine_cost NUMEL ROUNDS count   with the recorder only: for callgrind; see docs/evidence/faults.md
 #include <algorithm>
 #include <atomic>
 #include <cstdio>

@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import child_environment
+from processes import run_python
 from ranks import mark, start_ranks
 from time_bound import assert_within
 
@@ -32,14 +30,7 @@ GREETING = process_reports._GREETING.pack(process_reports._GREETING_MAGIC, 3)
 
 def _status(*arguments: str) -> tuple[int, str]:
     """By a process of its own, as a user would."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pycomm", "status", *arguments],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(["-m", "pycomm", "status", *arguments], timeout_s=60)
     assert done.stderr == ""
     return done.returncode, done.stdout
 

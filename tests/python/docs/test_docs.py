@@ -27,7 +27,7 @@ from pycomm.integrations import torchrec
 
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"),
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 
 
@@ -431,7 +431,7 @@ def test_attacks_name_tests_that_exist() -> None:
         for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
     }
     header = ("what was tried", "what happens", "test")
-    _, *sections = re.split(r"^## ", read("docs/attacks.md"), flags=re.MULTILINE)
+    _, *sections = re.split(r"^## ", read("docs/evidence/attacks.md"), flags=re.MULTILINE)
     rows = [row for text in sections if "\n|" in text for row in table(text, *header)]
     assert len(rows) >= 40
     for tried, happens, tests in rows:

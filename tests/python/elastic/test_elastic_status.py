@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from elastic_rig import Net, batch_of
-from processes import child_environment
+from processes import run_python
 from rank_child import mark
 from ranks import TORCH_DDP, start_ranks
 
@@ -18,14 +16,7 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
 
 
 def status(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pycomm", "status", *arguments],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(["-m", "pycomm", "status", *arguments], timeout_s=60)
     assert done.stderr == ""
     return done.stdout
 

@@ -23,7 +23,9 @@ def test_every_mutation_applies() -> None:
 
 
 def test_the_page_lists_those_that_survive() -> None:
-    listed = {row[0] for row in table(read("docs/simulator.md"), "broken", "why no seed notices")}
+    listed = {
+        row[0] for row in table(read("docs/evidence/simulator.md"), "broken", "why no seed notices")
+    }
     assert listed == {mutation.name for mutation in mutations.MUTATIONS if mutation.survives}
 
 

@@ -1,4 +1,4 @@
-// Rules of a group on its lane that no single class shows, one rule per test: docs/simulator.md lists them all. Each drives the data
+// Rules of a group on its lane that no single class shows, one rule per test: docs/evidence/simulator.md lists them all. Each drives the data
 // plane of one rank with frames, links and time of the test's own, so that it holds however the plane is divided into classes.
 #include <gtest/gtest.h>
 #include <sys/epoll.h>

@@ -1,4 +1,4 @@
-// pycomm_agree: runs seeds of the simulation of agreement, or replays one: docs/agreement.md.
+// pycomm_agree: runs seeds of the simulation of agreement, or replays one: docs/evidence/agreement.md.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

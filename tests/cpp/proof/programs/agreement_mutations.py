@@ -1,10 +1,10 @@
 """Break the agreement of survivors on purpose, one rule at a time; count the seeds that notice.
 
 Each mutation is compiled in a copy of csrc and run over seeds of pycomm_agree, until one notices it
-or all have run. docs/agreement.md has the promises. A mutation that no seed notices is a hole in
-the simulation, or a line that does nothing: its entry says which, or the program fails. It also
-fails, before it builds anything, if the text of a mutation no longer stands exactly once in its
-file.
+or all have run. docs/evidence/agreement.md has the promises. A mutation that no seed notices is a
+hole in the simulation, or a line that does nothing: its entry says which, or the program fails. It
+also fails, before it builds anything, if the text of a mutation no longer stands exactly once in
+its file.
 
     python tests/cpp/proof/programs/agreement_mutations.py --check
     python tests/cpp/proof/programs/agreement_mutations.py [--seeds 20000] [--only NAME ...]

@@ -1,8 +1,8 @@
 """Break a rule of the engine's lane, or a part of the simulator's digest; a named test must fail.
 
 The simulator runs few of these rules, and its seeds notice few of them: mutations.py has those that
-they notice. docs/simulator.md has the rules, by the numbers here. See mutated_tests.py for what is
-expected of each.
+they notice. docs/evidence/simulator.md has the rules, by the numbers here. See mutated_tests.py for
+what is expected of each.
 
     python tests/cpp/proof/programs/core_mutations.py --check
     python tests/cpp/proof/programs/core_mutations.py [--work FOLDER] [--only NAME …]
