@@ -196,6 +196,20 @@ void Oracle::endsWell(int p, uint64_t view) {
   }
 }
 
+void Oracle::leaves(int p, int64_t now_us, int64_t step, Round round) {
+  leaves_.insert_or_assign(p, Leaves{now_us, step});
+  if (round != Round::Step) {
+    violation("L1: " + name(p) + " leaves with a round that is no step");
+  }
+}
+
+void Oracle::enters(int p, uint64_t view, int64_t step, Round round, size_t position) {
+  const auto [first, is_first] = rounds_.try_emplace({view, step}, round, position);
+  if (!is_first && first->second != std::pair(round, position)) {
+    violation("R1: " + name(p) + " makes another round than the other members of its epoch");
+  }
+}
+
 void Oracle::finishes(int p, uint64_t view, int64_t step) {
   finished_[{view, step}].insert(p);
 }
