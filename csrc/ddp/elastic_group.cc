@@ -164,8 +164,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (const auto wish =
-          error == nullptr ? driver_->finished(present_.number, round) : std::nullopt) {
+  if (const auto wish = error == nullptr ? driver_->finished(present_.number, round) : std::nullopt) {
     AgreementDriver::Wish agreed;
     const auto failure = commitRound(*wish, agreed);
     if (!failure && driver_->committed(present_.number, agreed)) {

@@ -299,11 +299,6 @@ void AgreementDriver::refuseInChild() const {
   }
 }
 
-template <typename Ready>
-bool AgreementDriver::waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {
-  return changed_.wait_until(lock, deadline.instant(), ready);
-}
-
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);

@@ -116,7 +116,8 @@ class Oracle {
   std::map<uint64_t, std::map<uint64_t, Vote>> votes_; ///< by view and ballot
   std::map<uint64_t, uint64_t> next_of_; ///< by view: the view that was installed after it
   std::map<std::pair<uint64_t, int64_t>, std::set<int>> finished_; ///< by view and step
-  std::map<std::pair<uint64_t, int64_t>, std::pair<Round, size_t>> rounds_; ///< by view and step: which one, of the first that entered
+  std::map<std::pair<uint64_t, int64_t>, std::pair<Round, size_t>>
+      rounds_; ///< by view and step: which one, of the first that entered
   std::map<int64_t, uint64_t> chains_; ///< by step: the digest of all parameters after it
   std::map<int64_t, uint64_t> committed_in_; ///< by step: the first epoch in which it was committed
   std::map<int, int64_t> committed_; ///< by process

@@ -125,7 +125,11 @@ void drawMoments(Plan& plan) {
       fault.moment = static_cast<Moment>(dice.within(1, kMoments - 1));
       const bool of_joining = fault.moment == Moment::Loads || fault.moment == Moment::EntersAdmission ||
           fault.moment == Moment::AdmissionEnds;
-      fault.after_events = dice.within(1, fault.moment == Moment::Loads ? 2 : of_joining ? of_a_step : of_a_step * plan.steps);
+      fault.after_events = dice.within(
+          1,
+          fault.moment == Moment::Loads ? 2
+              : of_joining              ? of_a_step
+                                        : of_a_step * plan.steps);
     }
   }
   // A newcomer holds a state and is passed over, since a message of it is late. Then a member dies about the next commit.
@@ -159,10 +163,12 @@ void drawProgram(Plan& plan) {
     plan.faults.push_back(newcomer);
     if (dice.chance(60)) {
       Fault other;
-      static constexpr Fault::Kind kKinds[] = {Fault::Kind::Kill, Fault::Kind::Kill, Fault::Kind::Leave, Fault::Kind::Newcomer};
+      static constexpr Fault::Kind kKinds[] = {
+          Fault::Kind::Kill, Fault::Kind::Kill, Fault::Kind::Leave, Fault::Kind::Newcomer};
       other.kind = dice.pick(kKinds);
       other.process = static_cast<int>(dice.below(plan.processes));
-      static constexpr Moment kJoining[] = {Moment::EntersAdmission, Moment::AdmissionEnds, Moment::Loads, Moment::CommitEnds};
+      static constexpr Moment kJoining[] = {
+          Moment::EntersAdmission, Moment::AdmissionEnds, Moment::Loads, Moment::CommitEnds};
       other.moment = dice.pick(kJoining);
       other.after_events = dice.within(1, plan.processes * (other.moment == Moment::CommitEnds ? plan.steps : 1));
       other.at_us = 6 * plan.compute_us;
@@ -223,10 +229,10 @@ std::string Plan::text() const {
   for (const Round round : program) {
     out += round == Round::Step ? "S" : "m";
   }
-  out += " of " + std::to_string(buckets) + " buckets per step, min_ranks " +
-      std::to_string(min_ranks) + (accept_split_brain ? ", accepts split brain" : "") +
-      (certifies ? "" : ", no certificates") + (fifo ? "" : ", not in order") + (lossy ? ", cuts lose" : "") +
-      ", delay " + std::to_string(delay_us) + " us, compute " + std::to_string(compute_us) + " us\n";
+  out += " of " + std::to_string(buckets) + " buckets per step, min_ranks " + std::to_string(min_ranks) +
+      (accept_split_brain ? ", accepts split brain" : "") + (certifies ? "" : ", no certificates") +
+      (fifo ? "" : ", not in order") + (lossy ? ", cuts lose" : "") + ", delay " + std::to_string(delay_us) +
+      " us, compute " + std::to_string(compute_us) + " us\n";
   for (const Fault& fault : faults) {
     out += std::string("  ") + nameOf(fault.kind) + " process " + std::to_string(fault.process);
     if (fault.kind == Fault::Kind::Cut || fault.kind == Fault::Kind::Reset || fault.kind == Fault::Kind::FalseEnd) {

@@ -530,8 +530,7 @@ void World::handleOf(Process& process, const Event& event) {
       if (current && is_next && mayEnd(event)) {
         oracle_.endsWell(event.p, event.n);
         using Committed = StepLedger::Committed;
-        const Committed committed =
-            process.ledger.commit(agreement.view().epoch, ops_[{process.view, event.m}].all);
+        const Committed committed = process.ledger.commit(agreement.view().epoch, ops_[{process.view, event.m}].all);
         if (committed == Committed::TooLate) {
           return;
         }
@@ -544,7 +543,8 @@ void World::handleOf(Process& process, const Event& event) {
         oracle_.reason(process.view);
         const bool admits = committed == Committed::Admits;
         if (admits && !atForward(process)) {
-          oracle_.violation("J3: process " + std::to_string(event.p) + " stops for newcomers where none gets the state");
+          oracle_.violation(
+              "J3: process " + std::to_string(event.p) + " stops for newcomers where none gets the state");
         }
         after(jitter(plan_.delay_us / 4), Event::Kind::Boundary, event.p, -1, event.n, admits ? 1 : 0);
       }
@@ -653,7 +653,8 @@ void World::goOn(int p) {
   if (atForward(process)) {
     after(jitter(plan_.delay_us), Event::Kind::Forward, p, -1, process.view, next);
   } else {
-    after(jitter(process.ahead ? plan_.compute_us : plan_.compute_us / 4), Event::Kind::Begin, p, -1, process.view, next);
+    after(
+        jitter(process.ahead ? plan_.compute_us : plan_.compute_us / 4), Event::Kind::Begin, p, -1, process.view, next);
   }
 }
 

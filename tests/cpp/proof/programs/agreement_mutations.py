@@ -334,8 +334,8 @@ MUTATIONS = [
         "S2",
         "what had finished in the old epoch counts in the new one",
         "step_ledger.cc",
-        "  state_.finished = false; // what had ended in the old epoch is the sum of other members\n",
-        "",
+        "  state_.finished = false; // what had ended",
+        "  // what had ended",
     ),
     Mutation(
         "S2",
