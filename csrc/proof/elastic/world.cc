@@ -511,7 +511,7 @@ void World::handleOf(Process& process, const Event& event) {
         return;
       }
       oracle_.finishes(event.p, event.n, event.m);
-      oracle_.enters(event.p, event.n, event.m, process.round, process.position);
+      oracle_.wishes(event.n, event.m, *wish);
       if (wish->leaves) {
         oracle_.leaves(event.p, now_us_, event.m, process.round);
       }
@@ -542,9 +542,8 @@ void World::handleOf(Process& process, const Event& event) {
         process.over = true;
         oracle_.reason(process.view);
         const bool admits = committed == Committed::Admits;
-        if (admits && !atForward(process)) {
-          oracle_.violation(
-              "J3: process " + std::to_string(event.p) + " stops for newcomers where none gets the state");
+        if (admits) {
+          oracle_.stops(event.p, event.n, event.m, atForward(process));
         }
         after(jitter(plan_.delay_us / 4), Event::Kind::Boundary, event.p, -1, event.n, admits ? 1 : 0);
       }
@@ -699,7 +698,7 @@ void World::launchAll(int p, Round round) {
   const int64_t step = process.ledger.state().committed + 1;
   process.round = round;
   process.results.assign(bucketsOf(round), 0);
-  oracle_.begins(p, process.agreement->view());
+  oracle_.begins(p, process.agreement->view(), step, round, process.position);
   process.ledger.launch();
   if (round == Round::Admission) {
     ++report_.admissions;
