@@ -1,5 +1,8 @@
 #include "base/abort_token.h"
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 namespace pycomm {
@@ -22,6 +25,14 @@ ErrorRecord AbortToken::reason() const {
 void AbortToken::throwIfAborted() const {
   if (aborted()) {
     throw Error(reason());
+  }
+}
+
+void pauseFor(int64_t pause_ms, Deadline deadline, const AbortToken& abort) {
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(pause_ms).instant()));
+  while (!end.expired()) {
+    abort.throwIfAborted();
+    std::this_thread::sleep_for(std::chrono::milliseconds(end.remainingMs(kAbortSliceMs)));
   }
 }
 

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 
+#include "base/deadline.h"
 #include "base/error.h"
 
 namespace pycomm {
@@ -32,5 +34,11 @@ class AbortToken {
   mutable std::mutex mutex_; ///< guards reason_; held only to copy it
   ErrorRecord reason_;
 };
+
+/// How long a wait goes on at the most before it looks at its token again.
+inline constexpr int kAbortSliceMs = 50;
+
+/// Sleeps so long, or until the deadline. Throws as throwIfAborted().
+void pauseFor(int64_t pause_ms, Deadline deadline, const AbortToken& abort);
 
 } // namespace pycomm

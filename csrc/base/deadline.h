@@ -27,6 +27,11 @@ struct Clock {
   static inline thread_local const TimePoint* simulated_ = nullptr;
 };
 
+/// A bound on one sleep that an event ends, so that a lost wake-up (a bug) shows as a delay and not as a hang.
+inline constexpr int kLongestSleepMs = 1000;
+/// For one try to reach a process: long enough for a lost packet to be sent again.
+inline constexpr int kOneTryMs = 3000;
+
 /// One absolute instant by which something must have ended. A duration becomes a Deadline once, when the operation
 /// begins. Nested calls pass it on, so that several waits never add up to more than the whole.
 class Deadline {

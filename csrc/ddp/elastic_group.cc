@@ -136,7 +136,6 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
     return false;
   }
   backend_->takeOver(epoch.met);
-  admission_is_due_ = false;
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
   present_ = epoch;
   entitle();
@@ -165,13 +164,10 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (const auto wish =
-          error == nullptr ? driver_->finished(present_.number, /*may_leave=*/round == Round::Step) : std::nullopt) {
+  if (const auto wish = error == nullptr ? driver_->finished(present_.number, round) : std::nullopt) {
     AgreementDriver::Wish agreed;
     const auto failure = commitRound(*wish, agreed);
-    const bool admits = round == Round::Admission && agreed.admits;
-    if (!failure && driver_->committed(present_.number, agreed.leaves, admits)) {
-      admission_is_due_ = agreed.admits && !admits;
+    if (!failure && driver_->committed(present_.number, agreed)) {
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
@@ -182,7 +178,6 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   for (;;) {
     beforeWait();
     if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs))) {
-      admission_is_due_ = false; // others may not have heard of it, and are asked again
       if (verdict->counts) {
         return Outcome::CommitLast;
       }

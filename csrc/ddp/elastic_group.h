@@ -47,7 +47,7 @@ class ElasticGroup final : public StepAgreement {
     return present_.meeting_ns;
   }
   [[nodiscard]] bool admissionIsDue() const override {
-    return admission_is_due_;
+    return driver_->admissionIsDue();
   }
   void leave() override {
     driver_->leave();
@@ -97,7 +97,6 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
-  bool admission_is_due_ = false;
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
 };
 

@@ -4,6 +4,8 @@
 #include <exception>
 #include <vector>
 
+#include "elastic/step_ledger.h"
+
 namespace pycomm {
 
 /// What a reducer asks of its group if steps survive deaths. One object per wrapper.
@@ -16,12 +18,7 @@ class StepAgreement {
  public:
   virtual ~StepAgreement() = default;
 
-  /// What ends.
-  enum class Round {
-    Step, ///< ranks leave with it
-    BetweenSteps, ///< a mean, say: nobody leaves or joins with it
-    Admission, ///< nothing but a place in the program at which the members stop for processes that join
-  };
+  using Round = elastic::Round;
   enum class Outcome {
     Commit, ///< all members have finished the step, with the same bits: it counts
     CommitLast, ///< the same, and it is the last one of these members: begin() waits for the next ones, and returns true

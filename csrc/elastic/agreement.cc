@@ -250,10 +250,9 @@ bool Agreement::isLowest() const {
   });
 }
 
-Agreement::Wish Agreement::wish() const noexcept {
-  const bool admits = std::any_of(
+bool Agreement::admits() const noexcept {
+  return std::any_of(
       newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return mayAdmit(newcomer.second); });
-  return {leaving_, admits};
 }
 
 std::vector<Incarnation> Agreement::loading() const {
@@ -350,7 +349,7 @@ void Agreement::boundary(TimePoint now, bool admits) {
   awake(now);
   if (phase_ == Phase::Working) {
     phase_ = Phase::Pausing;
-    pause_until_ = now + (admits && wish().admits ? milliseconds(config_.join_pause_ms) : milliseconds(0));
+    pause_until_ = now + (admits && this->admits() ? milliseconds(config_.join_pause_ms) : milliseconds(0));
     if (!isLowest()) {
       pause_until_ += window(); // which knows who loads
     }
@@ -527,7 +526,7 @@ void Agreement::beginIfChangeIsReady(TimePoint now) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
   // Too few for a step: they wait for nothing but newcomers.
-  if (phase_ == Phase::Working && tooFew() && !step_.launched && !waits && wish().admits && isLowest()) {
+  if (phase_ == Phase::Working && tooFew() && !step_.launched && !waits && admits() && isLowest()) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
 }

@@ -89,7 +89,7 @@ class Agreement {
   void step(const StepState& state);
   /// Nothing of the epoch ends well here any more.
   void sealed(TimePoint now);
-  /// The commit round that has ended says that somebody leaves or joins: see wish(). Without `admits` newcomers are not waited for.
+  /// The commit round that has ended says that somebody leaves or joins: see StepLedger::commit(). Without `admits` newcomers are not waited for.
   void boundary(TimePoint now, bool admits = true);
   /// This process has finished its last step, or committed it, and leaves with that: it is not in the next view. If that sums the step again,
   /// it is, and leaves with that.
@@ -115,12 +115,8 @@ class Agreement {
   [[nodiscard]] bool mayBegin() const noexcept {
     return phase_ == Phase::Working && view_.members.size() >= config_.min_ranks;
   }
-  /// What this process adds to a commit round. All stop at boundary() if any member leaves; if all admit, then or at a later round.
-  struct Wish {
-    bool leaves = false;
-    bool admits = false; ///< some newcomer can be reached from here
-  };
-  [[nodiscard]] Wish wish() const noexcept;
+  /// Whether some newcomer can be reached from here. If all members say so in a commit round, they stop for it at a later one.
+  [[nodiscard]] bool admits() const noexcept;
   /// Newcomers that load the members' state while those wait in boundary().
   [[nodiscard]] std::vector<Incarnation> loading() const;
 

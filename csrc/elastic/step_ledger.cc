@@ -1,49 +1,63 @@
 #include "elastic/step_ledger.h"
 
-#include <algorithm>
-
 namespace pycomm::elastic {
 
-void StepLedger::launch(int buckets) {
-  finished_.assign(static_cast<size_t>(std::max(buckets, 0)), false);
+void StepLedger::launch() noexcept {
   state_.launched = true;
-  state_.finished = finished_.empty() && !sealed_;
+  state_.finished = false;
 }
 
-void StepLedger::finish(uint64_t epoch, int bucket) {
+std::optional<Wish> StepLedger::finish(uint64_t epoch, Round round) noexcept {
   const bool counts = !sealed_ && epoch == epoch_ && state_.launched;
-  if (!counts || bucket < 0 || static_cast<size_t>(bucket) >= finished_.size()) {
-    return;
+  if (!counts) {
+    return std::nullopt;
   }
-  finished_[static_cast<size_t>(bucket)] = true;
-  state_.finished = std::all_of(finished_.begin(), finished_.end(), [](bool ended) { return ended; });
+  state_.finished = true;
+  round_ = round;
+  if (round == Round::Step && leaving_ == Leaving::Asked) {
+    leaving_ = Leaving::Announced;
+  }
+  return Wish{leaving_ == Leaving::Announced, admits_};
 }
 
-bool StepLedger::commit(uint64_t epoch) noexcept {
+StepLedger::Committed StepLedger::commit(uint64_t epoch, const Wish& all) noexcept {
   if (!mayCommit() || epoch != epoch_) {
-    return false;
+    return Committed::TooLate;
   }
   settle();
-  return true;
+  const bool stops = round_ == Round::Admission && all.admits;
+  admission_is_due_ = all.admits && !stops;
+  leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
+  return stops ? Committed::Admits : all.leaves ? Committed::Leaves : Committed::GoesOn;
 }
 
 void StepLedger::settle() noexcept {
   ++state_.committed;
   state_.launched = false;
   state_.finished = false;
-  finished_.clear();
 }
 
 StepLedger::Outcome StepLedger::install(const View& next) noexcept {
   sealed_ = false;
   epoch_ = next.epoch;
+  admission_is_due_ = false; // other members may not have heard of it
   if (next.step == state_.committed + 1) {
     settle();
     return Outcome::Commit;
   }
-  finished_.clear(); // what had ended in the old epoch is the sum of other members
-  state_.finished = false;
+  state_.finished = false; // what had ended in the old epoch is the sum of other members
   return state_.launched ? Outcome::Redo : Outcome::Nothing;
+}
+
+void StepLedger::leave() noexcept {
+  leaving_ = leaving_ == Leaving::No ? Leaving::Asked : leaving_;
+}
+
+void StepLedger::left(const View& next) noexcept {
+  if (state_.launched) {
+    (void)install(next); // the step with which it leaves counts
+  }
+  leaving_ = Leaving::Left;
 }
 
 } // namespace pycomm::elastic

@@ -12,7 +12,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kWaitSliceMs = 50; // longest wait without a check of the abort token
 constexpr int kGentleCloseMs = 20;
 constexpr int kMaxDropTurns = 1024; // 4 MiB, more than a socket holds
 
@@ -50,7 +49,7 @@ void wait(
   }
   if (!moved) {
     pollfd ready{link.fd(), reads ? readEvents(link) : link.roomEvent(), 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller tries again
+    (void)::poll(&ready, 1, deadline.remainingMs(kAbortSliceMs)); // EINTR: the caller tries again
   }
 }
 
@@ -82,7 +81,7 @@ bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
       return false;
     }
     pollfd ready{link.fd(), link.roomEvent(), 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller polls again
+    (void)::poll(&ready, 1, deadline.remainingMs(kAbortSliceMs)); // EINTR: the caller polls again
   }
   return true;
 }

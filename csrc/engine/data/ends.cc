@@ -8,13 +8,12 @@
 
 #include "engine/data/data_plane.h"
 #include "engine/data/matching.h"
+#include "engine/monitor/membership.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {
 
-// How long to wait after a goodbye for the peer to read it.
-constexpr std::chrono::milliseconds kGoodbye(20);
 // How long to wait for room for it, if the peer has yet to read what came before.
 constexpr std::chrono::milliseconds kLastWords(1500);
 // After a failure, how long bulk links stay open at the least.

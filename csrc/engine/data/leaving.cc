@@ -17,7 +17,7 @@ using Presence = PeerRow::Presence;
 using Suspicion = PeerRow::Suspicion;
 
 // How long a link may take that the peer opened before it left.
-constexpr std::chrono::milliseconds kLinkWithin(3000);
+constexpr std::chrono::milliseconds kLinkWithin(kOneTryMs);
 
 void notice(Tables& tables, ErrorRecord record) {
   Action& action = tables.leaving_actions.emplace_back();

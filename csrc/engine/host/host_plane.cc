@@ -15,8 +15,6 @@
 namespace pycomm {
 namespace {
 
-// A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
-constexpr int kLongestParkMs = 1000;
 constexpr int kPollsBeforeYield = 32;
 constexpr size_t kCompactAt = 256;
 
@@ -285,7 +283,7 @@ void HostPlane::sleep(Deadline deadline) noexcept {
   }
   if (!moved && still == blocked && !ending_.load(std::memory_order_seq_cst)) {
     const TimePoint now = Clock::now();
-    TimePoint until = std::min(now + std::chrono::milliseconds(kLongestParkMs), deadline.instant());
+    TimePoint until = std::min(now + std::chrono::milliseconds(kLongestSleepMs), deadline.instant());
     until = std::min(until, reportStuck(now));
     const auto pause = std::chrono::duration_cast<std::chrono::microseconds>(until - now);
     if (pause.count() > 0) {

@@ -13,8 +13,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int kConnectMs = 3000; // how often openControl() looks: long enough for a lost packet to be sent again
-constexpr int kLastLookMs = 300; // and how long it looks at the end
+constexpr int kLastLookMs = 300; // how long openControl() looks at the end
 
 } // namespace
 
@@ -42,7 +41,7 @@ std::unique_ptr<Link> Connector::openControl(
   bool dropped = false;
   SlowWait slow(Clock::now());
   for (;;) {
-    const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
+    const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneTryMs).instant()));
     ErrorRecord trouble;
     trouble.code = ErrorCode::ConnectFailed;
     bool final = deadline.expired();

@@ -8,8 +8,6 @@
 namespace pycomm {
 namespace {
 
-// A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
-constexpr int kLongestPollMs = 1000;
 constexpr int kLooksBeforeAll = 8;
 // After so many sleeps in a row that outlasted a spin, what a driver waits for comes at the pace of a link. To poll for that
 // would only burn a core that somebody may compute on.
@@ -148,7 +146,7 @@ int EventLoop::sleepMs() const noexcept {
   if (!tasks_.empty() || stopping_.load()) {
     return 0;
   }
-  return Deadline::at(tickers_.nextTick()).remainingMs(kLongestPollMs);
+  return Deadline::at(tickers_.nextTick()).remainingMs(kLongestSleepMs);
 }
 
 bool EventLoop::dispatch(int timeout_ms) noexcept {
@@ -169,7 +167,7 @@ void EventLoop::threadMain() noexcept {
     int timeout_ms = 0;
     ownership_.runRound([&] {
       dispatch(0);
-      const TimePoint longest = Clock::now() + std::chrono::milliseconds(kLongestPollMs);
+      const TimePoint longest = Clock::now() + std::chrono::milliseconds(kLongestSleepMs);
       rests_until_.store(std::min(longest, tickers_.nextTick()), std::memory_order_seq_cst);
       timeout_ms = sleepMs();
       if (timeout_ms > 0 && !tickers_.restShared()) {

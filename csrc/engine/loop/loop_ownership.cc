@@ -9,8 +9,6 @@ namespace pycomm {
 namespace {
 
 constexpr std::chrono::milliseconds kGrace{1};
-// A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
-constexpr std::chrono::milliseconds kLongestPark{1000};
 
 } // namespace
 
@@ -79,7 +77,7 @@ void LoopOwnership::park(const std::atomic<bool>& stopping) noexcept {
     if (!long_drive || !driven_.load(std::memory_order_seq_cst)) {
       park_.wait_for(lock, kGrace);
     } else {
-      park_.wait_for(lock, kLongestPark);
+      park_.wait_for(lock, std::chrono::milliseconds(kLongestSleepMs));
     }
   }
   notify_.store(false, std::memory_order_relaxed);

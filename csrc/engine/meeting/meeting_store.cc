@@ -18,21 +18,12 @@
 namespace pycomm {
 namespace {
 
-constexpr int kWayMs = 3000; // for one way to a door: long enough for a lost packet to be sent again
 constexpr int kFirstPauseMs = 5; // while the first member has not called: doubled up to kLastPauseMs
 constexpr int kLastPauseMs = 100;
 constexpr int kAfterRefusalMs = 250;
 constexpr int kRefusals = 3; // in half a second: then the process has ended
-constexpr int kSliceMs = 20;
 constexpr int kLastWordMs = 300; // for an answer when the deadline has passed
 constexpr size_t kMaxListText = 2000;
-
-void pauseFor(int pause_ms, Deadline deadline, const AbortToken& abort) {
-  for (const Deadline end = Deadline::after(pause_ms); !end.expired() && !deadline.expired();) {
-    abort.throwIfAborted();
-    (void)::poll(nullptr, 0, std::min(end.remainingMs(kSliceMs), deadline.remainingMs(kSliceMs)));
-  }
-}
 
 const std::string& wordOf(const std::vector<std::string>& answer, size_t index) {
   if (index >= answer.size()) {
@@ -104,7 +95,7 @@ Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, co
   size_t refused = 0;
   const std::vector<SocketAddress> ways = waysTo(to, from.self.host, from.unix_sockets);
   for (const SocketAddress& way : ways) {
-    const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kWayMs).instant()));
+    const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneTryMs).instant()));
     try {
       PYCOMM_FAULT_POINT("door.knock");
       auto link = greeting(to, way, from);

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "engine/monitor/host_greeting.h"
+#include "transport/net/acceptor.h"
 #include "transport/net/address.h"
 #include "transport/net/unix_peer.h"
 
@@ -20,7 +21,6 @@ namespace pycomm {
 namespace {
 
 constexpr int kBacklog = 1024;
-constexpr std::chrono::milliseconds kPauseWithoutFiles{100};
 
 void tell(const std::string& why) {
   log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);

@@ -15,11 +15,7 @@
 #include "transport/net/unix_peer.h"
 
 namespace pycomm {
-namespace {
-
-constexpr int kAnswerSliceMs = 50; // how often who asks looks at the abort token
-
-} // namespace
+namespace {} // namespace
 
 UniqueFd connectToMate(const std::string& name) {
   return connectToSameUser(name, SOCK_SEQPACKET);
@@ -40,7 +36,7 @@ UniqueFd HostMates::ask(const std::string& name, const MemoryKey& key, Deadline 
   while (!deadline.expired()) {
     abort.throwIfAborted();
     pollfd ready{socket.get(), POLLIN, 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kAnswerSliceMs));
+    (void)::poll(&ready, 1, deadline.remainingMs(kAbortSliceMs));
     Ask reply; // the greeting comes first, and is shorter
     const ssize_t got = takeMessage(socket.get(), &reply, sizeof reply, memory);
     if (got == static_cast<ssize_t>(sizeof(Greeting)) && !std::exchange(asked, true)) {

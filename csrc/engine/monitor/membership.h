@@ -13,9 +13,10 @@
 
 namespace pycomm {
 
-/// After a link breaks, how long the peer's goodbye may take on another link. A rank that leaves says goodbye on its bulk links, and 20
-/// ms later on its control links. Other ranks pass either on.
-inline constexpr std::chrono::milliseconds kGoodbyeWithin(40);
+/// How long a rank that leaves waits for its peers to read its goodbyes on the bulk links. Then it says goodbye on its control links.
+inline constexpr std::chrono::milliseconds kGoodbye(20);
+/// After a link breaks, how long the peer's goodbye may take on another link. Other ranks pass it on.
+inline constexpr std::chrono::milliseconds kGoodbyeWithin = 2 * kGoodbye;
 
 /// Failure detector of one rank: which ranks are alive, and the one cause of a failure. Without I/O and without a clock of its own.
 ///

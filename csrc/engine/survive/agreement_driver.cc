@@ -299,18 +299,13 @@ void AgreementDriver::refuseInChild() const {
   }
 }
 
-template <typename Ready>
-bool AgreementDriver::waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {
-  return changed_.wait_until(lock, deadline.instant(), ready);
-}
-
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!waitFor(lock, deadline, [&] { return error_ || leaving_ == Leaving::Left || mayBegin(); })) {
+  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || mayBegin(); })) {
     return std::nullopt;
   }
-  if (leaving_ == Leaving::Left) {
+  if (ledger_.hasLeft()) {
     throw Error(hasLeftRecord());
   }
   if (error_) {
@@ -320,7 +315,7 @@ std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) 
   if (const auto failure = present_->met.group->failure(); failure && !Agreement::changesMembers(failure->code)) {
     throw Error(*failure); // the agreement's thread reads that soon
   }
-  ledger_.launch(1);
+  ledger_.launch();
   launched_ = ledger_.state().committed + 1;
   return present_;
 }
@@ -337,37 +332,42 @@ void AgreementDriver::refuseUndelivered() const {
   }
 }
 
-std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, bool may_leave) {
+std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, elastic::Round round) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.finished");
   const std::lock_guard<std::mutex> lock(mutex_);
   if (ledger_.mayCommit()) {
     refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
   }
-  ledger_.finish(epoch, 0);
-  if (!ledger_.mayCommit()) {
-    return std::nullopt;
+  const std::optional<Wish> wish = ledger_.finish(epoch, round);
+  if (wish) {
+    undelivered_ = true;
   }
-  undelivered_ = true;
-  leaving_ = may_leave && leaving_ == Leaving::Asked ? Leaving::Announced : leaving_;
-  return Wish{leaving_ == Leaving::Announced, admits_};
+  return wish;
 }
 
-bool AgreementDriver::committed(uint64_t epoch, bool leaves, bool admits) {
+bool AgreementDriver::committed(uint64_t epoch, const Wish& all) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.committed");
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!ledger_.commit(epoch)) {
+  using Committed = elastic::StepLedger::Committed;
+  const Committed committed = ledger_.commit(epoch, all);
+  if (committed == Committed::TooLate) {
     return false;
   }
   undelivered_ = false;
-  if (leaves || admits) {
+  if (committed != Committed::GoesOn) {
     over_ = true; // no step begins before the next view
     stops_ = epoch;
-    inbox_->put(Boundary{epoch, admits});
+    inbox_->put(Boundary{epoch, committed == Committed::Admits});
   }
-  leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
   return true;
+}
+
+bool AgreementDriver::admissionIsDue() const {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ledger_.admissionIsDue();
 }
 
 bool AgreementDriver::isOver(const Epoch& epoch) const {
@@ -398,20 +398,20 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch,
     throw Error(*error_);
   }
   undelivered_ = false;
-  ledger_.launch(1);
+  ledger_.launch();
   return Verdict{false, present_};
 }
 
 void AgreementDriver::leave() {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
-  leaving_ = leaving_ == Leaving::No ? Leaving::Asked : leaving_;
+  ledger_.leave();
 }
 
 bool AgreementDriver::hasLeft() const {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return leaving_ == Leaving::Left;
+  return ledger_.hasLeft();
 }
 
 int64_t AgreementDriver::steps() const {
@@ -462,7 +462,7 @@ void AgreementDriver::catchUp() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state = ledger_.state();
-    leaves = leaving_ == Leaving::Announced || leaving_ == Leaving::Left;
+    leaves = ledger_.leaves();
   }
   agreement_->step(state);
   if (leaves) {
@@ -649,7 +649,7 @@ void AgreementDriver::act() {
   why_.reset();
   showNewcomers();
   const std::lock_guard<std::mutex> lock(mutex_);
-  admits_ = agreement_->wish().admits;
+  ledger_.setAdmits(agreement_->admits());
 }
 
 void AgreementDriver::trace(const std::string& what) const {
@@ -819,10 +819,7 @@ void AgreementDriver::raise(const Agreement::Action& action) {
     case Agreement::Action::Error::Left: {
       error = hasLeftRecord();
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (ledger_.state().launched) {
-        (void)ledger_.install(action.view); // the step with which it leaves counts
-      }
-      leaving_ = Leaving::Left;
+      ledger_.left(action.view);
       break;
     }
     case Agreement::Action::Error::NotAdmitted:
@@ -838,7 +835,7 @@ void AgreementDriver::raise(const Agreement::Action& action) {
 bool AgreementDriver::isNormalEnd(const Agreement::Action& action) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool others_left = view_.cause == ErrorCode::PeerLeft || view_.cause == ErrorCode::Ok;
-  return leaving_ == Leaving::Left ||
+  return ledger_.hasLeft() ||
       (action.error == Agreement::Action::Error::TooFew && others_left && !ledger_.state().launched);
 }
 

@@ -109,13 +109,15 @@ class AgreementDriver final : public Engine::Maker {
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
   /// What a rank adds to the commit round.
-  using Wish = elastic::Agreement::Wish;
+  using Wish = elastic::Wish;
   /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
-  /// called again in the same epoch. `may_leave`: whether a leave() that was called comes with it.
-  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, bool may_leave = true);
-  /// The commit round of this epoch has ended well. False if that comes too late. `leaves`: some member's wish was to leave. `admits`: all
-  /// admit, and rank 0 calls newcomers() next. With either the epoch is over behind this step, and begin() waits for the next one.
-  [[nodiscard]] bool committed(uint64_t epoch, bool leaves, bool admits = false);
+  /// called again in the same epoch.
+  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, elastic::Round round = elastic::Round::Step);
+  /// The commit round of this epoch has ended well, with what it says of all. False if that comes too late. If somebody leaves, or it is an
+  /// Admission and all admit, the epoch is over behind it, and begin() waits for the next one. In the second case rank 0 calls newcomers() next.
+  [[nodiscard]] bool committed(uint64_t epoch, const Wish& all);
+  /// Whether all members make an Admission before their next forward pass, if they are still those of the last round.
+  [[nodiscard]] bool admissionIsDue() const;
   /// After a failure in that epoch.
   struct Verdict {
     bool counts = false; ///< the step is committed
@@ -321,7 +323,9 @@ class AgreementDriver final : public Engine::Maker {
     return !over_ && present_ && view_.members.size() >= config_.min_ranks;
   }
   template <typename Ready>
-  [[nodiscard]] bool waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready);
+  [[nodiscard]] bool waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {
+    return changed_.wait_until(lock, deadline.instant(), ready);
+  }
 
   Reconfigurable& members_;
   Engine& engine_;
@@ -362,14 +366,7 @@ class AgreementDriver final : public Engine::Maker {
   elastic::StepLedger ledger_;
   elastic::View view_;
   bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided
-  enum class Leaving {
-    No,
-    Asked,
-    Announced,
-    Left
-  } leaving_ = Leaving::No; ///< Announced: with the step that this rank has finished
   int leavers_ = 0; ///< so far
-  bool admits_ = false; ///< of Agreement::wish(), after its last event
   std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
   std::optional<ErrorRecord> error_; ///< why nothing more happens here
   std::deque<Job> jobs_;

@@ -222,7 +222,7 @@ void AgreementDriver::loaded(int64_t step) {
     if (!view_.members.empty()) {
       return;
     }
-    ledger_ = elastic::StepLedger(step);
+    ledger_.load(step);
   }
   inbox_->put(Loaded{step});
 }

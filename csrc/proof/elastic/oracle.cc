@@ -196,6 +196,22 @@ void Oracle::endsWell(int p, uint64_t view) {
   }
 }
 
+void Oracle::leaves(int p, int64_t now_us, int64_t step, Round round) {
+  leaves_.insert_or_assign(p, Leaves{now_us, step});
+  if (round != Round::Step) {
+    violation("L1: " + name(p) + " leaves with a round that is no step");
+  }
+}
+
+void Oracle::stops(int p, uint64_t view, int64_t step, bool before_forward) {
+  if (!before_forward) {
+    violation("J3: " + name(p) + " stops for newcomers where nobody gives them the state");
+  }
+  if (!all_admit_[{view, step}]) {
+    violation("J3: " + name(p) + " stops for a newcomer that another member does not reach");
+  }
+}
+
 void Oracle::finishes(int p, uint64_t view, int64_t step) {
   finished_[{view, step}].insert(p);
 }
@@ -245,7 +261,11 @@ void Oracle::redoes(int p, const View& view, int64_t step) {
   }
 }
 
-void Oracle::begins(int p, const View& view) {
+void Oracle::begins(int p, const View& view, int64_t step, Round round, size_t position) {
+  const auto [first, is_first] = rounds_.try_emplace({view.id(), step}, round, position);
+  if (!is_first && first->second != std::pair(round, position) && !unsafe()) {
+    violation("R1: " + name(p) + " makes another round than the other members of its epoch");
+  }
   if (view.members.size() < static_cast<size_t>(plan_.min_ranks)) {
     violation("M2: " + name(p) + " begins a step with fewer members than min_ranks");
   }

@@ -41,9 +41,7 @@ class Oracle {
   /// The same while the view's members agree already: the next view may end because of it, too.
   void lateReason(uint64_t view);
   /// The process is to leave with this step, which it has finished.
-  void leaves(int p, int64_t now_us, int64_t step) {
-    leaves_.insert_or_assign(p, Leaves{now_us, step});
-  }
+  void leaves(int p, int64_t now_us, int64_t step, Round round);
   void cut(int from, int to, int64_t now_us);
   void healed(int from, int to);
   void started(int p, const View& first);
@@ -57,10 +55,18 @@ class Oracle {
   /// An operation of this view has ended well: of a bucket, or the commit round.
   void endsWell(int p, uint64_t view);
   void finishes(int p, uint64_t view, int64_t step);
+  /// A member enters the commit round of that step with this wish.
+  void wishes(uint64_t view, int64_t step, const Wish& wish) {
+    bool& all = all_admit_.try_emplace({view, step}, true).first->second;
+    all = all && wish.admits;
+  }
+  /// Behind that step it waits for newcomers. `before_forward`: its program comes to a forward pass.
+  void stops(int p, uint64_t view, int64_t step, bool before_forward);
   /// `by_round`: the commit round has ended here, of this view.
   void commits(int p, uint64_t view, int64_t step, uint64_t chain, bool by_round, const std::vector<int>& members);
   void redoes(int p, const View& view, int64_t step);
-  void begins(int p, const View& view);
+  /// A round, behind so many rounds of the program.
+  void begins(int p, const View& view, int64_t step, Round round, size_t position);
   /// `connected`: some member of the newest view has been reachable for long enough to answer.
   void raises(int p, Agreement::Action::Error error, const View& view, bool connected);
   void programError(int p, bool changed);
@@ -116,6 +122,8 @@ class Oracle {
   std::map<uint64_t, std::map<uint64_t, Vote>> votes_; ///< by view and ballot
   std::map<uint64_t, uint64_t> next_of_; ///< by view: the view that was installed after it
   std::map<std::pair<uint64_t, int64_t>, std::set<int>> finished_; ///< by view and step
+  std::map<std::pair<uint64_t, int64_t>, std::pair<Round, size_t>> rounds_; ///< by view and step: of the first to begin
+  std::map<std::pair<uint64_t, int64_t>, bool> all_admit_; ///< by view and step
   std::map<int64_t, uint64_t> chains_; ///< by step: the digest of all parameters after it
   std::map<int64_t, uint64_t> committed_in_; ///< by step: the first epoch in which it was committed
   std::map<int, int64_t> committed_; ///< by process

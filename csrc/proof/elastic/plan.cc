@@ -108,6 +108,10 @@ const char* nameOf(Moment moment) {
       return "seal";
     case Moment::Loads:
       return "load";
+    case Moment::EntersAdmission:
+      return "entry into an admission";
+    case Moment::AdmissionEnds:
+      return "end of an admission";
   }
   return "?";
 }
@@ -119,7 +123,13 @@ void drawMoments(Plan& plan) {
   for (Fault& fault : plan.faults) {
     if (fault.after_events > 0 && dice.chance(25)) {
       fault.moment = static_cast<Moment>(dice.within(1, kMoments - 1));
-      fault.after_events = fault.moment == Moment::Loads ? dice.within(1, 2) : dice.within(1, of_a_step * plan.steps);
+      const bool of_joining = fault.moment == Moment::Loads || fault.moment == Moment::EntersAdmission ||
+          fault.moment == Moment::AdmissionEnds;
+      fault.after_events = dice.within(
+          1,
+          fault.moment == Moment::Loads ? 2
+              : of_joining              ? of_a_step
+                                        : of_a_step * plan.steps);
     }
   }
   // A newcomer holds a state and is passed over, since a message of it is late. Then a member dies about the next commit.
@@ -137,6 +147,40 @@ void drawMoments(Plan& plan) {
     kill.after_events = dice.within(1, of_a_step * plan.steps);
     kill.at_us = 6 * plan.compute_us;
     plan.faults.push_back(kill);
+  }
+}
+
+/// Rounds between steps; and trainings that are long enough for somebody to join, of which a member dies or leaves about then. A stream of
+/// its own, too.
+void drawProgram(Plan& plan) {
+  Random dice(Random(plan.seed ^ 0x70726f6772616d).next());
+  if (dice.chance(20)) {
+    plan.steps = static_cast<int>(dice.within(3, 8));
+    plan.compute_us = dice.within(20'000, 300'000);
+    Fault newcomer;
+    newcomer.kind = Fault::Kind::Newcomer;
+    newcomer.at_us = dice.within(0, plan.compute_us);
+    plan.faults.push_back(newcomer);
+    if (dice.chance(60)) {
+      Fault other;
+      static constexpr Fault::Kind kKinds[] = {
+          Fault::Kind::Kill, Fault::Kind::Kill, Fault::Kind::Leave, Fault::Kind::Newcomer};
+      other.kind = dice.pick(kKinds);
+      other.process = static_cast<int>(dice.below(plan.processes));
+      static constexpr Moment kJoining[] = {
+          Moment::EntersAdmission, Moment::AdmissionEnds, Moment::Loads, Moment::CommitEnds};
+      other.moment = dice.pick(kJoining);
+      other.after_events = dice.within(1, plan.processes * (other.moment == Moment::CommitEnds ? plan.steps : 1));
+      other.at_us = 6 * plan.compute_us;
+      plan.faults.push_back(other);
+    }
+  }
+  const uint64_t means = dice.chance(60) ? dice.next() : 0; // behind which steps
+  for (int step = 0; step < plan.steps; ++step) {
+    plan.program.push_back(Round::Step);
+    if ((means >> step & 1U) != 0) {
+      plan.program.push_back(Round::BetweenSteps);
+    }
   }
 }
 
@@ -172,6 +216,7 @@ Plan drawPlan(uint64_t seed) {
     plan.faults.push_back(drawFault(plan, dice));
   }
   drawMoments(plan);
+  drawProgram(plan);
   return plan;
 }
 
@@ -180,10 +225,14 @@ std::string Plan::text() const {
   for (const int host : hosts) {
     out += " " + std::to_string(host);
   }
-  out += ", " + std::to_string(steps) + " steps of " + std::to_string(buckets) + " buckets, min_ranks " +
-      std::to_string(min_ranks) + (accept_split_brain ? ", accepts split brain" : "") +
-      (certifies ? "" : ", no certificates") + (fifo ? "" : ", not in order") + (lossy ? ", cuts lose" : "") +
-      ", delay " + std::to_string(delay_us) + " us, compute " + std::to_string(compute_us) + " us\n";
+  out += ", rounds ";
+  for (const Round round : program) {
+    out += round == Round::Step ? "S" : "m";
+  }
+  out += " of " + std::to_string(buckets) + " buckets per step, min_ranks " + std::to_string(min_ranks) +
+      (accept_split_brain ? ", accepts split brain" : "") + (certifies ? "" : ", no certificates") +
+      (fifo ? "" : ", not in order") + (lossy ? ", cuts lose" : "") + ", delay " + std::to_string(delay_us) +
+      " us, compute " + std::to_string(compute_us) + " us\n";
   for (const Fault& fault : faults) {
     out += std::string("  ") + nameOf(fault.kind) + " process " + std::to_string(fault.process);
     if (fault.kind == Fault::Kind::Cut || fault.kind == Fault::Kind::Reset || fault.kind == Fault::Kind::FalseEnd) {

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "elastic/step_ledger.h"
 #include "proof/sim/random.h"
 
 namespace pycomm::elastic::sim {
@@ -15,8 +16,10 @@ enum class Moment : uint8_t {
   CommitEnds, ///< the commit round ends on a process
   Seals, ///< a process has failed all operations of its epoch
   Loads, ///< a newcomer has loaded the members' state
+  EntersAdmission, ///< as EntersCommit, of an Admission
+  AdmissionEnds,
 };
-inline constexpr int kMoments = 5;
+inline constexpr int kMoments = 7;
 
 /// What a seed draws: processes, the network, the faults. All times in microseconds.
 struct Fault {
@@ -50,7 +53,8 @@ struct Plan {
   int processes = 2;
   std::vector<int> hosts; ///< of each process
   int steps = 3;
-  int buckets = 2;
+  std::vector<Round> program; ///< the steps, and what is between them
+  int buckets = 2; ///< of a step
   int min_ranks = 1;
   bool accept_split_brain = false;
   bool certifies = true; ///< processes of a host learn from the kernel that one of them has ended

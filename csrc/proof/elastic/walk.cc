@@ -122,7 +122,7 @@ class Walker {
       state->ticks_left[p] = scope_.ticks;
       Agreement& agreement = state->agreements.emplace_back(config, first, state->now[p]);
       StepLedger& ledger = state->ledgers.emplace_back();
-      ledger.launch(1);
+      ledger.launch();
       agreement.step(ledger.state());
     }
     for (int p = 0; p < scope_.processes; ++p) {
@@ -254,7 +254,7 @@ class Walker {
       const bool first_epoch = agreement.view().epoch == 0 && !state.sealed[p] && step.committed == 0;
       if (first_epoch && !step.finished) {
         go(" finishes the bucket", [&](State& next) {
-          next.ledgers[at].finish(0, 0);
+          (void)next.ledgers[at].finish(0, Round::Step);
           next.agreements[at].step(next.ledgers[at].state());
           check(next, p);
         });
@@ -264,7 +264,7 @@ class Walker {
       }
       if (first_epoch && all_entered && state.ledgers[at].mayCommit()) {
         go(" commits", [&](State& next) {
-          if (next.ledgers[at].commit(0)) {
+          if (next.ledgers[at].commit(0, {}) != StepLedger::Committed::TooLate) {
             commit(next, whole_, p);
             check(next, p);
           }

@@ -6,7 +6,6 @@
 #include <optional>
 #include <queue>
 #include <set>
-#include <tuple>
 
 #include "elastic/agreement.h"
 #include "elastic/step_ledger.h"
@@ -36,11 +35,13 @@ struct Event {
     Message, ///< arrives at p
     Tick,
     Sealed, ///< the planes of epoch `n` have failed all operations
-    Begin, ///< p has computed its gradients
+    Forward, ///< p's program comes to a forward pass
+    Begin, ///< and to a round: p has computed its gradients, or calls mean()
     Launch, ///< p launches bucket `other`
     BucketEnds,
     EnterCommit,
     CommitEnds,
+    Boundary, ///< p's agreement learns that the epoch ends behind the commit round; `m`: it admits
     Linked, ///< p can reach the newcomer `other`
     Loaded, ///< newcomer p has all that `other` holds
     Silence, ///< p looks whether it has heard `other`
@@ -61,12 +62,12 @@ struct Event {
   std::shared_ptr<const Message> message;
 };
 
-Moment momentOf(Event::Kind kind) noexcept {
+Moment momentOf(Event::Kind kind, Round round) noexcept {
   switch (kind) {
     case Event::Kind::EnterCommit:
-      return Moment::EntersCommit;
+      return round == Round::Admission ? Moment::EntersAdmission : Moment::EntersCommit;
     case Event::Kind::CommitEnds:
-      return Moment::CommitEnds;
+      return round == Round::Admission ? Moment::AdmissionEnds : Moment::CommitEnds;
     case Event::Kind::Sealed:
       return Moment::Seals;
     case Event::Kind::Loaded:
@@ -140,23 +141,27 @@ struct Process {
   std::vector<Event> deferred; ///< while it is stopped
   uint64_t view = 0; ///< of its operations
   std::vector<int> members; ///< processes
+  size_t position = 0; ///< in the program: how many of its rounds are committed
+  Round round = Round::Step; ///< that it makes, or made last
+  bool admitting = false; ///< an Admission was due when its forward pass began, and it waits to begin that
+  bool ahead = false; ///< the forward pass of its next step is under way: it gives no newcomer its state before that
+  bool over = false; ///< no round begins before the next view
   bool agreeing = false;
   bool sealed = false;
   Us agreeing_since = 0;
   Us stopped_since = 0;
   Us installed_us = 0; ///< its view
-  uint64_t chain = 0; ///< a digest of its parameters
-  std::vector<uint64_t> results; ///< of the step's buckets
+  uint64_t chain = 0; ///< a digest of its parameters, and of the kinds of its rounds
+  std::vector<uint64_t> results; ///< of the round's buckets
   Us tick_at = kNever;
   int actions_left = -1; ///< then it is killed
 };
 
-/// The operations of one step of one epoch.
-struct StepOps {
+/// The operations of one round of one epoch.
+struct RoundOps {
   std::vector<std::set<int>> launched; ///< by bucket
   std::set<int> entered;
-  bool leaves = false;
-  bool admits = true;
+  Wish all{.leaves = false, .admits = true};
 };
 
 class World {
@@ -237,9 +242,20 @@ class World {
   void transmit(int from, int to, const std::shared_ptr<const Message>& message);
   void installs(int p, const View& view);
   void commits(int p, uint64_t view, const std::vector<int>& members, bool by_round);
-  void nextStep(int p);
-  void launchAll(int p);
-  void takeTransfers(int p);
+  void catchUp(Process& process);
+  void goOn(int p);
+  void forward(int p);
+  void goAhead(int p);
+  void launchAll(int p, Round round);
+  [[nodiscard]] Us give(int p);
+  [[nodiscard]] size_t bucketsOf(Round round) const;
+  [[nodiscard]] bool mayBegin(const Process& process) const {
+    return !process.over && process.agreement->mayBegin();
+  }
+  /// Whether the program comes to a forward pass next.
+  [[nodiscard]] bool atForward(const Process& process) const {
+    return process.position < plan_.program.size() && plan_.program[process.position] == Round::Step && !process.ahead;
+  }
   void kill(int p, bool closed);
   void strike(size_t index);
   void ends(size_t index);
@@ -269,13 +285,12 @@ class World {
   std::vector<Event> pending_;
   std::priority_queue<Event, std::vector<Event>, Later> queue_;
   std::vector<Process> processes_;
-  std::map<std::pair<uint64_t, int64_t>, StepOps> ops_;
+  std::map<std::pair<uint64_t, int64_t>, RoundOps> ops_; ///< by view and step
   int cut_[kMostProcesses][kMostProcesses];
   Us silent_since_[kMostProcesses][kMostProcesses]; ///< by listener and speaker
   Us last_arrival_[kMostProcesses][kMostProcesses];
   Us pair_delay_[kMostProcesses][kMostProcesses];
   std::map<std::pair<int, int>, std::vector<std::shared_ptr<const Message>>> held_;
-  std::set<std::tuple<int, int, uint64_t>> transfers_; ///< to a newcomer, from a member, in a view
   std::vector<bool> struck_;
   std::vector<size_t> by_count_; ///< faults that strike after a number of events
   int64_t moments_[kMoments] = {}; ///< how many events there were of each
@@ -308,7 +323,7 @@ void World::start() {
     }
     oracle_.started(p, first);
     act(p);
-    nextStep(p);
+    goOn(p);
   }
   struck_.assign(plan_.faults.size(), false);
   for (size_t i = 0; i < plan_.faults.size(); ++i) {
@@ -368,9 +383,11 @@ Report World::run() {
       oracle_.violation("M8: the run does not end");
       break;
     }
+    const bool of_process = event.p >= 0 && event.p < static_cast<int>(processes_.size());
+    const Round round = of_process ? of(event.p).round : Round::Step;
     handle(event);
     moments_[static_cast<size_t>(Moment::Any)] = report_.events;
-    if (const Moment moment = momentOf(event.kind); moment != Moment::Any) {
+    if (const Moment moment = momentOf(event.kind, round); moment != Moment::Any) {
       ++moments_[static_cast<size_t>(moment)];
     }
     for (const size_t i : by_count_) {
@@ -424,6 +441,9 @@ void World::handle(const Event& event) {
 void World::handleOf(Process& process, const Event& event) {
   Agreement& agreement = *process.agreement;
   const bool current = event.n == process.view && !process.sealed;
+  const bool in_epoch = event.n == process.view && !process.agreeing && !process.raised && !process.ledger.hasLeft();
+  const bool is_next = event.m == process.ledger.state().committed + 1;
+  catchUp(process);
   switch (event.kind) {
     case Event::Kind::Message:
       ++report_.messages;
@@ -442,24 +462,26 @@ void World::handleOf(Process& process, const Event& event) {
     case Event::Kind::Sealed:
       if (event.n == process.view && process.agreeing) {
         process.sealed = true;
-        agreement.step(process.ledger.seal());
+        (void)process.ledger.seal();
         agreement.sealed(now());
       }
       return;
+    case Event::Kind::Forward:
+      if (in_epoch && is_next) {
+        forward(event.p);
+      }
+      return;
     case Event::Kind::Begin:
-      if (event.n == process.view && !process.agreeing && !process.raised &&
-          event.m == process.ledger.state().committed + 1) {
-        if (agreement.mayBegin()) {
-          launchAll(event.p);
-        }
+      if (in_epoch && is_next && mayBegin(process)) { // else it waits for the next view
+        launchAll(event.p, plan_.program[process.position]);
       }
       return;
     case Event::Kind::Launch: {
       if (!current) {
         return;
       }
-      StepOps& ops = ops_[{process.view, event.m}];
-      ops.launched.resize(static_cast<size_t>(plan_.buckets));
+      RoundOps& ops = ops_[{process.view, event.m}];
+      ops.launched.resize(bucketsOf(process.round));
       std::set<int>& launched = ops.launched[static_cast<size_t>(event.other)];
       launched.insert(event.p);
       if (launched.size() == process.members.size()) {
@@ -470,36 +492,33 @@ void World::handleOf(Process& process, const Event& event) {
       return;
     }
     case Event::Kind::BucketEnds:
-      if (current && event.m == process.ledger.state().committed + 1 && mayEnd(event)) {
+      if (current && is_next && mayEnd(event)) {
         oracle_.endsWell(event.p, event.n);
         uint64_t sum = mix(static_cast<uint64_t>(event.m), static_cast<uint64_t>(event.other));
         for (const int member : process.members) {
           sum = mix(sum, static_cast<uint64_t>(member));
         }
         process.results[static_cast<size_t>(event.other)] = sum;
-        process.ledger.finish(agreement.view().epoch, event.other);
         if (std::count(process.results.begin(), process.results.end(), 0U) == 0) {
-          oracle_.finishes(event.p, event.n, event.m);
-        }
-        agreement.step(process.ledger.state());
-        if (process.ledger.mayCommit()) {
           after(jitter(plan_.delay_us / 4), Event::Kind::EnterCommit, event.p, -1, event.n, event.m);
         }
       }
       return;
     case Event::Kind::EnterCommit: {
-      if (!current || !process.ledger.mayCommit() || event.m != process.ledger.state().committed + 1) {
+      const std::optional<Wish> wish =
+          current && is_next ? process.ledger.finish(agreement.view().epoch, process.round) : std::nullopt;
+      if (!wish) {
         return;
       }
-      StepOps& ops = ops_[{process.view, event.m}];
-      if (process.leave_asked) {
-        oracle_.leaves(event.p, now_us_, event.m);
-        agreement.leave();
+      oracle_.finishes(event.p, event.n, event.m);
+      oracle_.wishes(event.n, event.m, *wish);
+      if (wish->leaves) {
+        oracle_.leaves(event.p, now_us_, event.m, process.round);
       }
-      const Agreement::Wish wish = agreement.wish();
+      RoundOps& ops = ops_[{process.view, event.m}];
       ops.entered.insert(event.p);
-      ops.leaves = ops.leaves || wish.leaves;
-      ops.admits = ops.admits && wish.admits;
+      ops.all.leaves = ops.all.leaves || wish->leaves;
+      ops.all.admits = ops.all.admits && wish->admits;
       if (ops.entered.size() == process.members.size()) {
         for (const int member : process.members) {
           after(jitter(plan_.delay_us), Event::Kind::CommitEnds, member, -1, event.n, event.m);
@@ -508,17 +527,31 @@ void World::handleOf(Process& process, const Event& event) {
       return;
     }
     case Event::Kind::CommitEnds:
-      if (current && event.m == process.ledger.state().committed + 1 && mayEnd(event)) {
+      if (current && is_next && mayEnd(event)) {
         oracle_.endsWell(event.p, event.n);
-        const StepOps& ops = ops_[{process.view, event.m}];
-        if (process.ledger.commit(agreement.view().epoch)) {
-          commits(event.p, process.view, process.members, true);
-          if (!process.trained && (ops.leaves || ops.admits)) {
-            oracle_.reason(process.view);
-            agreement.boundary(now());
-          }
-          nextStep(event.p);
+        using Committed = StepLedger::Committed;
+        const Committed committed = process.ledger.commit(agreement.view().epoch, ops_[{process.view, event.m}].all);
+        if (committed == Committed::TooLate) {
+          return;
         }
+        commits(event.p, process.view, process.members, true);
+        if (committed == Committed::GoesOn) {
+          goOn(event.p);
+          return;
+        }
+        process.over = true;
+        oracle_.reason(process.view);
+        const bool admits = committed == Committed::Admits;
+        if (admits) {
+          oracle_.stops(event.p, event.n, event.m, atForward(process));
+        }
+        after(jitter(plan_.delay_us / 4), Event::Kind::Boundary, event.p, -1, event.n, admits ? 1 : 0);
+      }
+      return;
+    case Event::Kind::Boundary: // before the program asks who loads: AgreementDriver::newcomers() waits for it
+      if (event.n == process.view) {
+        agreement.boundary(now(), event.m != 0);
+        goOn(event.p);
       }
       return;
     case Event::Kind::Linked:
@@ -527,11 +560,11 @@ void World::handleOf(Process& process, const Event& event) {
       }
       return;
     case Event::Kind::Loaded: {
-      Process& donor = of(event.other);
-      if (process.joining && donor.running && !donor.stopped && donor.ledger.state().committed == event.m &&
-          audible(event.other, event.p)) {
+      const Process& donor = of(event.other);
+      if (process.joining && donor.view == event.n && !donor.agreeing && audible(event.other, event.p)) {
         process.chain = donor.chain;
-        process.ledger = StepLedger(event.m);
+        process.position = donor.position;
+        process.ledger.load(event.m);
         say("process " + std::to_string(event.p) + " has loaded step " + std::to_string(event.m));
         oracle_.loads(event.p, event.m);
         agreement.loaded(event.m, now());
@@ -599,39 +632,97 @@ bool World::mayEnd(const Event& event) {
   return true;
 }
 
-void World::nextStep(int p) {
+/// As AgreementDriver: before each event.
+void World::catchUp(Process& process) {
+  process.agreement->step(process.ledger.state());
+  if (process.ledger.leaves()) {
+    process.agreement->leave();
+  }
+}
+
+/// What the program does next, once a round is committed or a view is there.
+void World::goOn(int p) {
   Process& process = of(p);
-  if (process.ledger.state().committed >= plan_.steps) {
+  if (process.position >= plan_.program.size()) {
     process.trained = true;
     after(jitter(plan_.delay_us * 4), Event::Kind::Closes, p);
     return;
   }
-  after(jitter(plan_.compute_us), Event::Kind::Begin, p, -1, process.view, process.ledger.state().committed + 1);
+  const int64_t next = process.ledger.state().committed + 1;
+  if (atForward(process)) {
+    after(jitter(plan_.delay_us), Event::Kind::Forward, p, -1, process.view, next);
+  } else {
+    after(
+        jitter(process.ahead ? plan_.compute_us : plan_.compute_us / 4), Event::Kind::Begin, p, -1, process.view, next);
+  }
 }
 
-void World::launchAll(int p) {
+/// As Reducer::admitNewcomers(), and what comes behind it.
+void World::forward(int p) {
   Process& process = of(p);
-  process.results.assign(static_cast<size_t>(plan_.buckets), 0);
-  oracle_.begins(p, process.agreement->view());
-  process.ledger.launch(plan_.buckets);
-  process.agreement->step(process.ledger.state());
+  process.admitting = process.admitting || process.ledger.admissionIsDue();
+  if (process.admitting) {
+    if (!mayBegin(process)) {
+      return; // it waits for the next view
+    }
+    process.admitting = false;
+    if (process.ledger.admissionIsDue()) {
+      launchAll(p, Round::Admission);
+      return;
+    }
+  }
+  goAhead(p);
+}
+
+void World::goAhead(int p) {
+  Process& process = of(p);
+  process.ahead = true;
+  const int64_t next = process.ledger.state().committed + 1;
+  after(give(p) + jitter(plan_.compute_us), Event::Kind::Begin, p, -1, process.view, next);
+}
+
+size_t World::bucketsOf(Round round) const {
+  switch (round) {
+    case Round::Step:
+      return static_cast<size_t>(plan_.buckets);
+    case Round::BetweenSteps:
+      return 1;
+    case Round::Admission:
+      return 0;
+  }
+  return 0;
+}
+
+void World::launchAll(int p, Round round) {
+  Process& process = of(p);
+  const int64_t step = process.ledger.state().committed + 1;
+  process.round = round;
+  process.results.assign(bucketsOf(round), 0);
+  oracle_.begins(p, process.agreement->view(), step, round, process.position);
+  process.ledger.launch();
+  if (round == Round::Admission) {
+    ++report_.admissions;
+    after(jitter(plan_.delay_us / 4), Event::Kind::EnterCommit, p, -1, process.view, step);
+  }
   Us delay = 0;
-  for (int bucket = 0; bucket < plan_.buckets; ++bucket) {
+  for (int bucket = 0; bucket < static_cast<int>(bucketsOf(round)); ++bucket) {
     delay += dice_.below(plan_.compute_us / 4 + 2);
-    after(delay, Event::Kind::Launch, p, bucket, process.view, process.ledger.state().committed + 1);
+    after(delay, Event::Kind::Launch, p, bucket, process.view, step);
   }
 }
 
 void World::commits(int p, uint64_t view, const std::vector<int>& members, bool by_round) {
   Process& process = of(p);
   const int64_t step = process.ledger.state().committed;
+  process.chain = mix(process.chain, static_cast<uint64_t>(process.round));
   for (const uint64_t result : process.results) {
     process.chain = mix(process.chain, result);
   }
+  process.position += process.round == Round::Admission ? 0 : 1;
+  process.ahead = process.ahead && process.round != Round::Step;
   say("process " + std::to_string(p) + " commits step " + std::to_string(step) + (by_round ? "" : " by the new view"));
   ++report_.committed;
   oracle_.commits(p, view, step, process.chain, by_round, members);
-  process.agreement->step(process.ledger.state());
 }
 
 void World::installs(int p, const View& view) {
@@ -642,6 +733,7 @@ void World::installs(int p, const View& view) {
       std::to_string(view.members.size()) + " members after step " + std::to_string(view.step) + ", " +
       errorCodeName(view.cause));
   ++report_.agreements;
+  report_.joined += newcomer ? 1 : 0;
   oracle_.installs(p, view, newcomer, process.chain);
   if (process.agreeing) {
     const Us took = now_us_ - process.agreeing_since;
@@ -655,6 +747,7 @@ void World::installs(int p, const View& view) {
   for (const Incarnation& member : view.members) {
     process.members.push_back(Oracle::processOf(member));
   }
+  process.over = false;
   process.agreeing = false;
   process.sealed = false;
   // Connections to those who are not in it end.
@@ -672,21 +765,26 @@ void World::installs(int p, const View& view) {
         }
       }
       commits(p, before, stay, false);
-      nextStep(p);
+      goOn(p);
       break;
     }
     case StepLedger::Outcome::Redo:
       ++report_.redone;
       oracle_.redoes(p, view, process.ledger.state().committed + 1);
-      if (process.agreement->mayBegin()) {
-        launchAll(p);
+      if (!process.agreement->mayBegin()) {
+        break;
+      }
+      if (process.round == Round::Admission) { // all go on without it
+        process.ledger.launch();
+        goAhead(p);
+      } else {
+        launchAll(p, process.round);
       }
       break;
     case StepLedger::Outcome::Nothing:
-      nextStep(p);
+      goOn(p);
       break;
   }
-  process.agreement->step(process.ledger.state());
   // The detector begins anew, and finds members that have been dead or silent again.
   for (const int member : process.members) {
     if (member != p) {
@@ -695,27 +793,19 @@ void World::installs(int p, const View& view) {
   }
 }
 
-void World::takeTransfers(int p) {
-  Process& process = of(p);
-  if (process.raised || process.members.empty() || process.joining) {
-    return;
+/// To newcomers that load now, one after the other: how long that takes. Rank 0 does it, as its forward pass begins.
+Us World::give(int p) {
+  const Process& process = of(p);
+  Us takes = 0;
+  if (process.agreement->view().position(process.self) != 0) {
+    return takes;
   }
-  const std::vector<Incarnation> loading = process.agreement->loading();
-  if (loading.empty()) {
-    return;
-  }
-  for (const int member : process.members) {
-    if (member < p && of(member).running && !of(member).stopped) {
-      return; // the lowest gives
-    }
-  }
-  for (const Incarnation& newcomer : loading) {
+  for (const Incarnation& newcomer : process.agreement->loading()) {
+    takes += jitter(plan_.delay_us * 20);
     const int to = Oracle::processOf(newcomer);
-    if (!transfers_.emplace(to, p, process.view).second) {
-      continue;
-    }
-    at(now_us_ + jitter(plan_.delay_us * 20), Event::Kind::Loaded, to, p, 0, process.ledger.state().committed);
+    after(takes, Event::Kind::Loaded, to, p, process.view, process.ledger.state().committed);
   }
+  return takes;
 }
 
 // ---- actions
@@ -752,6 +842,7 @@ void World::act(int p) {
           break;
         case Agreement::Action::Kind::Seal:
           say("process " + std::to_string(p) + " ends its epoch");
+          process.over = true;
           process.agreeing = true;
           process.agreeing_since = now_us_;
           oracle_.seals(p, process.agreement->view(), now_us_);
@@ -773,11 +864,13 @@ void World::act(int p) {
           if (action.error == Agreement::Action::Error::LeftBehind && keepsMembers(plan_)) {
             oracle_.violation("M9: process " + std::to_string(p) + " is left behind, although all have heard it");
           }
-          if (action.error == Agreement::Action::Error::Left && process.ledger.state().launched) {
-            if (process.ledger.install(action.view) != StepLedger::Outcome::Commit) {
-              oracle_.violation("L1: process " + std::to_string(p) + " leaves in the middle of a step");
-            } else {
+          if (action.error == Agreement::Action::Error::Left) {
+            const StepState before = process.ledger.state();
+            process.ledger.left(action.view);
+            if (process.ledger.state().committed > before.committed) {
               commits(p, process.view, {p}, false);
+            } else if (before.launched) {
+              oracle_.violation("L1: process " + std::to_string(p) + " leaves in the middle of a step");
             }
           }
           process.raised = true;
@@ -788,7 +881,7 @@ void World::act(int p) {
       }
     }
   }
-  takeTransfers(p);
+  process.ledger.setAdmits(process.agreement->admits());
   scheduleTick(p);
 }
 
@@ -1000,6 +1093,7 @@ void World::strike(size_t index) {
     case Fault::Kind::Leave:
       if (process.running && process.agreement) {
         process.leave_asked = true;
+        process.ledger.leave();
       }
       return;
     case Fault::Kind::Newcomer:

@@ -24,7 +24,6 @@ constexpr size_t kMaxStrangers = 64; // of all acceptors of this process togethe
 constexpr size_t kFewestStrangers = 4; // of each, however many the others have
 constexpr size_t kMaxBytesOfStranger = 512;
 constexpr milliseconds kPatience{2000};
-constexpr milliseconds kPauseWithoutFiles{100};
 constexpr std::chrono::seconds kBetweenLogLines{10};
 constexpr std::byte kFirstTls{0x16}; // a record of a handshake
 constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic

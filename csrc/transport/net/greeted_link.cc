@@ -22,8 +22,6 @@ namespace {
       "does another program listen there? Check that all ranks run the same build of pycomm");
 }
 
-constexpr int kFirstGreetingPauseMs = 5; // doubled up to kLastGreetingPauseMs
-constexpr int kLastGreetingPauseMs = 250;
 constexpr int kDoublings = 6; // from the first to beyond the last
 
 } // namespace
@@ -180,7 +178,7 @@ void GreetedLink::pause() {
       throw Error(systemError(ErrorCode::SystemError, "no timer (timerfd_create)", errno));
     }
   }
-  const int64_t pause_ms = std::min(kFirstGreetingPauseMs << std::min(drops_++, kDoublings), kLastGreetingPauseMs);
+  const int64_t pause_ms = std::min(kFirstConnectPauseMs << std::min(drops_++, kDoublings), kLastConnectPauseMs);
   itimerspec until{};
   until.it_value.tv_nsec = pause_ms * 1000000;
   // Cannot fail: the descriptor is a timer of ours and the time is in range (man 2 timerfd_settime).

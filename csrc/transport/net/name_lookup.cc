@@ -12,7 +12,6 @@ namespace pycomm {
 namespace {
 
 constexpr std::chrono::seconds kLongestLookup{30}; // three name servers, two tries of 5 s each
-constexpr std::chrono::milliseconds kLookupSlice{50}; // between two looks at the abort token
 
 TimePoint endOfWait(Deadline deadline) {
   const TimePoint now = Clock::now();
@@ -71,7 +70,7 @@ std::vector<SocketAddress> NameLookups::find(const std::string& host, Deadline d
       lookup.given_up = true;
       break;
     }
-    shared_->changed.wait_until(lock, std::min(end, Clock::now() + kLookupSlice));
+    shared_->changed.wait_until(lock, std::min(end, Clock::now() + std::chrono::milliseconds(kAbortSliceMs)));
   }
   lock.unlock();
   log(LogLevel::Warn,

@@ -69,10 +69,6 @@ class SocketConnector {
 
 namespace {
 
-constexpr int kConnectSliceMs = 50; // longest wait without a check of the abort token
-constexpr int kFirstConnectPauseMs = 5; // between attempts, doubled up to kLastConnectPauseMs
-constexpr int kLastConnectPauseMs = 250;
-
 ErrorRecord connectFailed(const SocketAddress& local, const SocketAddress& remote, int error_number) {
   const std::string from = local.empty() ? "" : " from " + local.ip();
   ErrorRecord record = systemError(ErrorCode::ConnectFailed, "no connection to " + remote.text() + from, error_number);
@@ -125,15 +121,7 @@ int attempt(SocketConnector& connector, Deadline deadline, const AbortToken& abo
       return ETIMEDOUT;
     }
     pollfd wait{connector.link->fd(), POLLOUT, 0};
-    (void)::poll(&wait, 1, deadline.remainingMs(kConnectSliceMs));
-  }
-}
-
-void pauseFor(int pause_ms, Deadline deadline, const AbortToken& abort) {
-  const Deadline end = Deadline::after(pause_ms);
-  while (!end.expired() && !deadline.expired()) {
-    abort.throwIfAborted();
-    (void)::poll(nullptr, 0, std::min(end.remainingMs(kConnectSliceMs), deadline.remainingMs(kConnectSliceMs)));
+    (void)::poll(&wait, 1, deadline.remainingMs(kAbortSliceMs));
   }
 }
 

@@ -240,8 +240,6 @@ void leave(Store& store, const RankClaim& claim) noexcept {
 
 namespace {
 
-constexpr int kLongestPauseMs = 100;
-
 class Search {
  public:
   Search(const StoreRound& round, const std::string& prefix, int64_t newest_before)
@@ -312,7 +310,7 @@ class Search {
 Generation findGeneration(const StoreRound& round, const std::string& prefix, int64_t newest_before) {
   SlowWait slow(Clock::now());
   Search search(round, prefix, newest_before);
-  for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLastStorePauseMs)) {
     round.abort.throwIfAborted();
     if (const auto found = search.look()) {
       return *found;

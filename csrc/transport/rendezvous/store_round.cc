@@ -14,9 +14,6 @@ namespace pycomm {
 namespace {
 
 constexpr std::chrono::seconds kStrangersError{2}; // the rounds after the first take less
-constexpr int kFirstRoundPauseMs = 1; // between two polls of the store, doubled up to kLastRoundPauseMs
-constexpr int kLastRoundPauseMs = 100;
-constexpr int kRoundSliceMs = 50; // longest part of a pause without a check of the abort token
 constexpr int kLooksOfRankZero = 256; // single texts polled between two pauses
 constexpr int kLooksOfOthers = 8;
 constexpr size_t kReadByOthers = 1 + 32; // rank 0 and the next ones
@@ -59,7 +56,7 @@ std::vector<std::string> StoreRound::gather(
   const bool had_error = over && store.has(prefix + "error");
   const TimePoint entered = Clock::now();
   SlowWait slow(entered);
-  for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(pause_ms * 2, kLastStorePauseMs)) {
     throwIfFailed();
     if (!members.empty() && Clock::now() - entered > kStrangersError && store.find(prefix + "error")) {
       throw Error(
@@ -89,7 +86,7 @@ std::vector<std::string> StoreRound::gather(
       found = look(key, kLooksOfOthers, std::min(texts.size(), kReadByOthers), next, texts, judge);
     }
     pause_ms =
-        found ? kFirstRoundPauseMs : pause_ms; // ranks that come at the same time are read without pauses of 100 ms
+        found ? kFirstStorePauseMs : pause_ms; // ranks that come at the same time are read without pauses of 100 ms
     const bool complete = std::find(texts.begin(), texts.end(), "") == texts.end();
     if (rank == 0 && complete) {
       giveAll(key, texts);
@@ -102,11 +99,7 @@ std::vector<std::string> StoreRound::gather(
       notices->poll([&](int other) { return isMissing(key, texts, static_cast<size_t>(other)); });
     }
     logSlow(slow, key, texts);
-    const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(pause_ms).instant()));
-    while (!end.expired()) {
-      abort.throwIfAborted();
-      (void)::poll(nullptr, 0, end.remainingMs(kRoundSliceMs));
-    }
+    pauseFor(pause_ms, deadline, abort);
   }
 }
 

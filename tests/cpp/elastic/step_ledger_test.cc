@@ -2,8 +2,17 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
+
 namespace pycomm::elastic {
 namespace {
+
+using Committed = StepLedger::Committed;
+using Outcome = StepLedger::Outcome;
+
+constexpr Wish kNothing{};
+constexpr Wish kLeaves{.leaves = true, .admits = false};
+constexpr Wish kAdmits{.leaves = false, .admits = true};
 
 View viewOf(uint64_t epoch, int64_t step) {
   View view;
@@ -12,70 +21,150 @@ View viewOf(uint64_t epoch, int64_t step) {
   return view;
 }
 
-TEST(StepLedger, AStepIsCommittedOnceAllBucketsHaveFinishedAndTheRoundHasEnded) {
+/// One whole round of epoch 0.
+Committed make(StepLedger& ledger, Round round, const Wish& all) {
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(0, round));
+  return ledger.commit(0, all);
+}
+
+TEST(StepLedger, AStepIsCommittedOnceItHasFinishedAndTheRoundHasEnded) {
   StepLedger ledger;
+  EXPECT_FALSE(ledger.finish(0, Round::Step)); // nothing was launched
   EXPECT_FALSE(ledger.mayCommit());
-  ledger.launch(2);
-  ledger.finish(0, 1);
-  ledger.finish(0, 1); // once
-  EXPECT_FALSE(ledger.mayCommit());
-  EXPECT_FALSE(ledger.commit(0));
-  ledger.finish(0, 0);
+  ledger.launch();
+  EXPECT_EQ(ledger.commit(0, kNothing), Committed::TooLate);
+  EXPECT_TRUE(ledger.finish(0, Round::Step));
   EXPECT_TRUE(ledger.mayCommit());
   EXPECT_EQ(ledger.state(), (StepState{0, true, true}));
-  EXPECT_TRUE(ledger.commit(0));
+  EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn);
   EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
-  EXPECT_FALSE(ledger.commit(0)); // not twice
+  EXPECT_EQ(ledger.commit(0, kNothing), Committed::TooLate); // not twice
 }
 
 TEST(StepLedger, NothingCountsAfterTheSeal) {
   StepLedger ledger;
-  ledger.launch(1);
+  ledger.launch();
   EXPECT_EQ(ledger.seal(), (StepState{0, true, false}));
-  ledger.finish(0, 0);
+  EXPECT_FALSE(ledger.finish(0, Round::Step));
   EXPECT_EQ(ledger.state(), (StepState{0, true, false}));
   StepLedger finished;
-  finished.launch(1);
-  finished.finish(0, 0);
+  finished.launch();
+  EXPECT_TRUE(finished.finish(0, Round::Step));
   EXPECT_EQ(finished.seal(), (StepState{0, true, true}));
-  EXPECT_FALSE(finished.commit(0));
+  EXPECT_EQ(finished.commit(0, kNothing), Committed::TooLate);
 }
 
 TEST(StepLedger, TheNextViewCommitsOrSumsAgain) {
   StepLedger finished;
-  finished.launch(1);
-  finished.finish(0, 0);
+  finished.launch();
+  EXPECT_TRUE(finished.finish(0, Round::Step));
   (void)finished.seal();
-  EXPECT_EQ(finished.install(viewOf(1, 1)), StepLedger::Outcome::Commit);
+  EXPECT_EQ(finished.install(viewOf(1, 1)), Outcome::Commit);
   EXPECT_EQ(finished.state(), (StepState{1, false, false}));
 
   StepLedger again;
-  again.launch(2);
-  again.finish(0, 0);
+  again.launch();
+  EXPECT_TRUE(again.finish(0, Round::Step));
   (void)again.seal();
-  EXPECT_EQ(again.install(viewOf(1, 0)), StepLedger::Outcome::Redo);
-  again.finish(0, 1); // of the old epoch, before and after the buckets are launched again
-  again.launch(2);
-  again.finish(0, 1);
-  again.finish(1, 0);
-  EXPECT_FALSE(again.mayCommit());
-  EXPECT_FALSE(again.commit(0));
-  again.finish(1, 1);
-  EXPECT_TRUE(again.commit(1));
+  EXPECT_EQ(again.install(viewOf(1, 0)), Outcome::Redo);
+  EXPECT_FALSE(again.mayCommit()); // it had finished in the old epoch
+  EXPECT_FALSE(again.finish(0, Round::Step)); // of that, before and after it is launched again
+  again.launch();
+  EXPECT_FALSE(again.finish(0, Round::Step));
+  EXPECT_EQ(again.commit(0, kNothing), Committed::TooLate);
+  EXPECT_TRUE(again.finish(1, Round::Step));
+  EXPECT_EQ(again.commit(1, kNothing), Committed::GoesOn);
 
   StepLedger idle(7);
-  EXPECT_EQ(idle.install(viewOf(3, 7)), StepLedger::Outcome::Nothing);
+  EXPECT_EQ(idle.install(viewOf(3, 7)), Outcome::Nothing);
 }
 
-TEST(StepLedger, BucketsThatDoNotExistAreIgnored) {
+// ---- leaving
+
+TEST(StepLedger, ARankLeavesWithAStepAndNotBetweenSteps) {
   StepLedger ledger;
-  ledger.finish(0, 0);
-  ledger.launch(1);
-  ledger.finish(0, -1);
-  ledger.finish(0, 1);
-  EXPECT_FALSE(ledger.mayCommit());
-  ledger.launch(0); // a step without buckets has finished
-  EXPECT_TRUE(ledger.mayCommit());
+  ledger.leave();
+  for (const Round round : {Round::BetweenSteps, Round::Admission}) {
+    ledger.launch();
+    EXPECT_FALSE(ledger.finish(0, round).value().leaves);
+    EXPECT_FALSE(ledger.leaves());
+    EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn);
+  }
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(0, Round::Step).value().leaves);
+  EXPECT_TRUE(ledger.leaves());
+  EXPECT_FALSE(ledger.hasLeft());
+  EXPECT_EQ(ledger.commit(0, kLeaves), Committed::Leaves);
+  EXPECT_TRUE(ledger.hasLeft());
+}
+
+TEST(StepLedger, WhoLeavesStaysForAStepThatIsSummedAgain) {
+  StepLedger ledger;
+  ledger.leave();
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(0, Round::Step));
+  EXPECT_EQ(ledger.install(viewOf(1, 0)), Outcome::Redo);
+  EXPECT_TRUE(ledger.leaves());
+  EXPECT_FALSE(ledger.hasLeft());
+  ledger.leave(); // changes nothing
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(1, Round::Step).value().leaves);
+}
+
+TEST(StepLedger, TheStepWithWhichARankLeavesCounts) {
+  StepLedger ledger;
+  ledger.leave();
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(0, Round::Step));
+  ledger.left(viewOf(1, 1));
+  EXPECT_TRUE(ledger.hasLeft());
+  EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
+}
+
+// ---- joining
+
+TEST(StepLedger, AnAdmissionIsDueOnceAllMembersAdmit) {
+  StepLedger ledger;
+  ledger.setAdmits(true);
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(0, Round::Step).value().admits);
+  EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn); // another one does not
+  EXPECT_FALSE(ledger.admissionIsDue());
+  EXPECT_EQ(make(ledger, Round::Step, kAdmits), Committed::GoesOn);
+  EXPECT_TRUE(ledger.admissionIsDue());
+}
+
+TEST(StepLedger, MembersStopForNewcomersBehindAnAdmissionOnly) {
+  StepLedger ledger;
+  EXPECT_EQ(make(ledger, Round::Step, kAdmits), Committed::GoesOn);
+  EXPECT_EQ(make(ledger, Round::BetweenSteps, kAdmits), Committed::GoesOn);
+  EXPECT_TRUE(ledger.admissionIsDue()); // still
+  EXPECT_EQ(make(ledger, Round::Admission, kAdmits), Committed::Admits);
+  EXPECT_FALSE(ledger.admissionIsDue());
+}
+
+TEST(StepLedger, AnAdmissionThatNotAllWantAnyMoreStopsNobody) {
+  StepLedger ledger;
+  EXPECT_EQ(make(ledger, Round::Step, kAdmits), Committed::GoesOn);
+  EXPECT_EQ(make(ledger, Round::Admission, kNothing), Committed::GoesOn); // the newcomer has died
+  EXPECT_FALSE(ledger.admissionIsDue());
+}
+
+TEST(StepLedger, NoAdmissionIsDueInTheNextEpoch) {
+  StepLedger ledger;
+  EXPECT_EQ(make(ledger, Round::Step, kAdmits), Committed::GoesOn);
+  EXPECT_EQ(ledger.install(viewOf(1, 1)), Outcome::Nothing);
+  EXPECT_FALSE(ledger.admissionIsDue()); // a member that committed the step by this view does not know of it
+}
+
+TEST(StepLedger, ANewcomerThatIsAskedToLeaveBeforeItHoldsTheStateLeavesWithItsFirstStep) {
+  StepLedger ledger;
+  ledger.leave();
+  ledger.load(7);
+  EXPECT_EQ(ledger.install(viewOf(3, 7)), Outcome::Nothing);
+  ledger.launch();
+  EXPECT_TRUE(ledger.finish(3, Round::Step).value().leaves);
 }
 
 } // namespace

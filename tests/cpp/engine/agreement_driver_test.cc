@@ -88,7 +88,7 @@ TEST(AgreementDriver, DeliversEachStepBeforeTheNextBegins) {
   ASSERT_TRUE(driver->finished(1));
   EXPECT_EQ(codeOf([&] { (void)driver->begin(soon); }), ErrorCode::Aborted);
   EXPECT_EQ(codeOf([&] { (void)driver->finished(1); }), ErrorCode::Aborted);
-  EXPECT_TRUE(driver->committed(1, false));
+  EXPECT_TRUE(driver->committed(1, {}));
   EXPECT_TRUE(driver->begin(soon));
   EXPECT_EQ(driver->steps(), 1);
 }
@@ -203,9 +203,9 @@ class Members {
     return found;
   }
   /// The commit round has ended on all: each commits by itself, or by the next view if another member was so much faster.
-  void commit(uint64_t epoch, bool changes) const {
+  void commit(uint64_t epoch, const AgreementDriver::Wish& all) const {
     for (const auto& driver : drivers) {
-      EXPECT_TRUE(driver->committed(epoch, changes) || driver->verdict(epoch, Deadline::after(10000)).value().counts);
+      EXPECT_TRUE(driver->committed(epoch, all) || driver->verdict(epoch, Deadline::after(10000)).value().counts);
     }
   }
   [[nodiscard]] MemberHandle handle(size_t i) const {
@@ -246,7 +246,7 @@ TEST(AgreementDriver, AMemberLeavesWithItsStepAndTheOthersGoOn) {
     EXPECT_EQ(group.drivers[i]->finished(1).value().leaves, i == 1);
     EXPECT_FALSE(group.drivers[i]->hasLeft());
   }
-  group.commit(1, true);
+  group.commit(1, {.leaves = true, .admits = false});
   EXPECT_TRUE(group.drivers[1]->hasLeft());
   EXPECT_EQ(codeOf([&] { (void)group.drivers[1]->begin(Deadline::after(5000)); }), ErrorCode::ShutDown);
   for (const size_t i : {0U, 2U}) {
@@ -264,7 +264,7 @@ TEST(AgreementDriver, AllMembersMayLeaveAtOnce) {
   group.onAll([&](size_t i) { group.drivers[i]->leave(); });
   (void)group.begin();
   group.onAll([&](size_t i) { EXPECT_TRUE(group.drivers[i]->finished(1).value().leaves); });
-  group.commit(1, true);
+  group.commit(1, {.leaves = true, .admits = false});
   group.onAll([&](size_t i) {
     EXPECT_EQ(codeOf([&] { (void)group.drivers[i]->begin(Deadline::after(5000)); }), ErrorCode::ShutDown);
     EXPECT_EQ(group.drivers[i]->steps(), 1);
@@ -285,7 +285,7 @@ TEST(AgreementDriver, WhoLeavesStaysForAStepThatIsSummedAgain) {
   for (size_t i = 0; i < 3; ++i) {
     EXPECT_EQ(group.drivers[i]->finished(2).value().leaves, i == 1);
   }
-  group.commit(2, true);
+  group.commit(2, {.leaves = true, .admits = false});
   EXPECT_TRUE(group.drivers[1]->hasLeft());
   EXPECT_EQ(group.drivers[2]->begin(Deadline::after(5000)).value().members, (std::vector<int>{0, 2}));
 }
@@ -312,7 +312,7 @@ TEST(AgreementDriver, NobodyLeavesBetweenSteps) {
   const auto first = group.begin();
   group.onAll([&](size_t i) {
     EXPECT_TRUE(group.drivers[i]->finished(1));
-    EXPECT_TRUE(group.drivers[i]->committed(1, false));
+    EXPECT_TRUE(group.drivers[i]->committed(1, {}));
   });
   group.drivers[1]->leave();
   breakConnection(first[0]);
@@ -351,7 +351,7 @@ TEST(AgreementDriver, AStepThatFinishesBeforeTheSealCountsAndNoneBehindIt) {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     EXPECT_FALSE(group.drivers[i]->finished(2)); // too late
-    EXPECT_FALSE(group.drivers[i]->committed(2, false));
+    EXPECT_FALSE(group.drivers[i]->committed(2, {}));
   });
   for (const AgreementDriver::Verdict& verdict : group.verdicts(2)) {
     EXPECT_FALSE(verdict.counts);
@@ -384,7 +384,7 @@ TEST(AgreementDriver, AllOperationsOfAnEpochHaveEndedBeforeTheNextBegins) {
   for (const auto& driver : group.drivers) {
     EXPECT_TRUE(driver->finished(1));
   }
-  group.commit(1, true);
+  group.commit(1, {.leaves = true, .admits = false});
   EXPECT_EQ(group.drivers[0]->begin(Deadline::after(5000)).value().number, 2U);
   EXPECT_TRUE(operation->error());
   armFaultPoints("");

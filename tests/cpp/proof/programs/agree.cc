@@ -75,12 +75,15 @@ int main(int argc, char** argv) {
     const Report report = pycomm::elastic::sim::run(plan, verbose);
     print(plan.text(), report);
     std::printf(
-        "%lld events, %lld messages, %lld views installed, %lld steps committed, %lld redone, %lld raised: %s\n",
+        "%lld events, %lld messages, %lld views installed, %lld rounds committed, %lld redone, %lld admissions, %lld joined, %lld "
+        "raised: %s\n",
         static_cast<long long>(report.events),
         static_cast<long long>(report.messages),
         static_cast<long long>(report.agreements),
         static_cast<long long>(report.committed),
         static_cast<long long>(report.redone),
+        static_cast<long long>(report.admissions),
+        static_cast<long long>(report.joined),
         static_cast<long long>(report.raised),
         report.violations.empty() ? "kept every promise" : "broke a promise");
     return report.violations.empty() ? 0 : 1;
@@ -101,6 +104,8 @@ int main(int argc, char** argv) {
       sum.agreements += report.agreements;
       sum.committed += report.committed;
       sum.redone += report.redone;
+      sum.admissions += report.admissions;
+      sum.joined += report.joined;
       sum.raised += report.raised;
       sum.digest ^= report.digest * (2 * seed + 1);
       if (report.violations.empty()) {
@@ -125,8 +130,8 @@ int main(int argc, char** argv) {
     std::printf("%s: %llu\n", promise.c_str(), static_cast<unsigned long long>(count));
   }
   std::printf(
-      "%llu seeds, %llu violated; %lld events, %lld messages, %lld views installed, %lld steps committed, %lld redone, %lld "
-      "raised; %.1f s\n",
+      "%llu seeds, %llu violated; %lld events, %lld messages, %lld views installed, %lld rounds committed, %lld redone, %lld "
+      "admissions, %lld joined, %lld raised; %.1f s\n",
       static_cast<unsigned long long>(last - first + 1),
       static_cast<unsigned long long>(violated),
       static_cast<long long>(sum.events),
@@ -134,6 +139,8 @@ int main(int argc, char** argv) {
       static_cast<long long>(sum.agreements),
       static_cast<long long>(sum.committed),
       static_cast<long long>(sum.redone),
+      static_cast<long long>(sum.admissions),
+      static_cast<long long>(sum.joined),
       static_cast<long long>(sum.raised),
       seconds);
   std::printf("digest of all runs %016llx\n", static_cast<unsigned long long>(sum.digest));

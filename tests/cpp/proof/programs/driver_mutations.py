@@ -95,7 +95,7 @@ MUTATIONS = [
     # ---- leaving
     _rule(
         "no rank's wish to leave is in the commit round",
-        _DRIVER,
+        "step_ledger.cc",
         "  return Wish{leaving_ == Leaving::Announced, admits_};\n",
         "  return Wish{false, admits_};\n",
         _LEAVES,
@@ -118,15 +118,15 @@ MUTATIONS = [
     ),
     _rule(
         "a rank leaves between two steps",
-        _DRIVER,
-        "    leaves = leaving_ == Leaving::Announced || leaving_ == Leaving::Left;\n",
-        "    leaves = leaving_ != Leaving::No;\n",
+        "step_ledger.h",
+        "    return leaving_ == Leaving::Announced || leaving_ == Leaving::Left;\n",
+        "    return leaving_ != Leaving::No;\n",
         "AgreementDriver.NobodyLeavesBetweenSteps",
     ),
     _rule(
         "the last step of a rank that leaves is lost if its round fails",
-        _DRIVER,
-        "        (void)ledger_.install(action.view); // the step with which it leaves counts\n",
+        "step_ledger.cc",
+        "    (void)install(next); // the step with which it leaves counts\n",
         "",
         _COUNTS,
     ),
