@@ -190,6 +190,7 @@ class Reducer:
         drops_nonfinite_steps: bool,
         weighs: bool,
         may_be_weightless: bool,
+        wrapper_number: int,
         cuda_library: str,
         agreement: StepAgreement | None,
     ) -> None: ...

@@ -217,6 +217,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool drops_nonfinite_steps,
     bool weighs,
     bool may_be_weightless,
+    int64_t wrapper_number,
     std::string cuda_library,
     const std::optional<std::shared_ptr<StepAgreement>>& agreement) {
   TORCH_CHECK_VALUE(
@@ -236,6 +237,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.drops_nonfinite_steps = drops_nonfinite_steps;
   options.weighs = weighs;
   options.may_be_weightless = may_be_weightless;
+  options.wrapper_number = wrapper_number;
   options.cuda_library = std::move(cuda_library);
   options.elastic = agreement.has_value();
   const WithoutGil no_gil; // memory that ranks share takes a while
@@ -350,6 +352,7 @@ void bindReducer(py::module_& m) {
           py::arg("drops_nonfinite_steps"),
           py::arg("weighs"),
           py::arg("may_be_weightless"),
+          py::arg("wrapper_number"),
           py::arg("cuda_library"),
           py::arg("agreement"))
       .def("prepare_for_forward", blocking(&Reducer::prepareForForward))

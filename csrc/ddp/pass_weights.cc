@@ -104,8 +104,8 @@ double PassWeights::weightOf(ForwardMark& mark) const {
   }
   TORCH_CHECK(
       mark.said == nullptr || mark.said->counted_for == 0 || mark.said->counted_for == mark.number,
-      "weight=\"samples\" does not know the weight of this backward pass: model.samples was set between its forward pass and the one before, "
-      "and has counted for that one. Set model.samples before each forward()");
+      "weight=\"samples\" does not know the weight of this backward pass: model.samples is for one pass, and the number that was set for this "
+      "forward pass has counted for another one. Set model.samples before each forward()");
   return mark.said != nullptr ? mark.said->weight : mark.weight;
 }
 
@@ -233,7 +233,7 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
       " and ",
       now,
       "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
-  if (known && entered_->said != nullptr && entered_->said->after == entered_->forward) {
+  if (known && entered_->said != nullptr) {
     entered_->said->counted_for = entered_->forward;
   }
   if (set_ != nullptr && (!known || set_->taken || set_ == entered_->said)) {

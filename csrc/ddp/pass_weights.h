@@ -23,7 +23,7 @@ struct SaidWeight {
   double weight = 0;
   int64_t after = 0; ///< as many forward passes came before it
   bool taken = false; ///< by a forward pass after it
-  int64_t counted_for = 0; ///< the forward pass before it, if a backward pass through that one has counted by it
+  int64_t counted_for = 0; ///< the forward pass through which a backward pass has counted by it; 0: none has
 };
 
 /// How much each rank's gradients count, where ranks do not count alike: by a weight of each pass, such as the number of its samples.

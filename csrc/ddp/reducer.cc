@@ -1,6 +1,7 @@
 #include "ddp/reducer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <utility>
 
@@ -8,6 +9,8 @@
 
 namespace pycomm {
 namespace {
+
+std::atomic<uint64_t> made{0};
 
 std::string textOf(at::ScalarType dtype, at::Device device) {
   return std::string(c10::toString(dtype)) + " on " + device.str();
@@ -41,8 +44,10 @@ Reducer::Reducer(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     c10::intrusive_ptr<c10d::Store> store,
     std::shared_ptr<StepAgreement> agreement)
-    : params_(std::move(params)),
+    : number_(made++),
+      params_(std::move(params)),
       group_(std::move(group), backend, params_),
+      use_(*group_.get()),
       options_(std::move(options)),
       state_(readTrained(params_)),
       reports_(std::move(store), group_.rank(), group_.job(), trained()),
@@ -300,6 +305,8 @@ void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   TORCH_CHECK(!pass_.reducing(), "the process group cannot change in the middle of a backward pass");
   // The old one lives until nothing of it is left in the buckets.
   const ReducerGroup before = std::exchange(group_, ReducerGroup::withItsBackend(std::move(group), params_));
+  use_ = GroupUse(*group_.get());
+  options_.wrapper_number = 0; // a newcomer that follows cannot know another one
   reports_.changeRanks(group_.rank(), group_.job());
   cutBuckets();
 }

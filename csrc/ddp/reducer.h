@@ -41,7 +41,7 @@ namespace pycomm {
 ///
 /// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
 /// the last gradient a callback queued on autograd's engine waits for the buckets and writes the averages to .grad. Averages that have come
-/// before are written when the next gradient comes.
+/// before are written when the next gradient comes. If a call of backward() goes through several reducers, those that were made first end first.
 ///
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
@@ -245,6 +245,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void launchFull();
   [[nodiscard]] bool allCame() const;
   void queueFinish();
+  static void finishCall();
   void finish();
   void endStep();
   void finishBuckets();
@@ -319,9 +320,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::unique_lock<PassLock> turnBetweenPasses();
   [[nodiscard]] std::unique_lock<PassLock> turnUnlessReducing();
 
+  const uint64_t number_; ///< of the reducers of this process, as they were made
   PassLock mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
   std::vector<ReducedParam> params_;
   ReducerGroup group_;
+  GroupUse use_; ///< of group_; with a StepAgreement nobody else has it
   ReducerOptions options_;
   CommHook hook_;
 

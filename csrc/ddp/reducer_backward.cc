@@ -6,6 +6,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,10 @@ void checkLayout(const at::Tensor& grad, const ReducedParam& param) {
 // Ranks learn of a mismatch within a second or two of each other.
 constexpr std::chrono::seconds kReportsTimeout{3};
 
+constexpr const char* kSharedGroup =
+    "another DistributedDataParallel wrapper of this process has the same process group: if a backward pass goes through both, or two threads "
+    "train them, gradients have to come in the same order on all ranks. Try: a group of its own for each, process_group=dist.new_group()";
+
 std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const std::vector<size_t>& indices) {
   std::vector<std::string> names;
   for (const size_t index : indices) {
@@ -51,6 +56,15 @@ std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const 
   }
   return names;
 }
+
+/// A reducer that ends with the call of backward() that has this number.
+struct Ending {
+  int call;
+  std::weak_ptr<Reducer> reducer;
+};
+
+/// Of the calls whose callbacks this thread runs. One that an exception has cut off may leave its own behind.
+thread_local std::vector<Ending> endings;
 
 } // namespace
 
@@ -76,6 +90,7 @@ void Reducer::enter(ForwardMark& mark) {
     throwIfUnfinished(); // the last pass was cut off, and the program goes on with a graph from before it
   }
   marks_.enterReducing(begun);
+  queueFinish(); // not with the last gradient: that may come in a call nested in this one, as of a reentrant checkpoint, which ends before it
   if (begun) {
     return;
   }
@@ -173,13 +188,18 @@ void Reducer::completeGradient(size_t index) {
   if (agreement_ == nullptr && (!used_.has_value() || used_->kept())) {
     pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
-  if (weights_.has_value() && weights_->ended()) {
+  // Weights come at another moment on each rank. So buckets wait for the end of the pass if another reducer may launch something meanwhile
+  // that has to come in the same order on all ranks.
+  if (weights_.has_value() && weights_->ended() && !use_.isShared()) {
     (void)packWeighed();
   }
   markReady(index);
   launchFull();
   if (allCame()) {
-    queueFinish();
+    show();
+    if (!marks_.reduces()) { // else enter() has
+      queueFinish();
+    }
   }
 }
 
@@ -230,7 +250,8 @@ void Reducer::beginPass() {
 // When the pass begins: a bucket that is packed again changes its exponent before it is reduced again.
 void Reducer::shareState() {
   parts_ = state_.now().parts();
-  uint32_t checksum = CallTag::kNoText;
+  // The number: of two wrappers of like modules, one's buckets are not the other's.
+  uint32_t checksum = CallTag::of(std::to_string(options_.wrapper_number));
   for (const uint32_t part : parts_) {
     checksum = CallTag::of(std::to_string(part), checksum);
   }
@@ -244,7 +265,11 @@ void Reducer::delayAllReduce() {
       endCounting();
     }
   });
-  finish();
+  if (torch::autograd::get_current_graph_task_id() == -1) {
+    finish();
+  } else {
+    queueFinish();
+  }
 }
 
 void Reducer::endCounting() {
@@ -328,12 +353,55 @@ void Reducer::launchFull() {
   }
 }
 
+// Reducers that end in one call do so in the order in which they were made, which ranks share. If each ended by its last gradient, and these
+// came in another order on another rank, two that exchange something at their end would wait for each other: with a StepAgreement, with
+// weights, and if an fp16 bucket is reduced twice.
 void Reducer::queueFinish() {
-  show();
   // Callbacks run when the whole graph has. Queued from within a callback, so that it comes after those that were
   // queued before, which may still produce gradients.
   auto& engine = torch::autograd::Engine::get_default_engine();
-  engine.queue_callback([self = shared_from_this(), &engine] { engine.queue_callback([self] { self->finish(); }); });
+  engine.queue_callback([self = shared_from_this(), &engine] {
+    std::erase_if(endings, [&self](const Ending& each) {
+      const auto reducer = each.reducer.lock();
+      return reducer == nullptr || reducer == self;
+    });
+    endings.push_back({torch::autograd::get_current_graph_task_id(), self});
+    engine.queue_callback([self] { finishCall(); });
+  });
+}
+
+// All that end with the present call. Once one has failed, those behind it are cut off.
+void Reducer::finishCall() {
+  std::vector<std::shared_ptr<Reducer>> reducers;
+  std::erase_if(endings, [&reducers](const Ending& each) {
+    const bool now = each.call == torch::autograd::get_current_graph_task_id();
+    if (auto reducer = now ? each.reducer.lock() : nullptr) {
+      reducers.push_back(std::move(reducer));
+    }
+    return now;
+  });
+  std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
+    return one->number_ < other->number_;
+  });
+  std::exception_ptr first;
+  bool failed = false;
+  for (const std::shared_ptr<Reducer>& each : reducers) {
+    if (failed) {
+      if (each->agreement_ != nullptr && each->mutex_.inPass()) {
+        each->leave(); // the others would wait for this rank until it calls forward again
+      }
+      continue;
+    }
+    try {
+      each->finish();
+    } catch (const std::exception&) {
+      first = first == nullptr ? std::current_exception() : first;
+      failed = each->mutex_.inPass(); // else the reducer goes on, as after a step without samples
+    }
+  }
+  if (first != nullptr) {
+    std::rethrow_exception(first);
+  }
 }
 
 void Reducer::finish() {
@@ -499,12 +567,16 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   }
   const ReducerGroup group = group_; // others may come to have the turn
   const c10::intrusive_ptr<c10d::ProcessGroup> hooks = hook_.run == nullptr ? nullptr : hook_.group;
-  if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
+  // torch makes a RuntimeError of one that leaves a callback, as a hook has them; its text stays.
+  const bool mismatch = standsFor(error, ErrorCode::CollectiveMismatch) ||
+      (hook_.run != nullptr &&
+       std::string_view(error.what()).find("[code=COLLECTIVE_MISMATCH") != std::string_view::npos);
+  if (mismatch) { // so all ranks are there, and have published their sets
     if (const auto why = difference()) {
       addNote(error, *why);
     }
   }
-  const bool all_know = standsFor(error, ErrorCode::CollectiveMismatch) || standsFor(error, ErrorCode::Timeout);
+  const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
   if (agreement_ != nullptr) {
     if (!all_know) {
       leave();
@@ -531,8 +603,9 @@ std::optional<std::string> Reducer::difference() {
     const std::vector<bool> trained_now = trained();
     const int world_size = group_.size();
     const PassLock::Interval others(mutex_);
-    auto frozen = reports.trainedDifference(trained_now, params_, world_size);
-    return frozen ? frozen : reports.partsDifference(parts, failure, world_size, kReportsTimeout);
+    auto known = reports.trainedDifference(trained_now, params_, world_size);
+    known = known ? known : reports.partsDifference(parts, failure, world_size, kReportsTimeout);
+    return known || !use_.isShared() ? known : std::optional<std::string>(kSharedGroup);
   }();
   if (why.has_value() && failure_.any() && failures_ == failure + 1) {
     failure_.explain(*why);

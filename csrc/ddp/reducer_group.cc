@@ -6,9 +6,12 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "base/wait_point.h"
 #include "c10d/call_tag.h"
 
 namespace pycomm {
@@ -107,6 +110,18 @@ std::optional<std::chrono::milliseconds> ReducerGroup::timeoutOf(c10d::ProcessGr
 }
 
 // --- used parameters -----------------------------------------------------------------------------
+
+GroupUse::GroupUse(const c10d::ProcessGroup& group) {
+  static LeafMutex mutex;
+  static std::map<const c10d::ProcessGroup*, std::weak_ptr<const c10d::ProcessGroup*>> uses; // guarded by it
+  const std::lock_guard lock(mutex);
+  std::erase_if(uses, [](const auto& each) { return each.second.expired(); });
+  users_ = uses[&group].lock();
+  if (users_ == nullptr) {
+    users_ = std::make_shared<const c10d::ProcessGroup*>(&group);
+    uses[&group] = users_;
+  }
+}
 
 UsedParams::UsedParams(const SharedState& state, ReducerStats& stats)
     : state_(state), stats_(stats), here_(at::zeros({static_cast<int64_t>(state.now().trained.size())}, at::kInt)) {}

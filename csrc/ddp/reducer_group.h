@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -93,6 +94,19 @@ class ReducerGroup {
   uint64_t run_ = 0; ///< GroupIdentity::run of its members then
   FlatMemory memory_{false};
   JobRanks job_;
+};
+
+/// That a reducer of this process has a group. Any thread.
+class GroupUse {
+ public:
+  explicit GroupUse(const c10d::ProcessGroup& group);
+  /// Whether another reducer has the same one now.
+  [[nodiscard]] bool isShared() const noexcept {
+    return users_.use_count() > 1;
+  }
+
+ private:
+  std::shared_ptr<const c10d::ProcessGroup*> users_; ///< one for all of them
 };
 
 /// Which parameters had a gradient since the last reduction, on any rank: those that had none anywhere keep their .grad.

@@ -108,6 +108,14 @@ def wrapper_store(group: Any) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
+def wrapper_number(group: Any) -> int:
+    """Of a wrapper that all ranks of the group make now, from 1; 0 if its members may change."""
+    backend = pycomm_backend(group)
+    if backend is not None and loader.native.is_reconfigurable(backend):
+        return 0  # a newcomer has made fewer
+    return next_number(group, "wrapper made in turn")
+
+
 def host_group(group: Any) -> Any:
     """A group of the ranks of ``group`` that share this rank's host. Collective over ``group``.
 

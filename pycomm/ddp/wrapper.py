@@ -25,6 +25,7 @@ from pycomm._group.queries import (
     host_group,
     need_pycomm,
     pycomm_backend,
+    wrapper_number,
     wrapper_store,
 )
 from pycomm._metrics.ddp_stats import AS_COUNTED, DDPStats, add_wrapper
@@ -116,7 +117,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         TypeError, ValueError: As torch's class, for its own arguments; a pattern without a match.
 
     Threads and streams: use a wrapper from one thread at a time. The end of backward blocks,
-    without the interpreter's lock, until averages are written (CPU) or streams wait for them.
+    without the interpreter's lock, until averages are written (CPU) or streams wait for them. A
+    backward pass may go through several wrappers, which all ranks made in the same order.
 
     Cost: one all-reduce per bucket, launched from backward. At construction an all-gather of 24
     bytes per rank, and the collectives of torch's class; before the second forward a broadcast of 8
@@ -193,7 +195,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._weight = weight
         self._elastic = elastic
         self._uses_default_cap = options["bucket_cap_mb"] is None
-        self._check_ranks_agree = bool(options["init_sync"])
+        self._check_ranks_agree = self._made_in_turn = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
         self._own_group: Any = None  # of sync_every and elastic
         self._elastic_group: ElasticGroup | None = None
@@ -546,6 +548,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             drops_nonfinite_steps=self._drops_nonfinite_steps,
             weighs=self._weight is not None,
             may_be_weightless=self._sync_every > 1,  # other hosts may have samples
+            wrapper_number=wrapper_number(group)
+            if self._with_all_ranks and self._made_in_turn
+            else 0,
             cuda_library=str(loader.CUDA_LIBRARY),
             agreement=agreement,
         )

@@ -49,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--trainings", default="100", help="how many random training programs run, or first:last"
     )
     parser.addoption(
+        "--elastic-trainings", default="8", help="how many random elastic trainings, or first:last"
+    )
+    parser.addoption(
         "--callbacks", default="200", help="how many random callback programs run, or first:last"
     )
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")

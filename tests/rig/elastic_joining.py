@@ -51,6 +51,8 @@ class Plan:
     """Another model."""
     asks: bool = False
     """It asks for means and a confirmation after each step."""
+    asks_between: bool = False
+    """It asks for a mean between the passes of a step."""
     check: bool = True
 
 
@@ -130,6 +132,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             optimizer.zero_grad()
             before = [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
             for number in range(plan.passes):
+                if plan.asks_between and number > 0:
+                    model.elastic.mean(float(number))
                 elastic_training.loss_of(model, oracle, mine, step, number).backward()
             members = model.elastic.members
             if checks:

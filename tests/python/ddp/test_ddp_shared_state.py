@@ -115,8 +115,8 @@ def updated_alone(
         (scale_forgotten, {}, Layers, "whether that order has been agreed on"),
         (passes_loaded, {"accumulate": 4}, Layers, "the number of passes"),
         (passes_loaded, {"accumulate": 4}, Rows, "the number of passes"),
-        (passes_loaded, {"accumulate": 4}, sum_hook, "tag "),
-        (passes_loaded, {"accumulate": 4}, late_sum_hook, "tag "),
+        (passes_loaded, {"accumulate": 4}, sum_hook, "the number of passes"),
+        (passes_loaded, {"accumulate": 4}, late_sum_hook, "the number of passes"),
     ],
     ids=["scales", "order", "passes", "passes-sparse", "passes-hook", "passes-callback"],
 )
@@ -133,8 +133,7 @@ def test_ranks_that_do_not_share_their_state_get_an_error_that_names_the_part(
     )
     for rank in range(2):
         assert "COLLECTIVE_MISMATCH" in found[rank].value
-        if kind not in (sum_hook, late_sum_hook):  # those are named by the tag alone
-            assert f"the reducers of rank {rank} and rank {1 - rank} differ in" in found[rank].value
+        assert f"the reducers of rank {rank} and rank {1 - rank} differ in" in found[rank].value
         assert part in found[rank].value
 
 

@@ -170,6 +170,34 @@ def two_hosts(rank: int, world_size: int) -> None:
         ours.join()
 
 
+def hooked(rank: int, world_size: int) -> None:
+    """Two hosts whose buckets a hook averages; a layer is frozen after it was trained."""
+    import pycomm
+    from pycomm._group import averaging as _averaging
+
+    _averaging.host_identity = lambda: f"host {rank // 2}"
+    ours = pycomm.DistributedDataParallel(ddp_models.make("mlp"), sync_every=100)
+
+    def average(state: Any, bucket: Any) -> Any:
+        work = dist.all_reduce(bucket.buffer().div_(2), group=state, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    average.__annotations__.clear()  # torch compares them, and here they are strings
+    ours.register_comm_hook(ours.process_group, average)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    for step in range(2):
+        train_step(ours, optimizer, rank, step)
+    next(ours.parameters()).requires_grad_(False)
+    before = [each.detach().double() for each in ours.parameters()]
+    for each in before:
+        dist.all_reduce(each)
+    ours.sync()
+    for parameter, total in zip(ours.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), total / 4, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(parameter.detach(), torch.zeros_like(parameter))
+
+
 def other_rounds(rank: int, world_size: int) -> list[str]:
     import pycomm
 
@@ -208,6 +236,10 @@ def test_a_round_of_another_length_is_an_error_on_all_ranks() -> None:
 
 def test_hosts_share_gradients_and_meet_every_few_steps() -> None:
     run(4, ["two_hosts"])
+
+
+def test_a_sync_averages_what_buckets_with_a_hook_have_trained() -> None:
+    run(4, ["hooked"])
 
 
 def test_importing_pycomm_imports_no_compiler() -> None:

@@ -63,6 +63,22 @@ def beside_other_forwards(rank: int, world_size: int) -> dict[str, Any]:
         second.backward()
     except RuntimeError as error:
         found["and the second"] = str(error)
+
+    model = make_model()
+    model.samples = 90
+    first, second = model(batch_of(2)).mean(), model(batch_of(3)).mean()
+    first.backward()
+    found["before two forwards"] = counted(model)
+    try:
+        second.backward()
+    except RuntimeError as error:
+        found["and the second of these"] = str(error)
+
+    model = make_model()
+    model.samples = 95
+    first, second = model(batch_of(2)).mean(), model(batch_of(3)).mean()
+    (first + second).backward()
+    found["for a joined loss"] = counted(model)
     return found
 
 
@@ -70,15 +86,18 @@ def test_a_number_is_of_the_forward_pass_before_it_if_that_has_none() -> None:
     for found in ranks.run_ranks(
         2, beside_other_forwards, timeout_s=60, preload=ranks.TORCH_DDP
     ).values():
-        error = found.pop("and the second", "")
+        errors = [found.pop(name, "") for name in ("and the second", "and the second of these")]
         assert found == {
             "another forward before backward": 50.0,
             "and then": None,
             "twice through one graph": [60.0, 60.0],
             "an older graph before it": 70.0,
             "between two forwards": 80.0,
+            "before two forwards": 90.0,
+            "for a joined loss": 95.0,
         }
-        assert "has counted for that one. Set model.samples before each forward()" in error
+        for error in errors:
+            assert "has counted for another one. Set model.samples before each forward()" in error
 
 
 class Told:
@@ -104,11 +123,12 @@ class Told:
         after = through["after"]
         is_last = which == len(self.forwards) - 1
         if after is not None and after is self.open and (is_last or through["before"] is None):
-            after["of"] = which
             through["before"] = after
         own = through["before"]
         if own is not None and own["of"] not in (None, which):
             return None
+        if own is not None:
+            own["of"] = which
         if self.open is not None and (self.open["taken"] or self.open is own):
             self.open = None
         return through["samples"] if own is None else own["number"]
@@ -148,7 +168,7 @@ def walked(rank: int, world_size: int, seeds: int) -> list[str]:
                 losses[which].backward(retain_graph=True)
                 is_ = counted(model)
             except RuntimeError as error:
-                is_ = None if "model.samples was set between" in str(error) else error
+                is_ = None if "model.samples is for one pass" in str(error) else error
             said.append(f"backward {which}")
             if is_ != wanted:
                 wrong.append(f"seed {seed}: {is_}, not {wanted}, after {said}")

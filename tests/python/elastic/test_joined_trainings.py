@@ -94,6 +94,17 @@ def test_a_process_joins_a_loop_that_asks_for_means(tmp_path: Path) -> None:
         assert_within(value["asked_s"], 10)
 
 
+@pytest.mark.parametrize("options", [(), (("weight", "samples"),)], ids=["plain", "samples"])
+def test_a_process_joins_a_loop_that_asks_between_passes(options: Any, tmp_path: Path) -> None:
+    """It comes in at the begin of a step, also if a mean has made known that it is reached."""
+    plan = Plan(str(tmp_path / "peers"), 2, passes=3, asks_between=True, options=options)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    assert check(results)[2]["steps"][0]["members"] == (0, 1, 2)
+
+
 def test_the_first_one_is_alone(tmp_path: Path) -> None:
     """One process begins, others come: none needs a rank of its own."""
     plan = Plan(str(tmp_path / "peers"), 2)

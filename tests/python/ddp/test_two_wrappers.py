@@ -1,0 +1,205 @@
+"""One backward pass goes through two wrappers, in an order that may differ between ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ddp_rig import wrap
+from elastic_rig import Net, batch_of
+from two_wrappers import Kind, Program, Training, random_program
+
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
+
+KINDS = {
+    "plain": Kind(),
+    "samples": Kind(weight=True),
+    "fp16": Kind(wire="fp16"),
+    "elastic": Kind(elastic=True),
+    "elastic, samples": Kind(elastic=True, weight=True),
+    "elastic, int8": Kind(elastic=True, wire="int8"),
+    "elastic, static graph": Kind(elastic=True, static=True),
+    "elastic, reentrant": Kind(elastic=True, reentrant=True),
+    "static graph, samples": Kind(static=True, weight=True),
+}
+
+
+def trains(rank: int, world_size: int, programs: list[Program]) -> list[str]:
+    wrong = []
+    for program in programs:
+        wrong.append(Training(rank, world_size, program).run())
+    return [each for each in wrong if each]
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_the_graph_reaches_them_in_another_order_on_each_rank(name: str) -> None:
+    kind = KINDS[name]
+    program = Program(1, (kind, kind), True, (("joined", 0),) * 6)
+    found = ranks.run_ranks(3, trains, args=([program],), timeout_s=40, preload=ranks.TORCH_DDP)
+    assert found.values() == [[], [], []]
+
+
+PROGRAMS = 30
+
+
+def test_random_programs() -> None:
+    programs = [random_program(seed) for seed in range(PROGRAMS)]
+    found = ranks.run_ranks(2, trains, args=(programs,), timeout_s=200, preload=ranks.TORCH_DDP)
+    assert found.values() == [[], []]
+
+
+def jittered(rank: int, world_size: int) -> None:
+    """Two weighed wrappers of one group, whose weights come at another moment on each rank."""
+    models = [wrap(Net(), weight="samples", bucket_cap_mb=0.002) for _ in range(2)]
+    late = [False]
+    # The second one's gradients come first.
+    models[1].module.left.bias.register_hook(lambda _: time.sleep(0.03 if late[0] else 0.0))
+    for step in range(6):
+        late[0] = (rank + step) % 2 == 0
+        for model in models:
+            model.zero_grad()
+        losses = [model(batch_of(rank, step, 3 + rank)).square().mean() for model in models]
+        (losses[0] + losses[1]).backward()
+        assert torch.equal(*[model.module.wide.weight.grad for model in models])
+
+
+def test_weighed_wrappers_may_share_a_group() -> None:
+    ranks.run_ranks(2, jittered, timeout_s=60, preload=ranks.TORCH_DDP).check()
+
+
+def crossed(rank: int, world_size: int) -> str:
+    """Of one group, and in another order on each rank."""
+    models = [wrap(Net()) for _ in range(2)]
+    order = models if rank else models[::-1]
+    losses = [model(batch_of(rank, 0)).square().mean() for model in order]
+    try:
+        (losses[0] + losses[1]).backward()
+    except Exception as error:
+        return "\n".join([repr(error), *getattr(error, "__notes__", [])])
+    return "nothing raised"
+
+
+def test_another_order_in_one_group_is_an_error_that_says_so() -> None:
+    found = ranks.run_ranks(2, crossed, timeout_s=60, preload=ranks.TORCH_DDP)
+    for text in found.values():
+        assert "CollectiveMismatchError" in text
+        assert "another DistributedDataParallel wrapper of this process" in text
+
+
+def weightless(rank: int, world_size: int) -> list[float]:
+    """One of the two has a step without samples; the other one's step counts, and both go on."""
+    models = [wrap(Net(), weight="samples", process_group=dist.new_group()) for _ in range(2)]
+    found = []
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        models[step % 2].samples = 0 if step in (1, 2) else 6
+        losses = [model(batch_of(rank, step)).square().mean() for model in models]
+        if step in (1, 2):
+            with pytest.raises(ValueError, match="no rank has any samples in this step"):
+                (losses[0] + losses[1]).backward()
+        else:
+            (losses[0] + losses[1]).backward()
+        other = models[1 - step % 2].module.wide.weight.grad
+        sums = other.clone()
+        dist.all_reduce(sums)
+        assert torch.equal(sums, 2 * other)
+        found.append(float(other.abs().sum()))
+    return found
+
+
+def test_a_step_without_samples_of_one_leaves_the_other_its_step() -> None:
+    found = ranks.run_ranks(2, weightless, timeout_s=60, preload=ranks.TORCH_DDP)
+    one, two = found.values()
+    assert one == two
+    assert all(each > 0 for each in one)
+
+
+WAITS_S = 8.0
+
+
+def one_fails(rank: int, world_size: int) -> Any:
+    """Rank 1 alone fails in the end of the first wrapper."""
+    import signal
+
+    import pycomm
+
+    def raise_alarm(*_: object) -> None:
+        raise InterruptedError
+
+    models = [wrap(Net(), elastic=pycomm.Elastic()) for _ in range(2)]
+    took_s = 0.0
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+        losses = [model(batch_of(rank, step)).square().mean() for model in models]
+        if rank == 1 and step == 1:
+            signal.signal(signal.SIGALRM, raise_alarm)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(InterruptedError):
+                (losses[0] + losses[1]).backward()
+            time.sleep(WAITS_S)
+            return None
+        if step == 1:
+            time.sleep(0.8)
+        began_s = time.monotonic()
+        (losses[0] + losses[1]).backward()
+        took_s = max(took_s, time.monotonic() - began_s)
+    return [model.elastic.members for model in models], took_s
+
+
+def test_a_rank_that_fails_in_one_leaves_both() -> None:
+    found = ranks.run_ranks(3, one_fails, timeout_s=60, preload=ranks.TORCH_DDP)
+    for value in (found[0].value, found[2].value):
+        members, took_s = value
+        assert members == [(0, 2), (0, 2)]
+        assert took_s < WAITS_S / 2
+
+
+def on_threads(rank: int, world_size: int, elastic: bool) -> list[float]:
+    """Each thread trains a wrapper of its own, and deletes it at last."""
+    import pycomm
+
+    models: list[Any] = [
+        wrap(
+            Net(),
+            elastic=pycomm.Elastic() if elastic else None,
+            weight="samples",
+            process_group=dist.new_group(),
+        )
+        for _ in range(2)
+    ]
+    sums = [0.0, 0.0]
+    errors: list[BaseException] = []
+
+    def train(which: int) -> None:
+        try:
+            for step in range(20):
+                models[which].zero_grad()
+                models[which](batch_of(rank, step, 3 + rank)).square().mean().backward()
+                sums[which] += float(models[which].module.wide.weight.grad.double().sum())
+            models[which] = None
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sums
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_each_thread_trains_one(elastic: bool) -> None:
+    found = ranks.run_ranks(2, on_threads, args=(elastic,), timeout_s=60, preload=ranks.TORCH_DDP)
+    one, two = found.values()
+    assert one == two
+    assert one[0] == one[1]

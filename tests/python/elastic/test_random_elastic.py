@@ -1,0 +1,60 @@
+"""Random elastic trainings in which ranks die, against averages over the members in float64."""
+
+from __future__ import annotations
+
+import functools
+import signal
+
+import pytest
+from elastic_programs import Program, random_program, trains
+from elastic_training import start_training
+
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.ci,
+    pytest.mark.timeout(7200),
+]
+
+start = functools.partial(start_training, trains)
+_PATIENCE_S = 60.0
+_FAILURES = 3
+"""After so many the rest is not tried."""
+
+
+def wrong_with(program: Program) -> str:
+    """What the ranks complain of, or ""."""
+    with start(program.ranks, program, {"transport": program.transport}) as running:
+        results = running.collect(_PATIENCE_S)
+    dead = {death.rank for death in program.deaths}
+    values = []
+    for result in results:
+        if result.exit_code == -signal.SIGKILL and result.rank in dead and not result.timed_out:
+            continue
+        if not result.ok or result.value["error"] is not None or result.value["wrong"]:
+            why = result.value and (result.value["error"] or result.value["wrong"])
+            return f"{program}\nrank {result.rank}: {why}\n{results.describe()}"
+        values.append(result.value)
+    longest = max(values, key=lambda value: len(value["bits"]))
+    for value in values:
+        steps = len(value["bits"])
+        for name in ("bits", "members"):
+            if value[name] != longest[name][:steps]:
+                return f"{program}\n{name} differ: {value[name]}, {longest[name]}"
+        if value["means"] != longest["means"][: len(value["means"])]:
+            return f"{program}\nmeans differ: {value['means']}, {longest['means']}"
+        if value["step"] != steps:
+            return f"{program}\nstep is {value['step']} after {steps} steps"
+    return ""
+
+
+def test_random_elastic_trainings(request: pytest.FixtureRequest) -> None:
+    """`--elastic-trainings 500` runs that many, `--elastic-trainings 7:8` seed 7 alone."""
+    first, _, last = request.config.getoption("--elastic-trainings").rpartition(":")
+    failures: list[str] = []
+    for seed in range(int(first or 0), int(last)):
+        if wrong := wrong_with(random_program(seed)):
+            failures.append(wrong)
+        if len(failures) == _FAILURES:
+            break
+    assert not failures, "\n\n".join(failures)
