@@ -20,6 +20,7 @@ or if a fault took longer than it may.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -314,6 +315,8 @@ class Cost:
     """Of that, what steps do not take anyway."""
     stop: float
     """The longest step as newcomers came, less a usual one."""
+    whole: float
+    """From the start of the processes in their place until these were members."""
     window: float
     debt: float
     """What the samples that are missing in the whole window take at the usual pace."""
@@ -340,6 +343,7 @@ def costs_of(run_: Long) -> list[Cost]:
                 gone_s - fault.at_s,
                 gone_s - before_s - usual * (fault.gone_step - before),
                 max(joining, default=0.0) - usual,
+                ends.end_of(fault.whole_step) - fault.come_s,
                 over_s - fault.at_s,
                 over_s - fault.at_s - ends.samples(fault.at_s, over_s) / rate,
             )
@@ -388,6 +392,10 @@ def long_table(run_: Long) -> tuple[list[str], list[str]]:
             f"{writers} times on {len(accounts.ranks)} processes; {len(accounts.faults)} complaints"
         )
         broken += [f"{name}: {each}" for each in accounts.faults]
+    ends = collections.Counter(rank.ended or "SIGKILL" for rank in run_.struck.accounts.ranks)
+    lines.append(
+        "processes ended by: " + ", ".join(f"{n} {how}" for how, n in sorted(ends.items()))
+    )
     lines += kept_lines(run_)
     more, slow = kind_lines(run_)
     lines += more
@@ -418,9 +426,9 @@ def kept_lines(run_: Long) -> list[str]:
 def kind_lines(run_: Long) -> tuple[list[str], list[str]]:
     lines = [
         f"{'':<16} {'':>6} {'they go on':>15} {'lost by it':>15} {'newcomers stop':>15} "
-        f"{'lost in all':>11} {'kept':>6}",
+        f"{'are members':>15} {'lost in all':>11} {'kept':>6}",
         f"{'kind':<16} {'faults':>6} {'p50 s':>7} {'max s':>7} {'p50 s':>7} {'max s':>7} "
-        f"{'p50 s':>7} {'max s':>7} {'mean s':>11} {'':>6}  aim",
+        f"{'p50 s':>7} {'max s':>7} {'p50 s':>7} {'max s':>7} {'mean s':>11} {'':>6}  aim",
     ]
     slow = []
     costs = costs_of(run_)
@@ -428,7 +436,9 @@ def kind_lines(run_: Long) -> tuple[list[str], list[str]]:
         mine = [each for each in costs if each.kind == kind]
         if not mine:
             continue
-        columns = [[getattr(c, name) for c in mine] for name in ("goes_on", "lost", "stop")]
+        columns = [
+            [getattr(c, name) for c in mine] for name in ("goes_on", "lost", "stop", "whole")
+        ]
         cells = " ".join(f"{statistics.median(c):>7.3f} {max(c):>7.3f}" for c in columns)
         kept = 1 - sum(c.debt for c in mine) / sum(c.window for c in mine)
         aim, is_ = AIMS_S[kind.partition(",")[0]], statistics.median(columns[1])

@@ -81,7 +81,7 @@ def loss_of(model: nn.Module, rank: int, step: int, pause_s: float) -> torch.Ten
     return loss
 
 
-# --- ranks ------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def rank_of_torchrun(options: argparse.Namespace) -> None:
@@ -137,11 +137,11 @@ def rank_of_torchft(options: argparse.Namespace) -> None:
     )
     model = DistributedDataParallel(manager, net)
     optimizer = Optimizer(manager, inner)
-    notes.write(kind="begin", rank=options.number, pid=os.getpid(), generation=0)
+    notes.write(kind="begin", rank=int(options.number), pid=os.getpid(), generation=0)
     while True:
         optimizer.zero_grad()
         step = manager.current_step()
-        loss_of(model, options.number, step, options.pause_s).backward()
+        loss_of(model, int(options.number), step, options.pause_s).backward()
         before = manager.current_step()
         optimizer.step()
         members = manager.num_participants()
@@ -153,7 +153,11 @@ def serve_lighthouse(options: argparse.Namespace) -> None:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind=f"{LOOPBACK}:0", min_replicas=1, quorum_tick_ms=100, join_timeout_ms=10000
+        bind=f"{LOOPBACK}:0",
+        min_replicas=1,
+        quorum_tick_ms=100,
+        join_timeout_ms=10000,
+        heartbeat_timeout_ms=options.heartbeat_ms,
     )
     address = Path(options.folder) / "lighthouse"
     address.with_suffix(".partial").write_text(server.address())
@@ -183,6 +187,7 @@ class Watch:
         self._folder = folder
         self._read: dict[Path, int] = {}
         self.ranks: dict[int, Rank] = {}
+        self.must_run: list[subprocess.Popen[bytes]] = []
 
     def read(self) -> None:
         for path in self._folder.glob("*.notes"):
@@ -207,20 +212,31 @@ class Watch:
             self.read()
             if is_so():
                 return
-            if time.monotonic() > deadline_s:
+            ended = [each for each in self.must_run if each.poll() is not None]
+            if ended or time.monotonic() > deadline_s:
                 said = [
                     f"--- {each.name}\n{each.read_text(errors='replace')[-2000:]}"
                     for each in self._folder.glob("*.err")
                 ]
-                raise TimeoutError(f"waited {limit_s:g} s for {what}\n" + "\n".join(said))
+                raise TimeoutError(
+                    f"waited {limit_s:g} s for {what}; {len(ended)} processes have ended\n"
+                    + "\n".join(said)
+                )
             time.sleep(POLL_S)
+
+    def sit(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() > until_s, seconds + 30, "")
 
 
 def start(folder: Path, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
     with (folder / f"{name}.err").open("wb") as err:
         return subprocess.Popen(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            # Without backends that torch imports by itself.
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             stdin=subprocess.DEVNULL,
             stdout=err,
             stderr=err,
@@ -231,50 +247,60 @@ def this_as(role: str, options: argparse.Namespace, folder: Path, *more: str) ->
     return [
         *(__file__, options.way, "--role", role, "--folder", str(folder)),
         *("--parent-pid", str(os.getpid()), "--model-mb", str(options.model_mb)),
-        *("--pause-ms", str(options.pause_ms), "--every", str(options.every), *more),
+        *("--pause-ms", str(options.pause_ms), "--every", str(options.every)),
+        *("--heartbeat-ms", str(options.heartbeat_ms), *more),
     ]
+
+
+_AGENT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from launching import die_with_parent; "
+    "die_with_parent(int(sys.argv[2])); from torch.distributed.run import main; main(sys.argv[3:])"
+)
 
 
 def watch_torchrun(
     options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
 ) -> list[str]:
     dice = random.Random(options.seed)
+    launching = str(Path(__file__).parents[2] / "benchmarks")
     command = [
-        *(options.python, __file__, "torchrun", "--role", "agent", "--parent-pid"),
-        *(str(os.getpid()), "--standalone", f"--nproc-per-node={options.ranks}"),
-        *(f"--max-restarts={options.kills}", *this_as("rank", options, folder)),
+        *(options.python, "-c", _AGENT, launching, str(os.getpid()), "--standalone"),
+        *(f"--nproc-per-node={options.ranks}", f"--max-restarts={options.kills}"),
+        *this_as("rank", options, folder),
     ]
-    agent = start(folder, "torchrun", command)
-    stack.callback(end, agent)
     watch = Watch(folder)
+    watch.must_run.append(start(folder, "torchrun", command))
+    stack.callback(end, watch.must_run[0])
 
-    def trained(generation: int, count: int) -> Callable[[], bool]:
+    def train(generation: int, until: int) -> list[Rank]:
+        """Waits until the ranks of a restart have ended this step, and some more."""
+        ranks: list[Rank] = []
+
         def is_so() -> bool:
-            ranks = [each for each in watch.ranks.values() if each.generation == generation]
-            return len(ranks) == options.ranks and all(len(r.steps) >= count for r in ranks)
+            ranks[:] = [each for each in watch.ranks.values() if each.generation == generation]
+            return len(ranks) == options.ranks and all(
+                len(each.steps) > STEPS_AFTER and each.steps[-1][0] > until for each in ranks
+            )
 
-        return is_so
+        watch.wait(is_so, START_S, f"restart {generation} to end step {until}")
+        return ranks
 
     first, back, again = [], [], []
-    for kill in range(options.kills + 1):
-        watch.wait(trained(kill, STEPS_AFTER), START_S, f"training {kill}")
-        ranks = [each for each in watch.ranks.values() if each.generation == kill]
-        if kill > 0:
-            first.append(max(each.steps[0][1] for each in ranks) - killed_s)
-            watch.wait(lambda: all(r.steps[-1][0] > reached for r in ranks), START_S, "its place")  # noqa: B023
-            over = [next(at for step, at, _ in r.steps if step > reached) for r in ranks]
-            back.append(max(over) - killed_s)
-            again.append(reached + 1 - min(each.steps[0][0] for each in ranks))
-        if kill == options.kills:
-            break
-        until_s = time.monotonic() + dice.uniform(1.0, 3.0)
-        watch.wait(lambda until_s=until_s: time.monotonic() > until_s, 10, "")  # type: ignore[misc]
-        victim = dice.choice(ranks)
-        reached, killed_s = max(r.steps[-1][0] for r in ranks), time.monotonic()
-        os.kill(victim.pid, signal.SIGKILL)
+    ranks = train(0, 0)
+    for kill in range(options.kills):
+        watch.sit(dice.uniform(1.0, 3.0))
+        killed_s = time.monotonic()
+        os.kill(dice.choice(ranks).pid, signal.SIGKILL)
+        watch.sit(0.5)
+        reached = max(each.steps[-1][0] for each in ranks)
+        ranks = train(kill + 1, reached)
+        first.append(max(each.steps[0][1] for each in ranks) - killed_s)
+        ends = [next(at for step, at, _ in each.steps if step > reached) for each in ranks]
+        back.append(max(ends) - killed_s)
+        again.append(reached + 1 - ranks[0].steps[0][0])
     return [
         row("SIGKILL to the end of the first step after it, on all", first),
-        row("SIGKILL to the end of the step that was under way", back),
+        row("SIGKILL to the end of the step that was under way, on all", back),
         f"steps trained again per kill: median {statistics.median(again):g}, most {max(again)}; "
         f"a checkpoint every {options.every} steps",
     ]
@@ -284,11 +310,10 @@ def watch_torchft(
     options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
 ) -> list[str]:
     dice = random.Random(options.seed)
-    light = start(
-        folder, "lighthouse", [options.python, *this_as("lighthouse", options, folder)]
-    )
+    light = start(folder, "lighthouse", [options.python, *this_as("lighthouse", options, folder)])
     stack.callback(end, light)
     watch = Watch(folder)
+    watch.must_run.append(light)
     address = folder / "lighthouse"
     watch.wait(address.exists, START_S, "the lighthouse")
     processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -298,6 +323,7 @@ def watch_torchft(
         command = [options.python, *this_as("rank", options, folder, *more)]
         started = start(folder, f"rank{number}-{len(processes)}", command)
         processes[started.pid] = started
+        watch.must_run.append(started)
         stack.callback(end, started)
 
     for number in range(options.ranks):
@@ -316,13 +342,13 @@ def watch_torchft(
     goes_on, dropped = [], []
     for _ in range(options.kills):
         watch.wait(whole(STEPS_AFTER), START_S, "all ranks in one group")
-        until_s = time.monotonic() + dice.uniform(0.2, 0.5)
-        watch.wait(lambda until_s=until_s: time.monotonic() > until_s, 10, "")  # type: ignore[misc]
+        watch.sit(dice.uniform(0.2, 0.5))
         alive = [r for pid, r in watch.ranks.items() if processes[pid].poll() is None]
         victim = dice.choice(alive)
         others = [each for each in alive if each is not victim]
         before = sum(each.dropped for each in others)
         killed_s = time.monotonic()
+        watch.must_run.remove(processes[victim.pid])
         processes[victim.pid].kill()
 
         def without() -> bool:
@@ -369,25 +395,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pause-ms", type=float, default=2.0)
     parser.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
     parser.add_argument("--python", default=sys.executable, help="of an environment with torchft")
+    parser.add_argument(
+        "--heartbeat-ms",
+        type=int,
+        default=5000,
+        help="of torchft's lighthouse, whose default it is",
+    )
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--role", "--folder", "--lighthouse", "--number", "--parent-pid"):
-        parser.add_argument(name, help=argparse.SUPPRESS, type=int if "n" in name[2:4] else str)
-    options, rest = parser.parse_known_args(argv)
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
     options.hidden = max(64, round((options.model_mb * 2**18 + 37.5**2) ** 0.5 - 37.5))
     options.pause_s = options.pause_ms / 1000
-    return as_part(options, rest) if options.role else measure(options, argv)
+    return as_part(options) if options.role else measure(options, argv)
 
 
-def as_part(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def as_part(options: argparse.Namespace) -> int:
     # torchrun's ranks are children of its own, and end with that.
     of_torchrun = options.way == "torchrun" and options.role == "rank"
     die_with_parent(os.getppid() if of_torchrun else int(options.parent_pid))
     torch.set_num_threads(1)
-    if options.role == "agent":
-        from torch.distributed.run import main as run
-
-        run(rest)
-    elif options.role == "lighthouse":
+    if options.role == "lighthouse":
         serve_lighthouse(options)
     elif of_torchrun:
         rank_of_torchrun(options)
