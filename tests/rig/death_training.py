@@ -167,7 +167,7 @@ def _train(plan: Plan, notes: Notes) -> str:
         loss = torch.zeros(())
         if share:
             chosen = torch.tensor(share)
-            # The noise of a sample in an epoch is the same on whichever rank it is.
+            # Of a sample in an epoch it is the same on all ranks.
             seen = inputs[chosen] + noise[(chosen * 7919 + deal.epoch * 104729) % len(noise)]
             outputs, tally = model(seen, chosen)
             loss = nn.functional.cross_entropy(outputs, labels[chosen])

@@ -399,7 +399,7 @@ def main(argv: Sequence[str]) -> int:
         "--heartbeat-ms",
         type=int,
         default=5000,
-        help="of torchft's lighthouse, whose default it is",
+        help="of torchft's lighthouse",
     )
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--role", "--folder", "--lighthouse", "--number", "--parent-pid"):
