@@ -38,6 +38,15 @@ from report import header
 from torch import nn
 
 SAMPLES = 32
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # No backends that torch imports by itself.
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    # Else, with torch 2.13, ranks that are started again find the addresses of the dead ones in the
+    # store of torchrun, and gloo gives up: "connectFullMesh failed ... Connection refused".
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 START_S = 120.0
 STEPS_AFTER = 10
 POLL_S = 0.02
@@ -111,7 +120,7 @@ def rank_of_torchrun(options: argparse.Namespace) -> None:
 
 
 def rank_of_torchft(options: argparse.Namespace) -> None:
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
 
     notes = Notes(options.folder)
     net = Net(options.hidden)
@@ -135,13 +144,21 @@ def rank_of_torchft(options: argparse.Namespace) -> None:
         replica_id=f"rank{options.number}-{os.getpid()}-",
         hostname=LOOPBACK,
     )
-    model = DistributedDataParallel(manager, net)
+    # Not its DistributedDataParallel: of torchft 0.2.0, it raises AssertionError (ddp.py, _comm_hook,
+    # "assert fut._fut") on all survivors when an all_reduce of gloo fails.
     optimizer = Optimizer(manager, inner)
     notes.write(kind="begin", rank=int(options.number), pid=os.getpid(), generation=0)
     while True:
         optimizer.zero_grad()
         step = manager.current_step()
-        loss_of(model, int(options.number), step, options.pause_s).backward()
+        loss_of(net, int(options.number), step, options.pause_s).backward()
+        grads = [each.grad for each in net.parameters()]
+        flat = torch.cat([each.flatten() for each in grads])
+        manager.allreduce(flat).wait()
+        torch._foreach_copy_(grads, [
+            part.view_as(each)
+            for part, each in zip(flat.split([g.numel() for g in grads]), grads, strict=True)
+        ])  # fmt: skip
         before = manager.current_step()
         optimizer.step()
         members = manager.num_participants()
@@ -233,10 +250,7 @@ def start(folder: Path, name: str, command: Sequence[str]) -> subprocess.Popen[b
     with (folder / f"{name}.err").open("wb") as err:
         return subprocess.Popen(
             command,
-            # Without backends that torch imports by itself.
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            env=os.environ | ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=err,
             stderr=err,
