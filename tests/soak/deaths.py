@@ -100,8 +100,10 @@ class Stretch:
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def planned(count: int, dice: random.Random, *, cuts: bool) -> list[str]:
+def planned(count: int, dice: random.Random, *, cuts: bool, only: str | None) -> list[str]:
     """Kinds of faults in their order: those of rank 0 come while no member is spared."""
+    if only is not None:
+        return [only] * count
     weights = dict(KINDS)
     if cuts:
         weights[CUT] = 0.15
@@ -219,7 +221,7 @@ class Long:
 def long_run(options: argparse.Namespace, struck: Training, quiet: Training, cut: Any) -> Long:
     """Both trainings in turn; never both at once."""
     dice = random.Random(options.seed)
-    kinds = planned(options.faults, dice, cuts=cut is not None)
+    kinds = planned(options.faults, dice, cuts=cut is not None, only=options.only)
     pairs = max(1, round(options.minutes * 60 / 2 / STRETCH_S))
     length_s = options.minutes * 60 / 2 / pairs
     latest_s = time.monotonic() + 1.5 * options.minutes * 60 + 60
@@ -614,6 +616,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=2.0, help="of both trainings together")
     parser.add_argument("--faults", type=int, default=7)
+    parser.add_argument("--only", choices=(*KINDS, CUT), help="no other kind of fault")
     parser.add_argument("--kills", type=int, default=0, help="the other question")
     parser.add_argument("--model-mb", type=float, default=0.0, help="of parameters")
     parser.add_argument("--ranks", type=int, default=None, help="8; with --kills 4")

@@ -144,8 +144,8 @@ def rank_of_torchft(options: argparse.Namespace) -> None:
         replica_id=f"rank{options.number}-{os.getpid()}-",
         hostname=LOOPBACK,
     )
-    # Not its DistributedDataParallel: of torchft 0.2.0, it raises AssertionError (ddp.py, _comm_hook,
-    # "assert fut._fut") on all survivors when an all_reduce of gloo fails.
+    # Not torchft 0.2.0's DistributedDataParallel: when an all_reduce of gloo fails, it raises
+    # AssertionError on all survivors (ddp.py, _comm_hook: "assert fut._fut").
     optimizer = Optimizer(manager, inner)
     notes.write(kind="begin", rank=int(options.number), pid=os.getpid(), generation=0)
     while True:
