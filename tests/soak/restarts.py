@@ -132,7 +132,7 @@ def rank_of_torchft(options: argparse.Namespace) -> None:
 
     store = dist.TCPStore(LOOPBACK, 0, 1, True, timedelta(seconds=60))
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=options.gloo_s)),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=1,
@@ -262,7 +262,7 @@ def this_as(role: str, options: argparse.Namespace, folder: Path, *more: str) ->
         *(__file__, options.way, "--role", role, "--folder", str(folder)),
         *("--parent-pid", str(os.getpid()), "--model-mb", str(options.model_mb)),
         *("--pause-ms", str(options.pause_ms), "--every", str(options.every)),
-        *("--heartbeat-ms", str(options.heartbeat_ms), *more),
+        *("--heartbeat-ms", str(options.heartbeat_ms), "--gloo-s", str(options.gloo_s), *more),
     ]
 
 
@@ -414,6 +414,9 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         default=5000,
         help="of torchft's lighthouse",
+    )
+    parser.add_argument(
+        "--gloo-s", type=float, default=10.0, help="torchft: the timeout of its all_reduce"
     )
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--role", "--folder", "--lighthouse", "--number", "--parent-pid"):
