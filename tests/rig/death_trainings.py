@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -238,8 +237,3 @@ class Training:
             if not self._ended(each):
                 each.process.kill()
                 each.process.wait(_END_S)
-
-
-def pick(dice: random.Random, training: Training, spared: Sequence[int]) -> Process:
-    """A member, but for these."""
-    return training.process_of(dice.choice([m for m in training.members if m not in spared]))

@@ -33,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,165 +42,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import report
 from cluster import cluster
-from death_accounts import Accounts
+from death_costs import Cost, Ends, Fault, Stretch, Timed, costs_of
+from death_faults import CUT, HEARTBEAT_S, KINDS, SPARED_FROM, Striker, planned
 from death_training import Plan
-from death_trainings import BrokenError, Process, Training, pick
+from death_trainings import BrokenError, Training
 from hosts import run
 from ranks import TORCH_DDP
 from zygote import MODULES, Zygote
 
-HEARTBEAT_S = 3.0
 QUORUM_WAIT_S = 5.0
 RANKS = 8
 STRETCH_S = 45.0
-STEPS_AFTER = 10
-GO_ON_S = 30.0
-JOIN_S = 60.0
-SPARED_FROM = 0.4
-"""From this part of the faults on two members are left alone, to see whether anything grows."""
-KINDS = {
-    "SIGKILL": 0.30,
-    "SIGKILL, rank 0": 0.15,
-    "SIGKILL, two": 0.10,
-    "SIGTERM": 0.20,
-    "SIGTERM, rank 0": 0.05,
-    "SIGSTOP": 0.20,
-}
-CUT = "cut wire"
 AIMS_S = {"SIGKILL": 0.5, "SIGTERM": 0.5, "SIGSTOP": HEARTBEAT_S + 0.5, CUT: HEARTBEAT_S + 0.5}
 RSS_LIMIT_KB = 4096
 LOSS_LIMIT = 0.05
 ACCURACY_LIMIT = 0.02
 POINTS = 8
-
-
-@dataclasses.dataclass
-class Fault:
-    """Something that was done to some ranks."""
-
-    kind: str
-    stretch: int
-    at_s: float
-    victims: Sequence[int]
-    gone_step: int = -1
-    """The first step without them."""
-    come_s: float = 0.0
-    """When the processes in their place were started."""
-    whole_step: int = -1
-    """The first step with all places taken."""
-    over_step: int = -1
-
-
-@dataclasses.dataclass
-class Stretch:
-    begin_s: float
-    end_s: float = 0.0
-
-
-# --- faults ---------------------------------------------------------------------------------------
-
-
-def planned(count: int, dice: random.Random, *, cuts: bool, only: str | None) -> list[str]:
-    """Kinds of faults in their order: those of rank 0 come while no member is spared."""
-    if only is not None:
-        return [only] * count
-    weights = dict(KINDS)
-    if cuts:
-        weights[CUT] = 0.15
-    total = sum(weights.values())
-    kinds: list[str] = []
-    for kind, weight in weights.items():
-        kinds += [kind] * max(1, round(count * weight / total))
-    dice.shuffle(kinds)
-    del kinds[count:]
-    early = [kind for kind in kinds if "rank 0" in kind]
-    others = [kind for kind in kinds if "rank 0" not in kind]
-    for kind in early:
-        others.insert(dice.randrange(1 + int(SPARED_FROM * count) // 2), kind)
-    return others
-
-
-class Striker:
-    """Does what faults are, one after the other, and waits until all places are taken again."""
-
-    def __init__(
-        self, training: Training, dice: random.Random, cut: Callable[[int, bool], None] | None
-    ) -> None:
-        self.training, self._dice, self._cut = training, dice, cut
-        self.faults: list[Fault] = []
-        self.spared: tuple[int, ...] = ()
-
-    def strike(self, kind: str, stretch: int) -> Fault:
-        victims = self._victims(kind)
-        what = kind.partition(",")[0]
-        training = self.training
-        fault = Fault(kind, stretch, time.monotonic(), [each.rank.member for each in victims])
-        self.faults.append(fault)
-        ends = {
-            "SIGKILL": [""],
-            "SIGTERM": ["left"],
-            "SIGSTOP": ["LeftBehindError"],
-            CUT: ["QuorumLostError", "LeftBehindError"],
-        }[what]
-        if what == CUT:
-            assert self._cut is not None
-            for each in victims:
-                training.expect(each, ends)
-            self._cut(victims[0].host, True)
-        else:
-            for each in victims:
-                training.strike(each, getattr(signal, what), ends)
-        self._wait_without(fault)
-        if what in ("SIGSTOP", CUT):
-            time.sleep(max(0.0, fault.at_s + HEARTBEAT_S + 1.0 - time.monotonic()))
-            if what == CUT:
-                assert self._cut is not None
-                self._cut(victims[0].host, False)
-            else:
-                os.kill(victims[0].process.pid, signal.SIGCONT)
-        for each in victims:
-            training.wait_for_end(each)
-        fault.come_s = time.monotonic()
-        for each in victims:
-            training.add(each.host)
-        training.wait(
-            lambda: len(training.members) == training.size, JOIN_S, f"for {kind}'s newcomers"
-        )
-        fault.whole_step = training.step
-        training.wait_for_steps(STEPS_AFTER)
-        fault.over_step = training.step
-        return fault
-
-    def _wait_without(self, fault: Fault) -> None:
-        training = self.training
-
-        def gone() -> bool:
-            return not set(fault.victims) & set(training.members)
-
-        training.wait(gone, GO_ON_S, f"for a step without members {fault.victims} ({fault.kind})")
-        fault.gone_step = training.step
-        while fault.gone_step - 1 in training.accounts.steps and not set(fault.victims) & set(
-            training.accounts.steps[fault.gone_step - 1].members
-        ):
-            fault.gone_step -= 1
-
-    def _victims(self, kind: str) -> list[Process]:
-        training = self.training
-        if "rank 0" in kind:
-            return [training.process_of(training.members[0])]
-        if kind == CUT:
-            by_host: dict[int, list[Process]] = {}
-            for member in training.members:
-                one = training.process_of(member)
-                by_host.setdefault(one.host, []).append(one)
-            spared = {training.process_of(member).host for member in self.spared}
-            hosts = [host for host, ranks in by_host.items() if len(ranks) < training.size / 2]
-            return by_host[self._dice.choice([each for each in hosts if each not in spared])]
-        first = pick(self._dice, training, self.spared)
-        if "two" not in kind:
-            return [first]
-        return [first, pick(self._dice, training, (*self.spared, first.rank.member))]
-
 
 # --- the long training ----------------------------------------------------------------------------
 
@@ -212,8 +69,8 @@ class Long:
     struck: Training
     quiet: Training
     faults: list[Fault]
-    struck_stretches: list[Stretch]
-    quiet_stretches: list[Stretch]
+    timed: tuple[Timed, Timed]
+    """With faults, and without."""
     spared: Sequence[int]
     wanted: int
 
@@ -226,7 +83,7 @@ def long_run(options: argparse.Namespace, struck: Training, quiet: Training, cut
     length_s = options.minutes * 60 / 2 / pairs
     latest_s = time.monotonic() + 1.5 * options.minutes * 60 + 60
     striker = Striker(struck, dice, cut)
-    stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
+    timed = (Timed(struck.accounts), Timed(quiet.accounts))
     for training in (struck, quiet):
         training.found()
         training.gate.set(goes=True)
@@ -248,10 +105,10 @@ def long_run(options: argparse.Namespace, struck: Training, quiet: Training, cut
         rest_s = max(0.0, begin_s + length_s - time.monotonic())
         if rest_s > 0:
             sit(struck, rest_s)
-        stretches[0].append(hold(struck, begin_s))
+        timed[0].stretches.append(hold(struck, begin_s))
         begin_s = resume(quiet)
-        sit(quiet, stretches[0][-1].end_s - stretches[0][-1].begin_s)
-        stretches[1].append(hold(quiet, begin_s))
+        sit(quiet, timed[0].stretches[-1].end_s - timed[0].stretches[-1].begin_s)
+        timed[1].stretches.append(hold(quiet, begin_s))
         print(
             f"# {pair + 1} of {pairs}: {done} faults, step {struck.step} and {quiet.step}, "
             f"{len(struck.accounts.faults) + len(quiet.accounts.faults)} complaints",
@@ -260,7 +117,7 @@ def long_run(options: argparse.Namespace, struck: Training, quiet: Training, cut
         )
     for training in (struck, quiet):
         training.end()
-    return Long(struck, quiet, striker.faults, *stretches, striker.spared, len(kinds))
+    return Long(struck, quiet, striker.faults, timed, striker.spared, len(kinds))
 
 
 def sit(training: Training, seconds: float) -> None:
@@ -282,98 +139,6 @@ def hold(training: Training, begin_s: float) -> Stretch:
     time.sleep(0.3)
     training.accounts.read()
     return Stretch(begin_s, end_s)
-
-
-class Ends:
-    """When steps ended, and with how many samples."""
-
-    def __init__(self, accounts: Accounts) -> None:
-        self._steps = [accounts.steps[number] for number in sorted(accounts.steps)]
-
-    def samples(self, begin_s: float, end_s: float) -> int:
-        return sum(each.samples for each in self._steps if begin_s < each.ended_s <= end_s)
-
-    def spans(self, begin_s: float, end_s: float) -> list[float]:
-        """Durations of the steps that ended in this time; the first one also began in it."""
-        ends = [each.ended_s for each in self._steps if begin_s <= each.ended_s <= end_s]
-        return [b - a for a, b in itertools.pairwise(ends)]
-
-    def last_before(self, at_s: float) -> tuple[int, float]:
-        found = max((each for each in self._steps if each.ended_s <= at_s), key=lambda e: e.number)
-        return found.number, found.ended_s
-
-    def end_of(self, number: int) -> float:
-        return next(each.ended_s for each in self._steps if each.number == number)
-
-
-@dataclasses.dataclass
-class Cost:
-    """What a fault took, in seconds."""
-
-    kind: str
-    goes_on: float
-    """Until all others had committed a step without the victims."""
-    lost: float
-    """Of that, what steps do not take anyway."""
-    stop: float
-    """The longest step as newcomers came, less a usual one."""
-    whole: float
-    """From the start of the processes in their place until these were members."""
-    window: float
-    debt: float
-    """What the samples that are missing in the whole window take at the usual pace."""
-
-
-def costs_of(run_: Long) -> list[Cost]:
-    ends = Ends(run_.struck.accounts)
-    found = []
-    for fault in run_.faults:
-        stretch = run_.struck_stretches[fault.stretch]
-        over_s = ends.end_of(fault.over_step)
-        others = [each for each in run_.faults if each.stretch == fault.stretch]
-        windows = sorted((each.at_s, ends.end_of(each.over_step)) for each in others)
-        usual, rate = usual_of(ends, stretch, windows)
-        if math.isnan(usual):  # no quiet moment in it
-            quiet = Ends(run_.quiet.accounts)
-            usual, rate = usual_of(quiet, run_.quiet_stretches[fault.stretch], [])
-        before, before_s = ends.last_before(fault.at_s)
-        gone_s = ends.end_of(fault.gone_step)
-        joining = ends.spans(fault.come_s, over_s)
-        found.append(
-            Cost(
-                fault.kind,
-                gone_s - fault.at_s,
-                gone_s - before_s - usual * (fault.gone_step - before),
-                max(joining, default=0.0) - usual,
-                ends.end_of(fault.whole_step) - fault.come_s,
-                over_s - fault.at_s,
-                over_s - fault.at_s - ends.samples(fault.at_s, over_s) / rate,
-            )
-        )
-    return found
-
-
-def usual_of(
-    ends: Ends, stretch: Stretch, windows: Sequence[tuple[float, float]]
-) -> tuple[float, float]:
-    """Seconds of a step, and samples per second, outside of these windows of a stretch."""
-    spans: list[float] = []
-    samples, seconds, at_s = 0, 0.0, stretch.begin_s
-    for begin_s, end_s in [*windows, (stretch.end_s, stretch.end_s)]:
-        if begin_s > at_s:
-            spans += ends.spans(at_s, begin_s)
-            samples += ends.samples(at_s, begin_s)
-            seconds += begin_s - at_s
-        at_s = max(at_s, end_s)
-    if len(spans) < STEPS_AFTER:
-        return math.nan, math.nan
-    return statistics.mean(spans), samples / seconds
-
-
-def rate_of(training: Training, stretches: Sequence[Stretch]) -> float:
-    ends = Ends(training.accounts)
-    samples = sum(ends.samples(each.begin_s, each.end_s) for each in stretches)
-    return samples / sum(each.end_s - each.begin_s for each in stretches)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -408,15 +173,10 @@ def long_table(run_: Long) -> tuple[list[str], list[str]]:
 
 
 def kept_lines(run_: Long) -> list[str]:
-    rates = (
-        rate_of(run_.struck, run_.struck_stretches),
-        rate_of(run_.quiet, run_.quiet_stretches),
-    )
-    pairs = sorted(
-        rate_of(run_.struck, [one]) / rate_of(run_.quiet, [other])
-        for one, other in zip(run_.struck_stretches, run_.quiet_stretches, strict=True)
-    )
-    seconds = sum(each.end_s - each.begin_s for each in run_.struck_stretches)
+    struck, quiet = run_.timed
+    rates = (struck.rate(), quiet.rate())
+    pairs = sorted(struck.rate(n) / quiet.rate(n) for n in range(len(struck.stretches)))
+    seconds = sum(each.end_s - each.begin_s for each in struck.stretches)
     return [
         f"samples per second: {rates[0]:.0f} with {len(run_.faults)} faults of {run_.wanted} in "
         f"{seconds:.0f} s, {rates[1]:.0f} without: {rates[0] / rates[1]:.1%} kept; "
@@ -433,7 +193,7 @@ def kind_lines(run_: Long) -> tuple[list[str], list[str]]:
         f"{'p50 s':>7} {'max s':>7} {'p50 s':>7} {'max s':>7} {'mean s':>11} {'':>6}  aim",
     ]
     slow = []
-    costs = costs_of(run_)
+    costs: list[Cost] = costs_of(run_.faults, *run_.timed)
     for kind in (*KINDS, CUT):
         mine = [each for each in costs if each.kind == kind]
         if not mine:
