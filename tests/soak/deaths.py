@@ -397,6 +397,9 @@ def main(argv: Sequence[str]) -> int:
         lines, broken = measure(options, folder)
     except BrokenError as error:
         lines, broken = [], [str(error)]
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder)
+        raise
     facts["load_at_end"] = round(os.getloadavg()[0], 2)
     text = [f"{name}: {value}" for name, value in facts.items()]
     text += [*lines, *(f"BROKEN: {each}" for each in broken[:10])]
