@@ -103,6 +103,10 @@ RELEASE = [
         Step(f"torch_{version.replace('.', '_')}", f"{{make}} other_torch TORCH={version}", 60)
         for version in ("2.14.1", "2.15.0")
     ),
+    Step("deaths", f"{SOAK}/deaths.py --minutes 30 --faults 100", 35),
+    Step("deaths_hosts", f"{SOAK}/deaths.py --minutes 30 --faults 100 --hosts 4", 35),
+    Step("deaths_1mb", f"{SOAK}/deaths.py --kills 200 --model-mb 1", 8),
+    Step("deaths_20mb", f"{SOAK}/deaths.py --kills 200 --model-mb 20", 12),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
     Step("given_back", "{make} py ARGS='-k test_memory_given_back --ring=all --repeats 10'", 10),
     Step("strict", "{make} strict", 15),

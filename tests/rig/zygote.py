@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,21 +92,24 @@ class ForkedProcess:
 
 
 class Zygote:
-    """The process that ranks are forked from."""
+    """The process that ranks are forked from. ``within``: what runs a command on another host."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(
+        self, modules: Sequence[str], within: Callable[..., Sequence[str]] | None = None
+    ) -> None:
         self.env = child_environment()
         self._death = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other_end:
+            command = [
+                sys.executable,
+                str(RIG / "zygote_process.py"),
+                str(other_end.fileno()),
+                *modules,
+            ]
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(RIG / "zygote_process.py"),
-                    str(other_end.fileno()),
-                    *modules,
-                ],
+                command if within is None else within(*command),
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
