@@ -534,7 +534,7 @@ void World::handleOf(Process& process, const Event& event) {
         process.ledger = StepLedger(event.m);
         say("process " + std::to_string(event.p) + " has loaded step " + std::to_string(event.m));
         oracle_.loads(event.p, event.m);
-        agreement.loaded(event.m, now());
+        agreement.loaded(event.m, event.n, now());
       }
       return;
     }
@@ -556,7 +556,7 @@ void World::handleOf(Process& process, const Event& event) {
       }
       return;
     case Event::Kind::Certificate:
-      if (watches(event.p, event.other) && of(event.other).record) { // a newcomer has kept nothing
+      if (watches(event.p, event.other) && of(event.other).record) {
         say("process " + std::to_string(event.p) + " learns from the kernel of the end of process " +
             std::to_string(event.other));
         oracle_.certificate(event.p, event.other);
@@ -714,7 +714,12 @@ void World::takeTransfers(int p) {
     if (!transfers_.emplace(to, p, process.view).second) {
       continue;
     }
-    at(now_us_ + jitter(plan_.delay_us * 20), Event::Kind::Loaded, to, p, 0, process.ledger.state().committed);
+    at(now_us_ + jitter(plan_.delay_us * 20),
+       Event::Kind::Loaded,
+       to,
+       p,
+       process.view,
+       process.ledger.state().committed);
   }
 }
 
