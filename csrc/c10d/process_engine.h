@@ -28,10 +28,7 @@ void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void
 /// Runs `body` on a thread of that name while the main thread runs Python's signal handlers. If one raises, `interrupt` is to end the body
 /// soon, and its exception leaves this. On a thread that is not the main one, or if no thread can be started, the body runs on the calling
 /// thread, and signals wait. Else throws what the body does. Call it without the interpreter's lock.
-void runInterruptibly(
-    const char* thread,
-    const std::function<void()>& body,
-    const std::function<void()>& interrupt);
+void runInterruptibly(const char* thread, const std::function<void()>& body, const std::function<void()>& interrupt);
 
 /// Joins the native threads, if there are any. False if a callback has not returned by the deadline: call it again then.
 bool shutdownProcessEngine(Deadline deadline);

@@ -149,9 +149,10 @@ TimePoint Agreement::promiseAt() const {
   TimePoint at = TimePoint::min();
   for (const Incarnation& other : phase_ == Phase::Joining ? fellows_ : others(true)) {
     if (!reached(other)) {
-      const TimePoint until = phase_ == Phase::Joining ? asked_at_ + window() / 2 // within which the proposer still waits
-          : view_.has(other)                           ? patience(other, began_)
-                                                       : began_ + window();
+      const TimePoint until = phase_ == Phase::Joining
+          ? asked_at_ + window() / 2 // within which the proposer still waits
+          : view_.has(other) ? patience(other, began_)
+                             : began_ + window();
       at = std::max(at, until);
     }
   }
@@ -537,8 +538,8 @@ void Agreement::accuse(const Incarnation& member) {
 }
 
 void Agreement::beginIfChangeIsReady(TimePoint now) {
-  const bool waits = std::any_of(
-      newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return loads(newcomer.second); });
+  const bool waits =
+      std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return loads(newcomer.second); });
   if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
@@ -644,7 +645,8 @@ void Agreement::choose(TimePoint now) {
       proposal_->left.set(static_cast<size_t>(position));
     }
   }
-  std::erase_if(proposal_->newcomers, [&](const auto& promise) { return newcomers_.count(promise.first) == 0; }); // failed since
+  std::erase_if(
+      proposal_->newcomers, [&](const auto& promise) { return newcomers_.count(promise.first) == 0; }); // failed since
   proposal_->value = chooseNext(view_, *proposal_, dead(), cause_);
   if (!proposal_->value) {
     return; // all members that answered leave; the others may go on

@@ -464,8 +464,8 @@ void AgreementDriver::dropNewcomer(const Incarnation& newcomer, ErrorCode why, T
       elastic::Agreement::changesMembers(why) ? why : ErrorCode::ConnectionReset, newcomer, now); // the newcomer's only
 }
 
-// Processes that are no members stay known for some time: they may come again, or are to hear that the others have gone on. Nobody can make
-// this process remember more than so many. While a view is being decided none is forgotten, as it may be in that.
+// Processes that are no members stay known for some time: a newcomer may come again, and a former member may ask what has become of the others.
+// Nobody can make this process remember more than kMostStrangers. While a view is being decided none is forgotten, as it may be in that.
 bool AgreementDriver::hasRoomFor(const MemberHandle& stranger, TimePoint now) {
   if (members_by_name_.count(incarnationOf(stranger.incarnation)) != 0) {
     return true;

@@ -623,7 +623,6 @@ TEST(Agreement, ANewcomerThatEndsWhileItIsAdmittedDoesNotCount) {
   }
 }
 
-
 // The decision that makes it a member may be overtaken by the first question of the next epoch.
 TEST(Agreement, ANewcomerPromisesOnlyWhereItMayBeAdmitted) {
   Group group(1);

@@ -499,8 +499,7 @@ TEST(AgreementDriver, AnswersNobodyOnceItHasEnded) {
   Alone stranger;
   std::string missing;
   const auto ask = [&] {
-    return AgreementDriver::ask(
-        {group.handle(0).text()}, stranger.members.visitor(), Deadline::after(5000), missing);
+    return AgreementDriver::ask({group.handle(0).text()}, stranger.members.visitor(), Deadline::after(5000), missing);
   };
   EXPECT_EQ(ask().value().description, "a model");
   group.drivers[0]->close(); // its group, and the program, may live on
@@ -550,7 +549,8 @@ TEST(AgreementDriver, AStrangerThatIsForgottenIsTold) {
   const MemberHandle self = stranger.members.visitor().self;
   elastic::Message ping;
   ping.kind = elastic::Message::Kind::Ping;
-  ping.from = {std::stoull(self.incarnation.substr(0, 16), nullptr, 16), std::stoull(self.incarnation.substr(16), nullptr, 16)};
+  ping.from = {
+      std::stoull(self.incarnation.substr(0, 16), nullptr, 16), std::stoull(self.incarnation.substr(16), nullptr, 16)};
   const std::string bytes = encode(ping);
   for (int times = 0; times < 2; ++times) { // it may come again
     const Knocked knocked = knock(to, stranger.members.visitor(), Deadline::after(5000), none);

@@ -100,7 +100,7 @@ def test_a_process_of_another_host_joins(tmp_path: Path) -> None:
 
 @pytest.mark.time_bound
 def test_a_cut_during_the_transfer_costs_less_than_join_pause(tmp_path: Path) -> None:
-    """The members go on when they have missed it for heartbeat_timeout; it joins over a new wire."""
+    """The members go on after heartbeat_timeout, and it joins when the wire is back."""
     if shutil.which("tc") is None:
         pytest.skip("needs the command tc (package iproute2)")
     plan = Plan(
