@@ -48,7 +48,9 @@ class Elastic:
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
         peers: A file with which others join: rank 0 writes the members' handles to it at each
-            change. All members name the same one. None: nobody can join.
+            change. All members name the same one. A training that begins does not overwrite the
+            file of one that runs: all of its ranks raise ``InvalidArgumentError``, after rank 0 has
+            asked the members there for 2 s at most. None: nobody can join.
         state: With ``peers``: what a process needs to go on as the others do, besides parameters
             and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
             ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
