@@ -394,8 +394,8 @@ class LeftBehindError(PeerError):
 
 
 class JoinRefusedError(PycommBackendError):
-    """A process cannot become a member of an elastic training that runs: its model, options or
-    state differ from the members', or their state did not reach it within ``join_pause``.
+    """A process cannot become a member of an elastic training that runs: its model, options, secret
+    or state differ from the members', or their state did not reach it within ``join_pause``.
 
     Try: what the text names. The members go on without this process.
     """

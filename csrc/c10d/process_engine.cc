@@ -48,17 +48,24 @@ std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
 
 void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void(JoinAbort& abort)>& join) {
   JoinAbort abort;
+  runInterruptibly("pycomm-join", [&] { join(abort); }, [&] { abort.abort(interrupted(meeting)); });
+}
+
+void runInterruptibly(
+    const char* thread_name,
+    const std::function<void()>& body,
+    const std::function<void()>& interrupt) {
   if (!onMainThread()) {
-    join(abort);
+    body();
     return;
   }
-  const auto joining = std::make_shared<std::packaged_task<void()>>([&] { join(abort); });
-  std::future<void> joined = joining->get_future();
+  const auto running = std::make_shared<std::packaged_task<void()>>(body);
+  std::future<void> joined = running->get_future();
   std::thread thread;
   try {
-    thread = startNativeThread("pycomm-join", [joining] { (*joining)(); });
+    thread = startNativeThread(thread_name, [running] { (*running)(); });
   } catch (const std::exception&) { // then signals have to wait
-    join(abort);
+    body();
     return;
   }
   const pid_t self = ::getpid();
@@ -73,7 +80,7 @@ void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void
     }
     if (raised && !aborted) {
       try {
-        abort.abort(interrupted(meeting));
+        interrupt();
         aborted = true;
       } catch (const std::bad_alloc&) { // then in 100 ms
       }
@@ -82,7 +89,7 @@ void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void
       thread.detach();
       throw Error(
           ErrorCode::Forked,
-          "The process was forked by a signal handler while it made a group.",
+          "The process was forked by a signal handler while it waited for other ranks.",
           "call exec() in the child");
     }
   }

@@ -25,6 +25,11 @@ namespace pycomm {
 /// The same for another way to make a group: runs `join`, which throws what it cannot do. `meeting` is for the error.
 void joinInterruptibly(const RendezvousConfig& meeting, const std::function<void(JoinAbort& abort)>& join);
 
+/// Runs `body` on a thread of that name while the main thread runs Python's signal handlers. If one raises, `interrupt` is to end the body
+/// soon, and its exception leaves this. On a thread that is not the main one, or if no thread can be started, the body runs on the calling
+/// thread, and signals wait. Else throws what the body does. Call it without the interpreter's lock.
+void runInterruptibly(const char* thread, const std::function<void()>& body, const std::function<void()>& interrupt);
+
 /// Joins the native threads, if there are any. False if a callback has not returned by the deadline: call it again then.
 bool shutdownProcessEngine(Deadline deadline);
 

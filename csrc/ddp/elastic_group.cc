@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/wait_point.h"
+#include "c10d/process_engine.h"
 #include "c10d/python_errors.h"
 #include "c10d/torch_compat.h"
 #include "c10d/work.h"
@@ -89,6 +90,7 @@ std::optional<std::string> ElasticGroup::pull() {
     AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(kSignalCheckMs));
     if (arrival.state) {
       pulled_ = arrival.state->step;
+      pulled_view_ = arrival.state->view;
       return std::move(arrival.state->bytes);
     }
     if (arrival.admitted) {
@@ -102,7 +104,20 @@ std::optional<std::string> ElasticGroup::pull() {
 }
 
 void ElasticGroup::loaded() {
-  driver_->loaded(pulled_);
+  driver_->loaded(pulled_, pulled_view_);
+}
+
+void ElasticGroup::give(std::string_view bytes) {
+  beforeWait();
+  runInterruptibly(
+      "pycomm-give",
+      [&] { driver_->give(bytes); },
+      [&] {
+        ErrorRecord why;
+        why.code = ErrorCode::Aborted;
+        why.summary = "A signal, such as Ctrl-C, has interrupted the process that gives the members' state.";
+        driver_->stopGiving(why);
+      });
 }
 
 ElasticGroup::~ElasticGroup() {

@@ -72,9 +72,8 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] size_t newcomers() {
     return driver_->newcomers();
   }
-  void give(std::string_view bytes) {
-    driver_->give(bytes);
-  }
+  /// A signal handler that raises ends it, and its exception leaves this.
+  void give(std::string_view bytes);
   void refuse(const std::string& why) {
     driver_->refuse(why);
   }
@@ -98,6 +97,7 @@ class ElasticGroup final : public StepAgreement {
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
+  uint64_t pulled_view_ = 0; ///< and its members
 };
 
 } // namespace pycomm

@@ -37,6 +37,7 @@ Agreement::Agreement(const Config& config, const View& first, TimePoint now)
 Agreement::Agreement(const Config& config, std::vector<Incarnation> contacts, TimePoint now)
     : config_(config), phase_(Phase::Joining), contacts_(std::move(contacts)), began_(now), retry_at_(now), now_(now) {
   retry_after_ = milliseconds(config_.retry_ms);
+  keep(); // it may become a voter, and end before it knows
 }
 
 // ---- time
@@ -46,7 +47,7 @@ void Agreement::awake(TimePoint now) {
   if (due != TimePoint::max() && now - due > window()) {
     const TimePoint::duration late = now - due;
     began_ += late;
-    for (TimePoint* at : {&propose_at_, &retry_at_, &pause_until_, &too_few_until_}) {
+    for (TimePoint* at : {&propose_at_, &retry_at_, &pause_until_, &too_few_until_, &asked_at_}) {
       delay(*at, late);
     }
     if (proposal_) {
@@ -102,6 +103,7 @@ void Agreement::tick(TimePoint now) {
       Message join = make(Message::Kind::Join);
       join.step.committed = std::max<int64_t>(loaded_, 0);
       join.step.finished = loaded_ >= 0;
+      join.view = loaded_view_;
       send(std::move(join), contacts_);
     }
   }
@@ -147,7 +149,11 @@ TimePoint Agreement::promiseAt() const {
   TimePoint at = TimePoint::min();
   for (const Incarnation& other : phase_ == Phase::Joining ? fellows_ : others(true)) {
     if (!reached(other)) {
-      at = std::max(at, view_.has(other) ? patience(other, began_) : began_ + window());
+      const TimePoint until = phase_ == Phase::Joining
+          ? asked_at_ + window() / 2 // within which the proposer still waits
+          : view_.has(other) ? patience(other, began_)
+                             : began_ + window();
+      at = std::max(at, until);
     }
   }
   return at;
@@ -259,7 +265,7 @@ std::vector<Incarnation> Agreement::loading() const {
   std::vector<Incarnation> found;
   const bool idle = phase_ == Phase::Pausing || (phase_ == Phase::Working && tooFew() && !step_.launched);
   for (const auto& [newcomer, how] : newcomers_) {
-    if (idle && mayAdmit(how) && !hasLoaded(how)) {
+    if (idle && loads(how)) {
       found.push_back(newcomer);
     }
   }
@@ -349,6 +355,7 @@ void Agreement::boundary(TimePoint now, bool admits) {
   awake(now);
   if (phase_ == Phase::Working) {
     phase_ = Phase::Pausing;
+    awaitNewcomers(admits);
     pause_until_ = now + (admits && this->admits() ? milliseconds(config_.join_pause_ms) : milliseconds(0));
     if (!isLowest()) {
       pause_until_ += window(); // which knows who loads
@@ -374,9 +381,10 @@ void Agreement::linked(const Incarnation& newcomer, TimePoint now) {
   settle(now);
 }
 
-void Agreement::loaded(int64_t committed, TimePoint now) {
+void Agreement::loaded(int64_t committed, uint64_t view, TimePoint now) {
   awake(now);
   loaded_ = committed;
+  loaded_view_ = view;
   retry_at_ = now;
   settle(now);
 }
@@ -388,6 +396,10 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
   }
   const bool newcomer = newcomers_.erase(peer) != 0;
   if (!newcomer && !view_.has(peer)) {
+    return;
+  }
+  if (newcomer && phase_ != Phase::Agreeing) { // no view that it may be in is being decided
+    settle(now);
     return;
   }
   Suspicion& suspicion = suspects_[peer];
@@ -410,24 +422,30 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
 
 void Agreement::certified(const Incarnation& peer, const Record& record, TimePoint now) {
   awake(now);
-  newcomers_.erase(peer);
-  if (phase_ == Phase::Over || phase_ == Phase::Joining || !view_.has(peer) || peer == config_.self) {
+  const bool newcomer = newcomers_.erase(peer) != 0;
+  if (phase_ == Phase::Over || phase_ == Phase::Joining || peer == config_.self) {
     return;
   }
-  // It may have been in a later epoch, which this process has not heard of: then this epoch has been decided.
-  for (const View& view : record.past) {
-    learn(view, now);
+  if (newcomer || view_.has(peer)) {
+    // It may have been in a later epoch, which this process has not heard of: then this epoch has been decided.
+    for (const View& view : record.past) {
+      learn(view, now);
+    }
+    learn(record.view, now);
+    if (phase_ != Phase::Over && record.view.epoch > view_.epoch) {
+      raise(Action::Error::LeftBehind, &record.view);
+      phase_ = Phase::Over;
+    }
+    if (phase_ == Phase::Over) {
+      return;
+    }
   }
-  learn(record.view, now);
-  if (phase_ != Phase::Over && record.view.epoch > view_.epoch) {
-    raise(Action::Error::LeftBehind, &record.view);
-    phase_ = Phase::Over;
-  }
-  if (phase_ == Phase::Over) {
+  if (!view_.has(peer) && phase_ != Phase::Agreeing) { // no view that it may be in is being decided
+    settle(now);
     return;
   }
   const bool known = !gone_.try_emplace(peer, Gone{record.view.epoch, record.accepted}).second;
-  if (phase_ == Phase::Agreeing && !known) {
+  if (phase_ == Phase::Agreeing && !known && view_.has(peer)) {
     Message news = make(Message::Kind::Suspect);
     news.cause = ErrorCode::PeerDead;
     news.culprit = peer;
@@ -519,15 +537,21 @@ void Agreement::accuse(const Incarnation& member) {
 }
 
 void Agreement::beginIfChangeIsReady(TimePoint now) {
-  const bool waits = std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
-    return mayAdmit(newcomer.second) && !hasLoaded(newcomer.second);
-  });
+  const bool waits =
+      std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return loads(newcomer.second); });
   if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
   // Too few for a step: they wait for nothing but newcomers.
   if (phase_ == Phase::Working && tooFew() && !step_.launched && !waits && admits() && isLowest()) {
+    awaitNewcomers(true);
     begin(ErrorCode::Ok, std::nullopt, now);
+  }
+}
+
+void Agreement::awaitNewcomers(bool awaits) {
+  for (auto& [newcomer, how] : newcomers_) {
+    how.awaited = awaits && mayAdmit(how);
   }
 }
 
@@ -620,6 +644,8 @@ void Agreement::choose(TimePoint now) {
       proposal_->left.set(static_cast<size_t>(position));
     }
   }
+  std::erase_if(
+      proposal_->newcomers, [&](const auto& promise) { return newcomers_.count(promise.first) == 0; }); // failed since
   proposal_->value = chooseNext(view_, *proposal_, dead(), cause_);
   if (!proposal_->value) {
     return; // all members that answered leave; the others may go on
@@ -785,10 +811,12 @@ void Agreement::install(const View& next, TimePoint now) {
     newcomers_.erase(member);
   }
   for (auto& [newcomer, how] : newcomers_) {
-    if (next.cause == ErrorCode::Ok && how.linked) { // not for nothing again and again
+    if (next.cause == ErrorCode::Ok && how.awaited) { // not for nothing again and again
       how.back_off = std::clamp<TimePoint::duration>(2 * how.back_off, window(), std::chrono::minutes(1));
       how.not_before = now + how.back_off;
     }
+    how.awaited = false;
+    how.loaded = -1; // of the view before
   }
   std::erase_if(suspects_, [&](const auto& suspect) { return !view_.has(suspect.first); });
   std::erase_if(gone_, [&](const auto& peer) { return !view_.has(peer.first); });
@@ -959,12 +987,14 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       }
       return;
     case Message::Kind::Prepare: {
-      // Else it is of a view that has this process already, where its promise would be a vote: the decision is on its way.
-      if (loaded_ < 0 || !contains(message.newcomers, config_.self)) {
+      // Else it is of a view that has this process already, where its promise would be a vote: the decision is on its way. Or of a view of
+      // which it has no state.
+      if (loaded_ < 0 || message.view != loaded_view_ || !contains(message.newcomers, config_.self)) {
         return;
       }
       if (asked_view_ != message.view) {
         asked_view_ = message.view;
+        asked_at_ = now;
         ++nonce_;
         newcomers_reached_.clear();
         fellows_ = message.newcomers;
@@ -1011,11 +1041,11 @@ void Agreement::onJoin(const Message& message) {
     return;
   }
   const auto found = newcomers_.find(message.from);
-  if (found == newcomers_.end() && newcomers_.size() >= kMaxNewcomers) {
+  if (found == newcomers_.end() && (newcomers_.size() >= kMaxNewcomers || gone_.count(message.from) != 0)) {
     return;
   }
   Newcomer& newcomer = newcomers_[message.from];
-  newcomer.loaded = message.step.finished ? message.step.committed : -1;
+  newcomer.loaded = message.step.finished && message.view == view_id_ ? message.step.committed : -1;
   if (found == newcomers_.end()) {
     Action& action = actions_.emplace_back();
     action.kind = Action::Kind::Link;

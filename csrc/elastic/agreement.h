@@ -83,7 +83,8 @@ class Agreement {
   /// The failure detector's word. Only PEER_DEAD, PEER_UNRESPONSIVE, PEER_LEFT and CONN_RESET change members; of all other causes the
   /// user gets the error.
   void failed(ErrorCode code, const Incarnation& peer, TimePoint now);
-  /// The kernel says that all threads of that process have ended, and this is what it has kept. An end of its connections proves nothing.
+  /// The kernel says that all threads of that process have ended, and this is what it has kept. An end of its connections proves nothing. Also
+  /// of a newcomer: the next view may have it.
   void certified(const Incarnation& peer, const Record& record, TimePoint now);
   /// How far this process is. Called on every change, and before sealed().
   void step(const StepState& state);
@@ -100,8 +101,9 @@ class Agreement {
   void close(TimePoint now);
   /// The newcomer can be reached from here.
   void linked(const Incarnation& newcomer, TimePoint now);
-  /// This newcomer holds all that members held after their step `committed`.
-  void loaded(int64_t committed, TimePoint now);
+  /// This newcomer holds all that members of the view with this id held after their step `committed`: their parameters, and what the
+  /// members are called. Of no use in another view.
+  void loaded(int64_t committed, uint64_t view, TimePoint now);
   void tick(TimePoint now);
 
   // ---- state
@@ -117,7 +119,8 @@ class Agreement {
   }
   /// Whether some newcomer can be reached from here. If all members say so in a commit round, they stop for it at a later one.
   [[nodiscard]] bool admits() const noexcept;
-  /// Newcomers that load the members' state while those wait in boundary().
+  /// Newcomers that load the members' state while those wait in boundary(): not those that can be reached only since then, as nobody gives them
+  /// the state any more.
   [[nodiscard]] std::vector<Incarnation> loading() const;
 
   [[nodiscard]] static bool changesMembers(ErrorCode code) noexcept;
@@ -144,7 +147,8 @@ class Agreement {
   };
   struct Newcomer {
     bool linked = false;
-    int64_t loaded = -1; ///< the step whose state it holds
+    bool awaited = false; ///< it was there when the members stopped, or were too few
+    int64_t loaded = -1; ///< the step of this view whose state it holds
     TimePoint not_before; ///< it was passed over: no members stop for it before
     TimePoint::duration back_off{};
   };
@@ -174,6 +178,7 @@ class Agreement {
   void merge(const std::vector<Testament>& testaments);
   void promiseWhenReady(TimePoint now);
   void beginIfChangeIsReady(TimePoint now);
+  void awaitNewcomers(bool awaits);
   void advance(TimePoint now);
   void choose(TimePoint now);
   void learn(const View& next, TimePoint now);
@@ -209,6 +214,10 @@ class Agreement {
   [[nodiscard]] bool mayAdmit(const Newcomer& newcomer) const noexcept {
     return newcomer.linked && now_ >= newcomer.not_before;
   }
+  /// Whether members that may not begin a step wait for its state to arrive.
+  [[nodiscard]] bool loads(const Newcomer& newcomer) const noexcept {
+    return (phase_ == Phase::Pausing ? newcomer.awaited : mayAdmit(newcomer)) && !hasLoaded(newcomer);
+  }
   [[nodiscard]] bool hasLoaded(const Newcomer& newcomer) const noexcept {
     return newcomer.linked && newcomer.loaded == step_.committed;
   }
@@ -233,7 +242,9 @@ class Agreement {
   std::map<Incarnation, Newcomer> newcomers_;
   std::vector<Incarnation> contacts_; ///< of a newcomer
   int64_t loaded_ = -1; ///< of a newcomer: the step whose state it holds
+  uint64_t loaded_view_ = 0; ///< and the view
   uint64_t asked_view_ = 0; ///< of a newcomer: the view that would admit it
+  TimePoint asked_at_ = TimePoint::max(); ///< and when that asked first
 
   // Of this epoch's agreement.
   ErrorCode cause_ = ErrorCode::Ok;

@@ -50,7 +50,7 @@ uint64_t Agreement::digest() const {
   Digest out;
   const auto time = [&](TimePoint at) { out << (at == TimePoint::max() ? -1 : (at - now_).count()); };
   out << phase_ << view_id_ << step_ << leaving_ << raised_ << cause_ << sealed_ << nonce_ << round_ << loaded_
-      << asked_view_;
+      << asked_view_ << loaded_view_;
   out << reach_ << newcomers_reached_ << fellows_ << contacts_ << promised_.number() << accepted_;
   for (const View& view : past_) {
     out << view.id();
@@ -74,7 +74,7 @@ uint64_t Agreement::digest() const {
     out << 4 << of << gone.epoch << gone.accepted << gone.left;
   }
   for (const auto& [of, newcomer] : newcomers_) {
-    out << 5 << of << newcomer.linked << newcomer.loaded << newcomer.back_off.count();
+    out << 5 << of << newcomer.linked << newcomer.awaited << newcomer.loaded << newcomer.back_off.count();
     time(newcomer.not_before);
   }
   if (owed_) {
@@ -91,7 +91,7 @@ uint64_t Agreement::digest() const {
     out << (proposal_->value ? proposal_->value->id() : 0);
     time(proposal_->since);
   }
-  for (const TimePoint at : {began_, propose_at_, retry_at_, pause_until_, too_few_until_}) {
+  for (const TimePoint at : {began_, propose_at_, retry_at_, pause_until_, too_few_until_, asked_at_}) {
     time(at);
   }
   out << retry_after_.count();

@@ -30,7 +30,7 @@ struct Message {
         8, ///< the process that asked is no member of `next`, which is the sender's; `view` is that of the question
     Ping = 9, ///< `nonce` comes back
     Pong = 10,
-    Join = 11, ///< a newcomer asks to become a member; `step` says what it holds
+    Join = 11, ///< a newcomer asks to become a member; `step` says which state it holds, and `view` of which members
     Goodbye = 12, ///< the sender votes no more; `accepted` is what it had accepted, `next` its view
   };
   /// Of a member that is not to be in the next view. Part of the wire format as well.

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +56,16 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.Counter[str]] 
 _counts_lock = threading.Lock()
 _default_of_groups: weakref.ref[dist.ProcessGroup] | str | None = None
 """The default group when this process last made a group of pycomm."""
+_COMPARED = (  # as createBackend() in bindings/backend.cc has them
+    "algorithm",
+    "transport",
+    "segment_nbytes",
+    "wire_dtype",
+    "cuda_mode",
+    "heartbeat_timeout",
+    "check_call_sites",
+    "security",
+)
 _told = False
 _level_set_here: int | None = None
 
@@ -66,7 +76,8 @@ class _MadeWith:
 
     options: Options
     timeout_ms: int
-    wire_dtype: str
+    compared: Mapping[str, Any]
+    """The settings that must be the same on all ranks."""
 
 
 def register() -> None:
@@ -117,7 +128,8 @@ def create_group(
         _set_up_logging(extension, resolved, rank)
         timeout_ms = effective_timeout_ms(resolved, group.timeout)
         _forget_groups_that_are_gone()
-        _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, resolved.wire_dtype)
+        compared_here = {name: getattr(resolved, name) for name in _COMPARED}
+        _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, compared_here)
         if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
             compared = preflight(resolved)
         native = native_options(
@@ -326,9 +338,18 @@ def group_options(group: dist.ProcessGroup) -> Options:
 def group_wire_dtype(group: dist.ProcessGroup) -> str:
     """The ``wire_dtype`` of a group; "fp32" for one that is not pycomm's."""
     try:
-        return _what_made(group).wire_dtype
+        return str(_what_made(group).compared["wire_dtype"])
     except ValueError:
         return "fp32"
+
+
+def compared_options(group: dist.ProcessGroup) -> Mapping[str, Any]:
+    """The settings of a group that all of its ranks have alike, by name.
+
+    Raises:
+        ValueError: The group is not pycomm's.
+    """
+    return _what_made(group).compared
 
 
 def _what_made(group: dist.ProcessGroup) -> _MadeWith:

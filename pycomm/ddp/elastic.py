@@ -19,7 +19,7 @@ from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
 from pycomm.ddp.weights import check_samples
-from pycomm.errors import UnsupportedError
+from pycomm.errors import InvalidArgumentError, UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
 logger = logging.getLogger("pycomm")
@@ -48,7 +48,9 @@ class Elastic:
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
         peers: A file with which others join: rank 0 writes the members' handles to it at each
-            change. All members name the same one. None: nobody can join.
+            change. All members name the same one. A training that begins does not overwrite the
+            file of one that runs: all of its ranks raise ``InvalidArgumentError``, after rank 0 has
+            asked the members there for 2 s at most. None: nobody can join.
         state: With ``peers``: what a process needs to go on as the others do, besides parameters
             and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
             ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
@@ -364,9 +366,17 @@ def make_group(group: Any, elastic: Elastic) -> Any:
             f"{dist.get_world_size(group)} ranks: no step could begin"
         )
     made = elastic_group(group)
-    handles: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(handles, reconfigure_handle(made), group=group)
-    reconfigure(1, handles, group=made)
+    refusal = ""
+    if elastic.peers is not None and not elastic.join and dist.get_rank(group) == 0:
+        from pycomm.ddp.joining import check_peers_file
+
+        refusal = check_peers_file(made, elastic.peers)
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (reconfigure_handle(made), refusal), group=group)
+    if said[0][1]:
+        dist.destroy_process_group(made)
+        raise InvalidArgumentError(said[0][1])
+    reconfigure(1, [handle for handle, _ in said], group=made)
     if not _warned and dist.get_rank() == 0:
         logger.warning(
             "elastic=: steps of the wrapped model survive the death of ranks. The process group "

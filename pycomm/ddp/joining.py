@@ -19,10 +19,17 @@ from pycomm._group.model_check import first_difference
 from pycomm._native import loader
 from pycomm.ddp.elastic import Elastic
 from pycomm.ddp.weights import weighed_of
-from pycomm.errors import InvalidArgumentError, JoinRefusedError, RendezvousTimeoutError
+from pycomm.errors import (
+    ConfigMismatchError,
+    InvalidArgumentError,
+    JoinRefusedError,
+    RendezvousTimeoutError,
+    VersionMismatchError,
+)
 
 logger = logging.getLogger("pycomm")
 _ASK_MS = 5000
+_ASK_BEFORE_MS = 2000
 _PAUSE_S = 0.1
 
 
@@ -47,6 +54,10 @@ def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
                     f"{elastic.peers} is not a file of handles, as members of an elastic training "
                     f"write it: {error}. Try: the peers= of the members"
                 ) from error
+            except (ConfigMismatchError, VersionMismatchError) as error:
+                raise JoinRefusedError(
+                    f"this process cannot join an elastic training: {error}"
+                ) from error
             if not isinstance(answer, str):
                 theirs, members = answer
                 if theirs != description:
@@ -67,6 +78,38 @@ def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
         time.sleep(_PAUSE_S)
 
 
+def check_peers_file(group: Any, path: str) -> str:
+    """Why a training must not begin with this file: that is another one's. "" if it may.
+
+    Asks the members that the file names, for 2 s at most. Rank 0 of a training calls it.
+    """
+    handles, _ = _read(path)
+    if not handles:
+        return ""
+    try:
+        answer = loader.native.ask_members(native_backend(group), handles, _ASK_BEFORE_MS)
+    except InvalidArgumentError as error:
+        return (
+            f"Elastic.peers={path!r} exists and is no file of handles, and it would be overwritten "
+            f"({error}). Try: another name"
+        )
+    except (ConfigMismatchError, VersionMismatchError) as error:  # nobody there can be asked
+        answer = str(error)
+    if isinstance(answer, str):
+        logger.warning(
+            "elastic=: %s names members that do not answer (%s). A training begins with this file, "
+            "and overwrites it.",
+            path,
+            answer,
+        )
+        return ""
+    return (
+        f"Elastic.peers={path!r} is the file of an elastic training that runs: one of its "
+        f"{len(answer[1])} members has answered. Try: join=True to become a member, another file "
+        "for another training, or end that one first"
+    )
+
+
 def _read(path: str) -> tuple[list[str], str]:
     """The handles in a file, or none and why."""
     try:
@@ -85,13 +128,9 @@ def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
     """
     shared: Mapping[str, Any] = {}
-    try:
-        while (state := agreement.pull()) is not None:
-            shared = _load(state, model)
-            agreement.loaded()
-    except BaseException:
-        agreement.close()
-        raise
+    while (state := agreement.pull()) is not None:
+        shared = _load(state, model)
+        agreement.loaded()
     return shared
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from pycomm._group.averaging import ring_nbytes
-from pycomm._group.creation import group_wire_dtype
+from pycomm._group.creation import compared_options, group_wire_dtype
 from pycomm._group.model_check import check_same_on_all_ranks
 from pycomm._group.queries import (
     by_nccl,
@@ -207,7 +207,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._overflows_before = 0
         self._sync_wire_nbytes = 0
         self._sync_seconds = 0.0
-        super().__init__(module, **passed_on)
+        try:
+            super().__init__(module, **passed_on)
+        except BaseException:
+            if self._agreement is not None:  # the other members would wait for this one's steps
+                self._agreement.close()
+            raise
         self._with_all_ranks = False
         if sync_every > 1:
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
@@ -465,8 +470,10 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if self._elastic is not None:
             need_pycomm(self.process_group, "elastic=")
         names = names_of(self.module, parameters)
-        if self._check_ranks_agree or (self._elastic is not None and self._elastic.peers):
+        may_be_joined = self._elastic is not None and self._elastic.peers is not None
+        if self._check_ranks_agree or may_be_joined:
             self._check_ranks_agree = False
+            of_group = compared_options(self.process_group) if may_be_joined else {}
             self._description = check_same_on_all_ranks(
                 self.process_group,
                 self.device,
@@ -483,6 +490,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,
+                    **{f"{name} of the group": value for name, value in of_group.items()},
                 },
                 parameters=zip(names, parameters, strict=True),
                 buffers=self.named_module_buffers.items() if self.broadcast_buffers else (),

@@ -54,6 +54,10 @@ class Plan:
     asks_between: bool = False
     """It asks for a mean between the passes of a step."""
     check: bool = True
+    waits_for: str = ""
+    """A file: a founder makes no further step from its tenth one on before it is there."""
+    fails: bool = False
+    """A process that joins raises when it is a member, and keeps the exception for a minute."""
 
 
 class Ballast:
@@ -99,6 +103,9 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     if plan.join and plan.struck[1]:
         loader.load().arm_fault_points(plan.struck[1])
     error: Any = None
+    if plan.fails:
+        fail_to_take_over()
+    mark("asks")
     began_s = time.monotonic()
     try:
         model = pycomm.DistributedDataParallel(
@@ -115,7 +122,11 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             **dict(plan.options),
         )
     except Exception as caught:
-        return {"error": describe_exception(caught), "after_s": time.monotonic() - began_s}
+        after_s = time.monotonic() - began_s
+        if plan.fails:
+            mark("failed")
+            time.sleep(60.0)  # with what the exception refers to
+        return {"error": describe_exception(caught), "after_s": after_s}
     if not plan.join and rank == plan.struck[0]:
         loader.load().arm_fault_points(plan.struck[1])
     mark("trains")
@@ -128,6 +139,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     try:
         while left > 0 and len(steps) < MOST_STEPS:
             step = model.elastic.step
+            while plan.waits_for and len(steps) >= 10 and not os.path.exists(plan.waits_for):
+                time.sleep(0.02)
             checks = plan.check and (step < 20 or left < STEPS_AFTER or len(steps) < 20)
             optimizer.zero_grad()
             before = [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
@@ -170,6 +183,16 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "asked_s": asked_s,
         "stats": dataclasses.asdict(model.stats()),
     }
+
+
+def fail_to_take_over() -> None:
+    """From now on a process that joins raises as it makes its reducer."""
+    import pycomm.ddp.joining
+
+    def take_over(*_: object) -> None:
+        raise RuntimeError("no memory, say")
+
+    pycomm.ddp.joining.take_over = take_over
 
 
 def difference(

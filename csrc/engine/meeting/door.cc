@@ -502,8 +502,7 @@ std::string Door::answer(Session& session, const std::vector<std::string>& reque
     if (mailbox == nullptr || session.gives || what != ask::kSay || request.size() != 2) {
       return packWords({door_answer::kGone});
     }
-    mailbox->deliver(session.from, request[1]);
-    return packWords({door_answer::kHere});
+    return packWords({mailbox->deliver(session.from, request[1]) ? door_answer::kHere : door_answer::kGone});
   }
   if (what == ask::kEnter || what == ask::kLook) {
     return letIn(session, request);

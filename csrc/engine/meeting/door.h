@@ -37,7 +37,8 @@ class Door final {
         const ProcessId& from,
         const std::string& handle,
         const std::optional<ProcessId>& door) = 0;
-    virtual void deliver(const ProcessId& from, const std::string& bytes) = 0;
+    /// False if `from` may not bring messages any more: it has to introduce itself again.
+    [[nodiscard]] virtual bool deliver(const ProcessId& from, const std::string& bytes) = 0;
     /// The answer to a process that wants to become a member; empty: none can.
     [[nodiscard]] virtual std::vector<std::string> notice() const {
       return {};

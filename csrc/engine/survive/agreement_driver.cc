@@ -29,6 +29,8 @@ constexpr int kSealMs = 300; // for a failure to reach both planes
 constexpr milliseconds kGoodbyes{300};
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
 constexpr int kLongestTurnMs = 60000;
+constexpr int kFirstPeersMs = 2000; // for a disk
+constexpr int kLastPeersMs = 300;
 
 /// `peer`: a place in the view, -1 for none.
 bool blamesPeer(int peer, const View& view, int self) noexcept {
@@ -82,6 +84,7 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
     driver->start();
     wait_for_all(); // each has the others' records: who dies from here on is certified
     driver->writePeers(handles, number);
+    (void)driver->peers_.flush(Deadline::after(kFirstPeersMs)); // then the next process may join
   } catch (...) {
     driver->close();
     throw;
@@ -95,7 +98,8 @@ AgreementDriver::AgreementDriver(Reconfigurable& members, const Config& config)
       config_(config),
       forks_(forkCount()),
       self_(incarnationOf(members.visitor().self.incarnation)),
-      inbox_(std::make_shared<Inbox>()) {}
+      inbox_(std::make_shared<Inbox>()),
+      peers_(config.peers_path, members.visitor().self.incarnation) {}
 
 void AgreementDriver::found(Reconfigurable::Met first) {
   if (first.instance->uuid() < 0) {
@@ -215,9 +219,11 @@ void AgreementDriver::close() noexcept {
     }
   });
   changed_.notify_all();
+  guarded([&] { inbox_->announce({}); });
   if (groups_thread_.joinable()) {
     groups_thread_.join();
   }
+  peers_.close(Deadline::after(kLastPeersMs));
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
   guarded([&] { closeRest(); });
   inbox_->leave();
@@ -426,6 +432,7 @@ void AgreementDriver::failWith(ErrorRecord record) {
     error_ = error_ ? error_ : std::move(record);
   }
   changed_.notify_all();
+  inbox_->announce({}); // nobody can join here any more
 }
 
 // ---- the agreement's thread
@@ -503,16 +510,15 @@ void AgreementDriver::processEnded(const Incarnation& name, Member& member, Time
   member.witness.reset();
   member.ended = true;
   catchUp();
-  const int rank = agreement_->view().position(name);
   why_ = record(
       ErrorCode::PeerDead,
       "The process of " + who(agreement_->view(), name) + " has ended.",
       "look for that rank's first error, and in its host's dmesg for the out-of-memory killer");
   why_->peer = jobRankOf(agreement_->view(), name);
   why_->peer_host = member.handle.host.hostname;
-  if (kept && rank >= 0) {
+  if (kept) {
     agreement_->certified(name, *kept, now);
-  } else { // also of a newcomer
+  } else {
     agreement_->failed(ErrorCode::PeerDead, name, now);
   }
   act();
@@ -629,6 +635,7 @@ void AgreementDriver::act() {
       }
       case Agreement::Action::Kind::Keep:
         if (kept_ != nullptr) {
+          PYCOMM_FAULT_POINT("survive.keep");
           kept_->keep(*action.record);
         }
         break;
@@ -688,10 +695,8 @@ void AgreementDriver::seal(const Agreement::Action& action) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
     meeting = meeting_;
-    if (give_abort_ != nullptr) {
-      (void)give_abort_->abort(why);
-    }
   }
+  stopGiving(why);
   if (meeting != nullptr) {
     meeting->abort(why); // without the lock, as it may wait for the planes of a group
   }
@@ -742,6 +747,7 @@ void AgreementDriver::install(const View& view) {
   std::string gone;
   for (size_t rank = 0; rank < before.members.size(); ++rank) {
     if (const Incarnation& member = before.members[rank]; !view.has(member)) {
+      members_by_name_.at(member).gone_at = Clock::now();
       gone += (gone.empty() ? "" : ", ") + who(before, member) +
           (view.left.test(rank)                    ? ", which has left in order"
                : members_by_name_.at(member).ended ? ", whose process has ended"

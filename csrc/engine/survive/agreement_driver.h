@@ -29,6 +29,7 @@
 #include "engine/reconfigurable.h"
 #include "engine/survive/kept_record.h"
 #include "engine/survive/outbox.h"
+#include "engine/survive/peers_file.h"
 
 namespace pycomm {
 
@@ -76,7 +77,8 @@ class AgreementDriver final : public Engine::Maker {
       const std::vector<MemberHandle>& asked,
       const Config& config);
   /// What members that listen at one of these handles say: Config::description, and the handles of all. Asks one after the other, and returns
-  /// the first answer; nullopt if none comes until the deadline. `missing`: those that did not answer, in words.
+  /// the first answer; nullopt if none comes until the deadline. `missing`: those that did not answer, in words. Throws
+  /// Error(ConfigMismatch) if they have another secret, and Error(InvalidArgument | VersionMismatch) for what is no handle.
   struct Notice {
     std::string description;
     std::vector<MemberHandle> members;
@@ -135,6 +137,7 @@ class AgreementDriver final : public Engine::Maker {
   /// The members' state, of their step `step`.
   struct State {
     int64_t step = 0;
+    uint64_t view = 0; ///< of which members
     std::vector<std::string> roster; ///< see Giving::roster
     std::string bytes;
   };
@@ -146,7 +149,7 @@ class AgreementDriver final : public Engine::Maker {
   };
   [[nodiscard]] Arrival arrive(Deadline deadline);
   /// This process holds that state.
-  void loaded(int64_t step);
+  void loaded(int64_t step, uint64_t view);
 
   // ---- the training thread of a member
 
@@ -154,12 +157,16 @@ class AgreementDriver final : public Engine::Maker {
   /// agreement's thread, not for another process.
   [[nodiscard]] size_t newcomers();
   /// Sends them this state, one after the other. Blocks for as long as the members wait (Config::join_pause_ms). Throws nothing that they
-  /// do: who has not got all of it is not admitted, and gets the reason if it is the time.
+  /// do: who has not got all of it is not admitted, and gets the reason if it is the time. One is not begun for which no time is left, if it
+  /// takes as long as those before: members stop for it again.
   void give(std::string_view bytes);
   /// There is no state for them, and this is why.
   void refuse(const std::string& why);
 
   // ---- any thread
+
+  /// Ends give() soon. Those that have not got the state yet wait for it: newcomers() counts them again.
+  void stopGiving(const ErrorRecord& why);
 
   /// Asks to leave in order: with the next step that this rank finishes. Idempotent.
   void leave();
@@ -195,6 +202,7 @@ class AgreementDriver final : public Engine::Maker {
   };
   struct Loaded {
     int64_t step;
+    uint64_t view;
   };
   /// A newcomer did not get the state.
   struct NotGiven {
@@ -226,6 +234,8 @@ class AgreementDriver final : public Engine::Maker {
     TimePoint heard = TimePoint::max(); ///< a newcomer's: its last Join
     TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
     TimePoint::duration back_off{}; ///< after another failure
+    TimePoint keep_until; ///< of one that asks no more, or has not asked yet: then it is forgotten
+    TimePoint gone_at = TimePoint::max(); ///< of a former member
     bool asked_witness = false;
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
@@ -278,6 +288,8 @@ class AgreementDriver final : public Engine::Maker {
   void takeRoster(State state);
   bool findWitness(Member& member); ///< Witnessed says what came of it; false: it is not looked for
   void lookAfterNewcomers(TimePoint now);
+  [[nodiscard]] bool hasRoomFor(const MemberHandle& stranger, TimePoint now);
+  void forgetStrangers(TimePoint now);
   [[nodiscard]] TimePoint newcomersTick() const;
   void dropNewcomer(const elastic::Incarnation& newcomer, ErrorCode why, TimePoint now);
   [[nodiscard]] std::string welcome(const elastic::View& view); ///< in words: who is new
@@ -302,7 +314,7 @@ class AgreementDriver final : public Engine::Maker {
   void findWitnessNow(const MemberHandle& process) noexcept;
   void show(State state);
   void askNow(const std::vector<std::string>& handles) noexcept;
-  void writePeers(const std::vector<std::string>& handles, uint64_t epoch) const; ///< also the thread of open()
+  void writePeers(const std::vector<std::string>& handles, uint64_t epoch); ///< also the thread of open()
   void closeRest();
   void closeRetired();
 
@@ -310,11 +322,15 @@ class AgreementDriver final : public Engine::Maker {
   void post(Job job);
   void failWith(ErrorRecord record);
   struct Giving;
-  [[nodiscard]] std::optional<ErrorRecord> giveTo(const MemberHandle& to, const Giving& giving, std::string_view bytes);
+  [[nodiscard]] std::optional<ErrorRecord> giveTo(
+      const MemberHandle& to,
+      const Giving& giving,
+      std::string_view bytes,
+      const AbortToken& abort);
   [[nodiscard]] std::unique_ptr<Link> openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
       const;
   void refuseOne(const MemberHandle& to, const std::string& why) const noexcept;
-  using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&)>;
+  using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&, const AbortToken&)>;
   void giveEach(const GiveOne& give_one);
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
@@ -333,11 +349,12 @@ class AgreementDriver final : public Engine::Maker {
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   const elastic::Incarnation self_;
   const std::shared_ptr<Inbox> inbox_;
+  PeersFile peers_;
   std::map<elastic::Incarnation, int>
       job_ranks_; ///< of the first members; beside others, members are called by their places
 
   // The agreement thread's, once that runs:
-  std::map<elastic::Incarnation, Member> members_by_name_; ///< all that ever were
+  std::map<elastic::Incarnation, Member> members_by_name_; ///< and those that were, or want to be
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
   std::vector<elastic::Incarnation> asked_; ///< of a newcomer: whom it asks to admit it
@@ -351,6 +368,7 @@ class AgreementDriver final : public Engine::Maker {
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
   struct Giving {
+    uint64_t view = 0;
     std::vector<MemberHandle> to;
     std::vector<std::string>
         roster; ///< first what the next new member is called, then of each member and newcomer its handle and number
@@ -358,9 +376,11 @@ class AgreementDriver final : public Engine::Maker {
   };
   Giving giving_; ///< newcomers that wait for the state, if this is rank 0
   Giving served_; ///< those that newcomers() has counted, for give()
-  std::set<ProcessId> given_; ///< those that have got that of the step given_at_, or did not
-  int64_t given_at_ = -1;
-  std::shared_ptr<AbortToken> give_abort_; ///< from newcomers() to the end of give()
+  std::set<ProcessId> given_; ///< those that have got that of given_at_, or did not
+  std::pair<int64_t, uint64_t> given_at_{-1, 0}; ///< a step, and a view
+  bool gives_ = false; ///< newcomers() has found some, and nothing has ended it since
+  std::shared_ptr<AbortToken> give_abort_; ///< of the one that gets it now
+  elastic::Incarnation giving_to_; ///< that one
   uint64_t stops_ = 0; ///< the epoch behind whose last commit members change, until the agreement's thread knows it
   std::optional<State> arrived_; ///< of a newcomer
   elastic::StepLedger ledger_;

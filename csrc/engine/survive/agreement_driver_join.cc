@@ -13,8 +13,6 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <cstdio>
-#include <fstream>
 #include <utility>
 
 #include "base/fault_point.h"
@@ -33,15 +31,18 @@ using std::chrono::milliseconds;
 
 constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of any view send between two turns
 constexpr size_t kMostStrangers = 64;
+constexpr size_t kMostFormer = 256; // members that are none any more
 constexpr size_t kStatePartNbytes = 1 << 20;
 constexpr int kJoinAskMs = 2000; // for the answer of one member
+constexpr int kShortestAskMs = 250;
+constexpr int kLongestAskMs = 60000; // of all
 constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
 constexpr int kNewWitnessMs = 300; // a process that has just answered
 constexpr int kBoundaryMs = 2000; // for the agreement's thread
 constexpr milliseconds kAskEvery{1000};
 constexpr milliseconds kFirstJoinBackOff{1000};
 constexpr milliseconds kLongestJoinBackOff{60000};
-constexpr std::string_view kStateBegins = "begin"; // step, bytes of the state, roster
+constexpr std::string_view kStateBegins = "begin"; // step, id of the members' view, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
 constexpr std::string_view kStateRefused = "refuse"; // why
 
@@ -91,11 +92,16 @@ bool AgreementDriver::Inbox::knows(
   return true;
 }
 
-void AgreementDriver::Inbox::deliver(const ProcessId& from, const std::string& bytes) {
+bool AgreementDriver::Inbox::deliver(const ProcessId& from, const std::string& bytes) {
   auto message = elastic::decodeMessage(bytes);
-  if (message && message->from == incarnationOf(from)) {
-    put(*std::move(message), kMostMessages);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (doors_.count(from) == 0) {
+    return false; // forgotten while it was silent
   }
+  if (message && message->from == incarnationOf(from)) {
+    putLocked(*std::move(message), kMostMessages);
+  }
+  return true;
 }
 
 bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::string>& words) {
@@ -104,15 +110,16 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
   if (!expects_state_ || words.size() < 3) {
     return false;
   }
-  if (words[1] == kStateBegins && words.size() >= 5) {
+  if (words[1] == kStateBegins && words.size() >= 6) {
     const auto step = wholeNumber(words[2]);
-    const auto nbytes = wholeNumber(words[3]);
-    if (!step || !nbytes || *nbytes <= 0) {
+    const auto view = wholeNumber(words[3]);
+    const auto nbytes = wholeNumber(words[4]);
+    if (!step || !view || !nbytes || *nbytes <= 0) {
       return false;
     }
     giver_ = from;
     state_nbytes_ = static_cast<size_t>(*nbytes);
-    state_ = State{*step, {words.begin() + 4, words.end()}, ""};
+    state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 5, words.end()}, ""};
     state_.bytes.reserve(state_nbytes_);
     return true;
   }
@@ -139,14 +146,23 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
     Deadline deadline,
     std::string& missing) {
   const AbortToken none;
-  for (const std::string& text : handles) {
-    if (deadline.expired()) {
-      break;
+  for (size_t i = 0; i < handles.size() && !deadline.expired(); ++i) {
+    const MemberHandle to = MemberHandle::parse(handles[i]);
+    if (to.key_id != from.self.key_id) { // all members have the same
+      const auto secret = [](const std::string& key_id) {
+        return key_id.empty() ? std::string("no secret") : "the secret of key id " + key_id;
+      };
+      throw Error(
+          ErrorCode::ConfigMismatch,
+          "the members have " + secret(to.key_id) + ", and this process has " + secret(from.self.key_id),
+          "give all hosts the same secret file, or none");
     }
-    const MemberHandle to = MemberHandle::parse(text);
     std::string why = "it has no elastic training that can be joined";
     try {
-      const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinAskMs).instant()));
+      // Also the last one of many is asked, if all others are on a host that is gone.
+      const int share = deadline.remainingMs(kLongestAskMs) / static_cast<int>(handles.size() - i);
+      const Deadline patience = Deadline::at(
+          std::min(deadline.instant(), Deadline::after(std::clamp(share, kShortestAskMs, kJoinAskMs)).instant()));
       const Knocked knocked = knock(to, from, patience, none);
       if (knocked.link == nullptr) {
         why = knocked.why;
@@ -197,6 +213,7 @@ void AgreementDriver::seek(const std::vector<MemberHandle>& asked) {
   keepRecord();
   ask_again_ = Clock::now() + kAskEvery;
   agreement_ = std::make_unique<elastic::Agreement>(settings(), asked_, Clock::now());
+  act(); // keeps the first record
 }
 
 AgreementDriver::Arrival AgreementDriver::arrive(Deadline deadline) {
@@ -215,7 +232,7 @@ AgreementDriver::Arrival AgreementDriver::arrive(Deadline deadline) {
   return {std::exchange(arrived_, std::nullopt), std::nullopt};
 }
 
-void AgreementDriver::loaded(int64_t step) {
+void AgreementDriver::loaded(int64_t step, uint64_t view) {
   refuseInChild();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -224,7 +241,7 @@ void AgreementDriver::loaded(int64_t step) {
     }
     ledger_.load(step);
   }
-  inbox_->put(Loaded{step});
+  inbox_->put(Loaded{step, view});
 }
 
 // Witnesses first: from its first step on the newcomer knows of the ends of the others of its host.
@@ -382,7 +399,11 @@ void AgreementDriver::findWitnessNow(const MemberHandle& process) noexcept {
 void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   const bool is_newcomer = agreement_->view().members.empty();
   if (const auto* const introduced = std::get_if<Introduced>(&event)) {
-    introduce(introduced->handle);
+    if (hasRoomFor(introduced->handle, now)) {
+      introduce(introduced->handle).keep_until = now + milliseconds(members_.config().dead_after_ms);
+    } else {
+      inbox_->forget(introduced->handle.incarnation); // it may introduce itself again
+    }
   } else if (auto* const witnessed = std::get_if<Witnessed>(&event)) {
     const auto found = members_by_name_.find(witnessed->name);
     if (found == members_by_name_.end()) {
@@ -400,7 +421,7 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
       takeRoster(std::move(*state));
     }
   } else if (const auto* const loaded = std::get_if<Loaded>(&event)) {
-    agreement_->loaded(loaded->step, now);
+    agreement_->loaded(loaded->step, loaded->view, now);
   } else if (const auto* const notice = std::get_if<Notice>(&event)) {
     if (is_newcomer) {
       inbox_->know(notice->members);
@@ -432,8 +453,55 @@ void AgreementDriver::dropNewcomer(const Incarnation& newcomer, ErrorCode why, T
   }
   member.links = false;
   member.heard = TimePoint::max();
+  member.keep_until = std::max(member.not_before, now + milliseconds(members_.config().dead_after_ms));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (give_abort_ != nullptr && giving_to_ == newcomer) { // another one waits for its turn
+      (void)give_abort_->abort(record(ErrorCode::PeerUnresponsive, "It is silent.", ""));
+    }
+  }
   agreement_->failed(
       elastic::Agreement::changesMembers(why) ? why : ErrorCode::ConnectionReset, newcomer, now); // the newcomer's only
+}
+
+// Processes that are no members stay known for some time: a newcomer may come again, and a former member may ask what has become of the others.
+// Nobody can make this process remember more than kMostStrangers. While a view is being decided none is forgotten, as it may be in that.
+bool AgreementDriver::hasRoomFor(const MemberHandle& stranger, TimePoint now) {
+  if (members_by_name_.count(incarnationOf(stranger.incarnation)) != 0) {
+    return true;
+  }
+  if (agreement_->view().members.empty()) {
+    return members_by_name_.size() < 2 * elastic::kMaxMembers;
+  }
+  forgetStrangers(now);
+  const auto strangers = std::count_if(
+      members_by_name_.begin(), members_by_name_.end(), [](const auto& one) { return one.second.first_rank < 0; });
+  return strangers < static_cast<std::ptrdiff_t>(kMostStrangers);
+}
+
+void AgreementDriver::forgetStrangers(TimePoint now) {
+  if (agreement_->view().members.empty() || isOver()) {
+    return;
+  }
+  std::vector<std::pair<TimePoint, Incarnation>> former;
+  std::vector<Incarnation> over;
+  for (const auto& [name, member] : members_by_name_) {
+    if (member.first_rank < 0 && member.heard == TimePoint::max() && now >= member.keep_until) {
+      over.push_back(name);
+    } else if (member.first_rank >= 0 && member.gone_at != TimePoint::max()) {
+      former.emplace_back(member.gone_at, name);
+    }
+  }
+  if (former.size() > kMostFormer) {
+    std::sort(former.begin(), former.end());
+    for (size_t i = 0; i < former.size() - kMostFormer; ++i) {
+      over.push_back(former[i].second);
+    }
+  }
+  for (const Incarnation& name : over) {
+    inbox_->forget(members_by_name_.at(name).handle.incarnation);
+    members_by_name_.erase(name);
+  }
 }
 
 void AgreementDriver::lookAfterNewcomers(TimePoint now) {
@@ -472,12 +540,8 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
   for (const Incarnation& name : silent) {
     dropNewcomer(name, ErrorCode::PeerUnresponsive, now);
     act();
-    if (isOver()) {
-      continue; // the view that is being decided may have it
-    }
-    inbox_->forget(members_by_name_.at(name).handle.incarnation);
-    members_by_name_.erase(name);
   }
+  forgetStrangers(now);
 }
 
 TimePoint AgreementDriver::newcomersTick() const {
@@ -488,7 +552,7 @@ TimePoint AgreementDriver::newcomersTick() const {
     }
     at = std::min(at, member.heard + milliseconds(members_.config().dead_after_ms));
   }
-  return at;
+  return at; // strangers are forgotten at any later turn
 }
 
 std::string AgreementDriver::welcome(const View& view) {
@@ -523,6 +587,7 @@ void AgreementDriver::announce(const View& view) {
 void AgreementDriver::showNewcomers() {
   Giving giving;
   const View& view = agreement_->view();
+  giving.view = view.id();
   if (view.position(self_) == 0) {
     for (const Incarnation& name : agreement_->loading()) {
       giving.to.push_back(members_by_name_.at(name).handle);
@@ -559,13 +624,13 @@ size_t AgreementDriver::newcomers() {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
   (void)waitFor(lock, Deadline::after(kBoundaryMs), [this] { return stops_ == 0 || error_; });
-  const int64_t step = ledger_.state().committed;
-  if (std::exchange(given_at_, step) != step) {
+  const std::pair<int64_t, uint64_t> here(ledger_.state().committed, giving_.view);
+  if (std::exchange(given_at_, here) != here) {
     given_.clear();
   }
   served_ = giving_;
   std::erase_if(served_.to, [this](const MemberHandle& to) { return given_.count(to.incarnation) != 0; });
-  give_abort_ = served_.to.empty() ? nullptr : std::make_shared<AbortToken>();
+  gives_ = !served_.to.empty();
   return served_.to.size();
 }
 
@@ -576,29 +641,62 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
     const std::lock_guard<std::mutex> lock(mutex_);
     serving = std::exchange(served_, {});
   }
+  TimePoint::duration longest{};
   for (const MemberHandle& to : serving.to) {
+    const TimePoint began = Clock::now();
+    const auto abort = std::make_shared<AbortToken>();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (!gives_) { // a member has died, or the thread was interrupted: the next state is for the others, too
+        return;
+      }
       given_.insert(to.incarnation);
+      giving_to_ = incarnationOf(to.incarnation);
+      give_abort_ = abort;
     }
-    if (auto why = give_one(to, serving)) {
+    std::optional<ErrorRecord> why;
+    if (longest != TimePoint::duration::zero() && began + longest > serving.until) {
+      why = record(
+          ErrorCode::ConnectionReset,
+          "There is no time left for it in this join_pause, after another one. It is asked again.",
+          "");
+    } else {
+      why = give_one(to, serving, *abort);
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      give_abort_.reset();
+      if (!gives_) {
+        given_.erase(to.incarnation);
+      }
+    }
+    if (why) {
       log(LogLevel::Warn, "a newcomer, " + to.who() + ", did not get the members' state: " + why->text());
       inbox_->put(NotGiven{incarnationOf(to.incarnation), *std::move(why)});
     }
+    longest = std::max(longest, Clock::now() - began);
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  give_abort_.reset();
 }
 
 void AgreementDriver::give(std::string_view bytes) {
-  giveEach([&](const MemberHandle& to, const Giving& giving) { return giveTo(to, giving, bytes); });
+  giveEach([&](const MemberHandle& to, const Giving& giving, const AbortToken& abort) {
+    return giveTo(to, giving, bytes, abort);
+  });
 }
 
 void AgreementDriver::refuse(const std::string& why) {
-  giveEach([&](const MemberHandle& to, const Giving& /*giving*/) {
+  giveEach([&](const MemberHandle& to, const Giving& /*giving*/, const AbortToken& /*abort*/) {
     refuseOne(to, why);
     return record(ErrorCode::PeerLeft, why, "");
   });
+}
+
+void AgreementDriver::stopGiving(const ErrorRecord& why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  gives_ = false;
+  if (give_abort_ != nullptr) {
+    (void)give_abort_->abort(why);
+  }
 }
 
 namespace {
@@ -626,34 +724,27 @@ std::unique_ptr<Link> AgreementDriver::openToGive(const MemberHandle& to, Deadli
 std::optional<ErrorRecord> AgreementDriver::giveTo(
     const MemberHandle& to,
     const Giving& giving,
-    std::string_view bytes) {
+    std::string_view bytes,
+    const AbortToken& abort) {
   const Deadline deadline = Deadline::at(giving.until);
-  const std::shared_ptr<AbortToken> abort = [this] {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return give_abort_;
-  }();
-  if (abort == nullptr) {
-    return std::nullopt;
-  }
   size_t given = 0;
   try {
-    const std::unique_ptr<Link> link = openToGive(to, deadline, *abort);
+    const std::unique_ptr<Link> link = openToGive(to, deadline, abort);
     const std::string step = std::to_string(steps());
+    const std::string view = std::to_string(static_cast<int64_t>(giving.view));
     const std::string nbytes = std::to_string(bytes.size());
-    std::vector<std::string_view> begin = {door_request::kState, kStateBegins, step, nbytes};
+    std::vector<std::string_view> begin = {door_request::kState, kStateBegins, step, view, nbytes};
     begin.insert(begin.end(), giving.roster.begin(), giving.roster.end());
-    sayAtDoor(*link, begin, deadline, *abort);
+    sayAtDoor(*link, begin, deadline, abort);
     while (given < bytes.size()) {
       PYCOMM_FAULT_POINT("survive.give");
       const std::string_view part = bytes.substr(given, kStatePartNbytes);
-      sayAtDoor(*link, {door_request::kState, kStatePart, part}, deadline, *abort);
+      sayAtDoor(*link, {door_request::kState, kStatePart, part}, deadline, abort);
       given += part.size();
     }
     return std::nullopt;
   } catch (const Error& error) {
-    if (!deadline.expired() && abort->aborted()) { // a member has died: the newcomer gets the state of the next epoch
-      const std::lock_guard<std::mutex> lock(mutex_);
-      given_.erase(to.incarnation);
+    if (!deadline.expired() && abort.aborted()) { // the epoch is over, or the newcomer silent, or a signal has come
       return std::nullopt;
     }
     if (!deadline.expired()) {
@@ -678,24 +769,15 @@ void AgreementDriver::refuseOne(const MemberHandle& to, const std::string& why) 
 
 // ---- the groups' thread
 
-// Under another name first, so that who reads it finds all or nothing.
-void AgreementDriver::writePeers(const std::vector<std::string>& handles, uint64_t epoch) const {
+void AgreementDriver::writePeers(const std::vector<std::string>& handles, uint64_t epoch) {
   if (config_.peers_path.empty() || handles.front() != members_.handle()) {
     return;
   }
-  const std::string draft = config_.peers_path + "." + members_.visitor().self.incarnation;
-  std::ofstream file(draft, std::ios::trunc);
-  file << "# members of an elastic training, epoch " << epoch << "\n";
+  std::string text = "# members of an elastic training, epoch " + std::to_string(epoch) + "\n";
   for (const std::string& handle : handles) {
-    file << handle << "\n";
+    text += handle + "\n";
   }
-  file.close();
-  if (!file || std::rename(draft.c_str(), config_.peers_path.c_str()) != 0) {
-    (void)std::remove(draft.c_str());
-    log(LogLevel::Warn,
-        "the handles of the elastic group's members could not be written to " + config_.peers_path +
-            ", so processes that read it may not find them");
-  }
+  peers_.write(std::move(text));
 }
 
 } // namespace pycomm

@@ -45,7 +45,7 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
     doors_.erase(stranger);
     std::erase(strangers_, stranger);
   }
-  /// The answer to a process that wants to join: the text that it compares with its own, and the members' handles.
+  /// The answer to a process that wants to join: the text that it compares with its own, and the members' handles. Empty: none can.
   void announce(std::vector<std::string> notice) {
     const std::lock_guard<std::mutex> lock(mutex_);
     notice_ = std::move(notice);
@@ -60,7 +60,7 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
 
   [[nodiscard]] bool knows(const ProcessId& from, const std::string& handle, const std::optional<ProcessId>& door)
       override;
-  void deliver(const ProcessId& from, const std::string& bytes) override;
+  [[nodiscard]] bool deliver(const ProcessId& from, const std::string& bytes) override;
   [[nodiscard]] std::vector<std::string> notice() const override {
     const std::lock_guard<std::mutex> lock(mutex_);
     return notice_;

@@ -567,7 +567,7 @@ void World::handleOf(Process& process, const Event& event) {
         process.ledger.load(event.m);
         say("process " + std::to_string(event.p) + " has loaded step " + std::to_string(event.m));
         oracle_.loads(event.p, event.m);
-        agreement.loaded(event.m, now());
+        agreement.loaded(event.m, event.n, now());
       }
       return;
     }
@@ -589,7 +589,7 @@ void World::handleOf(Process& process, const Event& event) {
       }
       return;
     case Event::Kind::Certificate:
-      if (watches(event.p, event.other) && of(event.other).record) { // a newcomer has kept nothing
+      if (watches(event.p, event.other) && of(event.other).record) {
         say("process " + std::to_string(event.p) + " learns from the kernel of the end of process " +
             std::to_string(event.other));
         oracle_.certificate(event.p, event.other);

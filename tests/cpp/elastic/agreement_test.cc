@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <deque>
+#include <optional>
+#include <utility>
 
 namespace pycomm::elastic {
 namespace {
@@ -13,7 +15,7 @@ using std::chrono::milliseconds;
 
 /// Members that exchange messages at once, in order. `down` gets and sends nothing.
 struct Group {
-  explicit Group(int size, size_t min_ranks = 1) {
+  explicit Group(int size, size_t min_ranks = 1) : founders(static_cast<size_t>(size)) {
     View first;
     for (int i = 0; i < size; ++i) {
       first.members.push_back(idOf(i));
@@ -35,6 +37,36 @@ struct Group {
     return {42, static_cast<uint64_t>(i) + 1};
   }
 
+  /// So many processes more ask the founders to admit them.
+  void join(int count) {
+    for (int i = 0; i < count; ++i) {
+      Agreement::Config config;
+      config.self = idOf(static_cast<int>(members.size()));
+      std::vector<Incarnation> contacts;
+      for (size_t member = 0; member < founders; ++member) {
+        contacts.push_back(idOf(static_cast<int>(member)));
+      }
+      members.emplace_back(config, std::move(contacts), now);
+      installed.emplace_back();
+      raised.emplace_back();
+      down.push_back(false);
+      records.emplace_back();
+    }
+    run();
+  }
+  /// The founders have committed this step, and stop for newcomers.
+  void stop(int64_t step) {
+    for (size_t i = 0; i < founders; ++i) {
+      members[i].step({step, false, false});
+      members[i].boundary(now);
+    }
+    run();
+  }
+  /// A newcomer holds what the founders do, and says so with its next word.
+  void load(size_t newcomer, int64_t step) {
+    members[newcomer].loaded(step, members[0].view().id(), now);
+  }
+
   /// Until nothing happens any more.
   void run() {
     for (bool again = true; again;) {
@@ -50,6 +82,13 @@ struct Group {
   void act(size_t i, Action& action) {
     switch (action.kind) {
       case Action::Kind::Send:
+        if (ends_at_accept && action.message->kind == Message::Kind::Accept) {
+          const size_t ends = *std::exchange(ends_at_accept, std::nullopt);
+          down[ends] = true;
+          if (certified_then) {
+            members[1].certified(idOf(static_cast<int>(ends)), records[ends], now);
+          }
+        }
         for (const Incarnation& to : action.to) {
           const size_t at = to.low - 1;
           if (at < members.size() && !down[i] && !down[at]) {
@@ -94,6 +133,9 @@ struct Group {
   std::vector<std::optional<Action>> raised;
   std::vector<bool> down;
   std::vector<Record> records;
+  const size_t founders;
+  std::optional<size_t> ends_at_accept; ///< this one does as the first view is proposed
+  bool certified_then = false; ///< and member 1 knows at once
   bool seals = true;
 };
 
@@ -461,28 +503,122 @@ TEST(Agreement, AMemberLeavesAtACommitAndNobodyWaits) {
 
 TEST(Agreement, ANewcomerIsAdmittedBehindOnceItHasLoaded) {
   Group group(2);
-  Agreement::Config config;
-  config.self = Group::idOf(2);
-  group.members.emplace_back(config, ids({0, 1}), group.now);
-  group.installed.resize(3);
-  group.raised.resize(3);
-  group.down.resize(3);
-  group.records.resize(3);
+  group.join(1);
   group.pass(50);
   EXPECT_TRUE(group.members[0].admits());
-  for (size_t i = 0; i < 2; ++i) {
-    group.members[i].step({1, false, false});
-    group.members[i].boundary(group.now);
-  }
-  group.run();
+  group.stop(1);
   EXPECT_EQ(group.members[0].loading(), ids({2}));
   EXPECT_TRUE(group.installed[0].empty());
-  group.members[2].loaded(1, group.now);
+  group.load(2, 1);
   group.pass(50);
   for (size_t i = 0; i < 3; ++i) {
     ASSERT_EQ(group.installed[i].size(), 1U) << i;
     EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2}));
     EXPECT_EQ(group.installed[i][0].step, 1);
+  }
+}
+
+TEST(Agreement, TwoNewcomersAreAdmittedInOneStop) {
+  Group group(2);
+  group.join(2);
+  group.pass(4000);
+  group.stop(1);
+  EXPECT_EQ(group.members[0].loading(), ids({2, 3}));
+  group.load(2, 1);
+  group.load(3, 1);
+  group.pass(50);
+  for (size_t i = 0; i < 4; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1U) << i;
+    EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2, 3}));
+  }
+}
+
+TEST(Agreement, OneOfTwoNewcomersThatEndsKeepsTheOtherOneWaitingForLessThanTheProposer) {
+  Group group(2);
+  group.join(2);
+  group.pass(4000);
+  group.stop(1);
+  group.load(3, 1);
+  group.pass(250); // which its next word says
+  group.down[3] = true;
+  group.load(2, 1);
+  group.pass(1500);
+  for (size_t i = 0; i < 3; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1U) << i;
+    EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2}));
+  }
+}
+
+// Rank 0 gives the state to those that it has found when the members stopped, and to nobody else.
+TEST(Agreement, ANewcomerThatIsReachedDuringAPauseIsNotWaitedForAndIsTheNextOne) {
+  Group group(2);
+  group.join(1);
+  group.pass(50);
+  group.stop(1);
+  EXPECT_EQ(group.members[0].loading(), ids({2}));
+  group.join(1);
+  group.pass(50);
+  EXPECT_EQ(group.members[0].loading(), ids({2}));
+  group.load(2, 1);
+  group.pass(50);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  EXPECT_EQ(group.installed[0][0].members, ids({0, 1, 2}));
+  group.pass(300); // it asks again
+  EXPECT_TRUE(group.members[0].admits()); // at once: nobody has waited for it
+  for (size_t i = 0; i < 3; ++i) {
+    group.members[i].step({2, false, false});
+    group.members[i].boundary(group.now);
+  }
+  group.run();
+  EXPECT_EQ(group.members[0].loading(), ids({3}));
+}
+
+// It would not know what those are called that have come since.
+TEST(Agreement, TheStateOfOtherMembersAdmitsNobody) {
+  Group group(2);
+  group.join(1);
+  group.pass(50);
+  group.stop(1);
+  group.members[2].loaded(1, group.members[0].view().id() + 1, group.now);
+  group.pass(50);
+  EXPECT_EQ(group.members[0].loading(), ids({2}));
+  group.down[2] = true;
+  group.pass(11'000);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  EXPECT_EQ(group.installed[0][0].members, ids({0, 1}));
+}
+
+// It votes from the moment on at which the others know that it is a member, which it may not live to learn.
+TEST(Agreement, ANewcomerHasKeptARecordBeforeItSaysAnything) {
+  Agreement::Config config;
+  config.self = Group::idOf(2);
+  Agreement newcomer(config, ids({0, 1}), TimePoint(std::chrono::hours(1)));
+  const std::vector<Action> actions = newcomer.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].kind, Action::Kind::Keep);
+}
+
+TEST(Agreement, ANewcomerThatEndsWhileItIsAdmittedDoesNotCount) {
+  for (const bool known_before : {false, true}) {
+    Group group(2);
+    group.join(1);
+    group.pass(50);
+    group.stop(1);
+    group.load(2, 1);
+    group.ends_at_accept = 2;
+    group.certified_then = known_before;
+    group.pass(50);
+    ASSERT_EQ(group.installed[1].at(0).members, ids({0, 1, 2}));
+    EXPECT_TRUE(group.installed[2].empty());
+    if (!known_before) {
+      group.members[1].certified(Group::idOf(2), group.records[2], group.now);
+    }
+    group.down[0] = true;
+    group.members[1].certified(Group::idOf(0), group.records[0], group.now);
+    group.run();
+    group.pass(1000);
+    EXPECT_FALSE(group.raised[1]);
+    EXPECT_EQ(group.installed[1].back().members, ids({1}));
   }
 }
 
@@ -492,7 +628,7 @@ TEST(Agreement, ANewcomerPromisesOnlyWhereItMayBeAdmitted) {
   Agreement::Config config;
   config.self = Group::idOf(2);
   Agreement newcomer(config, ids({0, 1}), group.now);
-  newcomer.loaded(3, group.now);
+  newcomer.loaded(3, 77, group.now);
   (void)newcomer.takeActions();
   Message prepare;
   prepare.kind = Message::Kind::Prepare;
@@ -515,7 +651,7 @@ TEST(Agreement, ANewcomerThatIsAMemberWithTheStateOfAnotherStepRaises) {
   Agreement::Config config;
   config.self = Group::idOf(1);
   Agreement newcomer(config, ids({0}), group.now);
-  newcomer.loaded(3, group.now);
+  newcomer.loaded(3, 77, group.now);
   Message decide;
   decide.kind = Message::Kind::Decide;
   decide.from = Group::idOf(0);
@@ -567,15 +703,9 @@ TEST(Agreement, MembersStopForANewcomerThatDoesNotLoadEverMoreRarely) {
 
 TEST(Agreement, ANewcomerDoesNotVote) {
   Group group(2);
-  Agreement::Config config;
-  config.self = Group::idOf(2);
-  group.members.emplace_back(config, ids({0, 1}), group.now);
-  group.installed.resize(3);
-  group.raised.resize(3);
-  group.down.resize(3);
-  group.records.resize(3);
+  group.join(1);
   group.pass(50);
-  group.members[2].loaded(0, group.now);
+  group.load(2, 0);
   group.pass(50);
   group.down[0] = true;
   group.members[1].failed(ErrorCode::PeerDead, Group::idOf(0), group.now);

@@ -13,13 +13,18 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/fault_point.h"
+#include "engine/meeting/door_words.h"
 #include "engine/meeting/instance.h"
+#include "engine/meeting/meeting_store.h"
 #include "ranks.h"
+#include "temp_folder.h"
+#include "transport/net/listener.h"
 
 namespace pycomm {
 namespace {
@@ -461,6 +466,111 @@ TEST(AgreementDriver, AMemberSpeaksForItselfOnly) {
   EXPECT_EQ(group.begin()[0].number, 1U);
   say(1); // else the test would notice nothing
   EXPECT_EQ(group.begin()[0].number, 2U);
+}
+
+// ---- processes that want to join
+
+AgreementDriver::Config joinable(const testing::TempFolder& folder) {
+  AgreementDriver::Config config;
+  config.peers_path = (folder.path() / "peers").string();
+  config.description = "a model";
+  return config;
+}
+
+TEST(AgreementDriver, ASlowDiskHoldsUpNoChangeOfMembers) {
+  const testing::TempFolder folder;
+  const Members group(2, joinable(folder));
+  (void)group.begin();
+  armFaultPoints("survive.peers:1+:delay=6000");
+  const TimePoint began = Clock::now();
+  for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
+    breakConnection(group.begin()[0]);
+    for (const AgreementDriver::Verdict& verdict : group.verdicts(epoch)) {
+      ASSERT_TRUE(verdict.again);
+    }
+    group.onAll([&](size_t i) { EXPECT_TRUE(group.drivers[i]->finished(epoch + 1)); });
+    group.commit(epoch + 1, false);
+  }
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+  armFaultPoints("");
+}
+
+TEST(AgreementDriver, AnswersNobodyOnceItHasEnded) {
+  const testing::TempFolder folder;
+  const Members group(1, joinable(folder));
+  Alone stranger;
+  std::string missing;
+  const auto ask = [&] {
+    return AgreementDriver::ask({group.handle(0).text()}, stranger.members.visitor(), Deadline::after(5000), missing);
+  };
+  EXPECT_EQ(ask().value().description, "a model");
+  group.drivers[0]->close(); // its group, and the program, may live on
+  EXPECT_FALSE(ask());
+  EXPECT_NE(missing.find("no elastic training"), std::string::npos) << missing;
+}
+
+TEST(AgreementDriver, TheLastOfManyMembersIsAskedIfTheOthersAreSilent) {
+  const testing::TempFolder folder;
+  const Members group(1, joinable(folder));
+  Alone stranger;
+  const Listener silent = Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}); // nobody accepts
+  std::vector<std::string> handles;
+  for (int i = 0; i < 3; ++i) {
+    MemberHandle gone = group.handle(0);
+    gone.incarnation = newProcessId();
+    gone.unix_socket.clear();
+    gone.addresses = {silent.address()};
+    handles.push_back(gone.text());
+  }
+  handles.push_back(group.handle(0).text());
+  std::string missing;
+  EXPECT_TRUE(AgreementDriver::ask(handles, stranger.members.visitor(), Deadline::after(3000), missing)) << missing;
+}
+
+TEST(AgreementDriver, MembersWithAnotherSecretAreNotAsked) {
+  const testing::TempFolder folder;
+  const Members group(1, joinable(folder));
+  Alone stranger;
+  MemberHandle closed = group.handle(0);
+  closed.key_id = "0123456789abcdef";
+  std::string missing;
+  EXPECT_EQ(
+      codeOf([&] {
+        (void)AgreementDriver::ask({closed.text()}, stranger.members.visitor(), Deadline::after(3000), missing);
+      }),
+      ErrorCode::ConfigMismatch);
+}
+
+// Else a newcomer that was stopped would speak to members that do not listen, over connections that are as good as new.
+TEST(AgreementDriver, AStrangerThatIsForgottenIsTold) {
+  const testing::TempFolder folder;
+  const Members group(1, joinable(folder));
+  Alone stranger;
+  const AbortToken none;
+  const MemberHandle to = group.handle(0);
+  const MemberHandle self = stranger.members.visitor().self;
+  elastic::Message ping;
+  ping.kind = elastic::Message::Kind::Ping;
+  ping.from = {
+      std::stoull(self.incarnation.substr(0, 16), nullptr, 16), std::stoull(self.incarnation.substr(16), nullptr, 16)};
+  const std::string bytes = encode(ping);
+  for (int times = 0; times < 2; ++times) { // it may come again
+    const Knocked knocked = knock(to, stranger.members.visitor(), Deadline::after(5000), none);
+    ASSERT_NE(knocked.link, nullptr) << knocked.why;
+    const auto ask = [&](const std::vector<std::string_view>& words) {
+      return askDoor(*knocked.link, words, Deadline::after(5000), none).front();
+    };
+    const std::string handle = self.text();
+    EXPECT_EQ(ask({door_request::kAgree, to.incarnation, self.incarnation, handle}), door_answer::kHere);
+    EXPECT_EQ(ask({door_request::kSay, bytes}), door_answer::kHere);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1800)); // for as long as a member may be silent
+    (void)ask({door_request::kSay, bytes});
+    std::string last;
+    for (const Deadline end = Deadline::after(5000); !end.expired() && last != door_answer::kGone;) {
+      last = ask({door_request::kSay, bytes});
+    }
+    EXPECT_EQ(last, door_answer::kGone);
+  }
 }
 
 /// A member in a process of its own, which tells its handle through a pipe and has met by the time that it writes a second time.

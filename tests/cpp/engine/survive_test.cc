@@ -37,10 +37,11 @@ struct Letters final : Door::Mailbox {
   [[nodiscard]] bool take(const ProcessId& from, const std::vector<std::string>& words) override {
     return from == member && words.size() == 2 && words[1] == "part";
   }
-  void deliver(const ProcessId& from, const std::string& bytes) override {
+  [[nodiscard]] bool deliver(const ProcessId& from, const std::string& bytes) override {
     const std::lock_guard<std::mutex> lock(mutex);
     EXPECT_EQ(from, member);
     bodies.push_back(bytes);
+    return true;
   }
   [[nodiscard]] std::vector<std::string> all() {
     const std::lock_guard<std::mutex> lock(mutex);

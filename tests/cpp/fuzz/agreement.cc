@@ -55,7 +55,7 @@ bool readAgreement(const uint8_t* bytes, size_t nbytes) {
     agreement.sealed(now);
   }
   if ((bytes[0] & 4) != 0) {
-    agreement.loaded(0, now);
+    agreement.loaded(0, 0, now);
   }
   if ((bytes[0] & 8) != 0) {
     const auto record = elastic::decodeRecord(text);

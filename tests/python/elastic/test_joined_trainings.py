@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 import signal
 import time
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 import rings
+import torch
 from elastic_joining import Plan, trains, trains_with_faults
 from elastic_training import SHARED, TCP, start_training
-from ranks import TORCH_DDP, RankResult, Ranks, start_ranks
+from ranks import TORCH_DDP, RankResult, Ranks, run_ranks, start_ranks
 from time_bound import assert_within
 
 pytestmark = [
@@ -152,6 +154,115 @@ def test_another_model_is_refused(changes: dict[str, Any], text: str, tmp_path: 
     check(results)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        ({"transport": "tcp"}, "'transport of the group' is 'shm' on the members and 'tcp' on"),
+        rings.nightly(({"heartbeat_timeout": 2.5}, "'heartbeat_timeout of the group' is 3.0 on")),
+        rings.nightly(({"wire_dtype": "bf16"}, "'wire_dtype of the group' is 'fp32' on")),
+    ],
+)
+def test_other_options_of_the_group_are_refused(
+    theirs: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    """Before anybody stops: the members have no further epoch, and no line in the log."""
+    plan = Plan(str(tmp_path / "peers"), 2)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), {**SHARED, **theirs}) as newcomer:
+            refused = newcomer.collect(60)[0].value
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    assert refused["error"].is_a("JoinRefusedError"), refused
+    assert text in refused["error"].text, refused["error"].text
+    values = check(results)
+    assert values[0]["stats"]["epochs"] == 1, values[0]["stats"]
+    assert values[0]["stats"]["lost_ranks"] == 0
+
+
+def test_a_process_that_fails_as_a_member_leaves(tmp_path: Path) -> None:
+    """Also if it lives on, with the exception and all that this refers to."""
+    plan = Plan(str(tmp_path / "peers"), 2)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        failing = dataclasses.replace(joining(plan), fails=True)
+        with start(1, failing, SHARED) as newcomer:
+            newcomer.wait_for_mark(0, "failed")
+            with start(1, joining(plan), SHARED) as second:
+                results = [*running.collect(40), *second.collect(40)]
+    assert check(results)[0]["steps"][-1]["members"] == (0, 1, 3)
+
+
+# --- the file of the members ----------------------------------------------------------------------
+
+
+def test_the_file_of_a_training_that_runs_is_not_overwritten(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 2)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        before = (tmp_path / "peers").read_text()
+        with start(2, plan, SHARED) as others:
+            refused = [result.value for result in others.collect(60)]
+        assert (tmp_path / "peers").read_text() == before
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    for value in refused:
+        assert value["error"].is_a("InvalidArgumentError"), value["error"].text
+        assert "training that runs: one of its 2 members has answered" in value["error"].text
+        assert_within(value["after_s"], 4.0)
+    check(results)
+
+
+def test_the_file_of_a_dead_training_is_overwritten(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 1)
+    with start(1, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        running.kill(0)
+        running.collect(30)
+    before = (tmp_path / "peers").read_text()
+    with start(1, plan, SHARED) as first, start(1, joining(plan), SHARED) as second:
+        results = [*first.collect(90), *second.collect(90)]
+    check(results)
+    assert (tmp_path / "peers").read_text() != before
+    assert results[0].stderr.count("names members that do not answer (host ") == 1
+
+
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "peers").write_text("the only copy of a thesis\n")
+    with start(1, Plan(str(tmp_path / "peers"), 0), SHARED) as running:
+        refused = running.collect(60)[0].value["error"]
+    assert refused.is_a("InvalidArgumentError"), refused.text
+    assert "no file of handles" in refused.text
+    assert (tmp_path / "peers").read_text() == "the only copy of a thesis\n"
+
+
+def begins_again(rank: int, world_size: int, peers: str) -> list[Any]:
+    """What the second of three wrappers raises: the first one trains then, and has left later."""
+    import pycomm
+
+    def wrap() -> Any:
+        net = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        elastic = pycomm.Elastic(peers=peers, state=[optimizer])
+        return pycomm.DistributedDataParallel(net, elastic=elastic)
+
+    first = wrap()
+    with pytest.raises(pycomm.errors.InvalidArgumentError) as refused:
+        wrap()
+    first.elastic.leave()
+    first(torch.ones(2, 3)).sum().backward()
+    assert first.elastic.left
+    second = wrap()
+    second(torch.ones(2, 3)).sum().backward()
+    return [str(refused.value), second.elastic.step]
+
+
+def test_a_process_that_has_left_begins_anew_with_its_file(tmp_path: Path) -> None:
+    ((text, steps),) = run_ranks(1, begins_again, args=(str(tmp_path / "peers"),)).values()
+    assert "training that runs" in text
+    assert steps == 1
+
+
 def test_nobody_answers(tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 2, settings=(("join_wait", 1.0),))
     with start(1, joining(plan), SHARED) as newcomer:
@@ -268,7 +379,7 @@ def test_processes_die_and_join_again_and_again(options: dict[str, Any], tmp_pat
 # --- deaths at one place --------------------------------------------------------------------------
 
 
-def start_with_faults(world_size: int, store: Path, plan: Plan) -> Any:
+def start_with_faults(world_size: int, store: Path, plan: Plan, **env: str) -> Any:
     return start_ranks(
         world_size,
         trains_with_faults,
@@ -277,8 +388,120 @@ def start_with_faults(world_size: int, store: Path, plan: Plan) -> Any:
         init="none",
         only_pycomm=True,
         preload=TORCH_DDP,
-        env={"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", **env},
     )
+
+
+LONG = 30.0
+"""Of ``join_pause``, seconds: nothing below may take as long."""
+
+
+def longest_gap(value: dict[str, Any]) -> float:
+    """Between the ends of two steps, in seconds."""
+    ends = [step["ended_s"] for step in value["steps"]]
+    return max(later - earlier for earlier, later in itertools.pairwise(ends))
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.time_bound
+def test_one_that_stops_does_not_keep_another_one_from_joining(tmp_path: Path) -> None:
+    """Both are reached before the members stop, and rank 0 serves one after the other."""
+    gate = tmp_path / "gate"
+    plan = Plan(
+        str(tmp_path / "peers"),
+        2,
+        payload=8 << 20,
+        check=False,
+        settings=(("join_pause", LONG),),
+        waits_for=str(gate),
+    )
+    quick = {"PYCOMM_HEARTBEAT_TIMEOUT": "1"}
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(start_with_faults(2, tmp_path / "store", plan, **quick))
+        running.wait_for_mark(0, "step 0")
+        newcomers = []
+        for number in range(3):  # the first and the last by name are among them, as a rule
+            point = "" if number == 2 else "survive.take:2:stop"
+            one = dataclasses.replace(joining(plan), waits_for="", struck=(0, point))
+            store = tmp_path / f"newcomer-{number}"
+            newcomers.append(stack.enter_context(start_with_faults(1, store, one, **quick)))
+        for newcomer in newcomers:
+            newcomer.wait_for_mark(0, "asks")
+        time.sleep(2.0)
+        gate.touch()
+        results = [*running.collect(90), *newcomers[2].collect(90)]
+    values = check(results)
+    assert values[2]["mine"] == 2
+    gap_s = max(longest_gap(value) for value in values[:2])
+    assert_within(gap_s, 12.0)
+
+
+@pytest.mark.usefixtures("fault_build")
+def test_one_that_was_stopped_joins_when_it_goes_on(tmp_path: Path) -> None:
+    """The members have forgotten it, and its connections to them are still open."""
+    plan = Plan(str(tmp_path / "peers"), 2, payload=8 << 20, check=False)
+    quick = {"PYCOMM_HEARTBEAT_TIMEOUT": "1"}
+    with (
+        start_with_faults(2, tmp_path / "store", plan, **quick) as running,
+        start_with_faults(
+            1,
+            tmp_path / "first",
+            dataclasses.replace(
+                joining(plan), struck=(0, "survive.take:2:stop"), settings=(("join_wait", 20.0),)
+            ),
+            **quick,
+        ) as newcomer,
+    ):
+        newcomer.wait_for_mark(0, "asks")
+        newcomer.wait_until(0, lambda: newcomer.state(0) == "T", "was never stopped")
+        time.sleep(4.0)
+        newcomer.kill(0, signal.SIGCONT)
+        results = [*running.collect(60), *newcomer.collect(60)]
+    assert check(results)[2]["mine"] == 2
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.time_bound
+def test_rank_0_is_interrupted_while_it_gives(tmp_path: Path) -> None:
+    plan = Plan(
+        str(tmp_path / "peers"), 9, payload=8 << 20, settings=(("join_pause", LONG),), check=False
+    )
+    patient = {"PYCOMM_HEARTBEAT_TIMEOUT": "60"}
+    with (
+        start_with_faults(1, tmp_path / "store", plan, **patient) as running,
+        start_with_faults(
+            1,
+            tmp_path / "first",
+            dataclasses.replace(joining(plan), struck=(0, "survive.take:3:stop")),
+            **patient,
+        ) as newcomer,
+    ):
+        newcomer.wait_for_mark(0, "asks")
+        newcomer.wait_until(0, lambda: newcomer.state(0) == "T", "was never stopped")
+        running.wait_until_asleep(0)
+        sent_s = running.kill(0, signal.SIGINT)
+        result = running.collect(60)[0]
+        took_s = time.monotonic() - sent_s
+    assert "KeyboardInterrupt" in result.stderr, result.describe()
+    assert_within(took_s, 8.0)
+
+
+@pytest.mark.usefixtures("fault_build")
+def test_newcomers_that_die_before_they_know_that_they_are_members_do_not_count(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 dies with one: of three voters one is left, which is no quorum unless both count."""
+    plan = Plan(str(tmp_path / "peers"), 3, payload=1 << 20, check=False)
+    founders = dataclasses.replace(plan, struck=(0, "survive.meet:1:kill"))
+    newcomer = dataclasses.replace(joining(plan), struck=(0, "survive.keep:2:kill"))
+    with (
+        start_with_faults(2, tmp_path / "store", founders) as running,
+        start_with_faults(1, tmp_path / "first", newcomer) as first,
+    ):
+        assert first.collect(60)[0].exit_code == -signal.SIGKILL
+        with start_with_faults(1, tmp_path / "second", joining(plan)) as second:
+            results = [running.collect(60)[1], *second.collect(60)]
+    assert check(results)[0]["steps"][-1]["members"] == (1, 3)
 
 
 @pytest.mark.usefixtures("fault_build")

@@ -146,8 +146,8 @@ MUTATIONS = [
         "M1",
         "views in the record of a dead process are not learned",
         "agreement.cc",
-        "  for (const View& view : record.past) {\n    learn(view, now);\n  }\n"
-        "  learn(record.view, now);\n",
+        "    for (const View& view : record.past) {\n      learn(view, now);\n    }\n"
+        "    learn(record.view, now);\n",
         "",
     ),
     Mutation(
@@ -312,7 +312,8 @@ MUTATIONS = [
         "M9",
         "a newcomer promises in the epoch of which it is to be a member",
         "agreement.cc",
-        "loaded_ < 0 || !contains(message.newcomers, config_.self)",
+        "loaded_ < 0 || message.view != loaded_view_ || "
+        "!contains(message.newcomers, config_.self)",
         "loaded_ < 0",
     ),
     # ---- the step

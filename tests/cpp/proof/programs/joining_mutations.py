@@ -1,0 +1,116 @@
+"""Break a rule by which processes join, one at a time; a named test must fail.
+
+driver_mutations.py has those of deaths. See mutated_tests.py for what is expected of each.
+
+    python tests/cpp/proof/programs/joining_mutations.py --check
+    python tests/cpp/proof/programs/joining_mutations.py [--work FOLDER] [--only NAME …]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import mutated_tests
+from mutated_tests import Mutation
+
+_AGREEMENT = "agreement.cc"
+_JOIN = "agreement_driver_join.cc"
+
+
+def _rule(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
+    return Mutation(name, file, old, new, ":".join(tests), "engine")
+
+
+def _of_agreement(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
+    return Mutation(name, file, old, new, ":".join(tests), "elastic")
+
+
+MUTATIONS = [
+    _of_agreement(
+        "a newcomer has kept nothing before it is a member",
+        _AGREEMENT,
+        "  keep(); // it may become a voter, and end before it knows\n",
+        "",
+        "Agreement.ANewcomerHasKeptARecordBeforeItSaysAnything",
+    ),
+    _of_agreement(
+        "the end of a newcomer is forgotten when it becomes a member",
+        _AGREEMENT,
+        "  if (!view_.has(peer) && phase_ != Phase::Agreeing) {",
+        "  if (!view_.has(peer)) {",
+        "Agreement.ANewcomerThatEndsWhileItIsAdmittedDoesNotCount",
+    ),
+    _of_agreement(
+        "members wait for newcomers that they have reached during the pause",
+        "agreement.h",
+        "(phase_ == Phase::Pausing ? newcomer.awaited : mayAdmit(newcomer))",
+        "mayAdmit(newcomer)",
+        "Agreement.ANewcomerThatIsReachedDuringAPauseIsNotWaitedForAndIsTheNextOne",
+    ),
+    _of_agreement(
+        "a newcomer promises before those that join with it have answered",
+        _AGREEMENT,
+        "asked_at_ + window() / 2",
+        "began_ + window()",
+        "Agreement.TwoNewcomersAreAdmittedInOneStop",
+    ),
+    _of_agreement(
+        "the state of other members counts",
+        _AGREEMENT,
+        "message.step.finished && message.view == view_id_ ?",
+        "message.step.finished ?",
+        "Agreement.TheStateOfOtherMembersAdmitsNobody",
+    ),
+    _rule(
+        "a stranger that is forgotten is not told",
+        _JOIN,
+        "    return false; // forgotten while it was silent\n",
+        "    return true;\n",
+        "AgreementDriver.AStrangerThatIsForgottenIsTold",
+    ),
+    _rule(
+        "strangers are remembered for ever",
+        _JOIN,
+        "  forgetStrangers(now);\n}\n\nTimePoint",
+        "}\n\nTimePoint",
+        "AgreementDriver.AStrangerThatIsForgottenIsTold",
+    ),
+    _rule(
+        "a member that has ended answers those who want to join",
+        "agreement_driver.cc",
+        "  guarded([&] { inbox_->announce({}); });\n",
+        "",
+        "AgreementDriver.AnswersNobodyOnceItHasEnded",
+    ),
+    _rule(
+        "a silent member takes the time of those behind it",
+        _JOIN,
+        "std::clamp(share, kShortestAskMs, kJoinAskMs)",
+        "std::max(share, kJoinAskMs)",
+        "AgreementDriver.TheLastOfManyMembersIsAskedIfTheOthersAreSilent",
+    ),
+    _rule(
+        "members with another secret are asked",
+        _JOIN,
+        "    if (to.key_id != from.self.key_id) {",
+        "    if (false) {",
+        "AgreementDriver.MembersWithAnotherSecretAreNotAsked",
+    ),
+    _rule(
+        "the thread that makes groups waits for the disk",
+        _JOIN,
+        "  peers_.write(std::move(text));\n",
+        "  peers_.write(std::move(text));\n  (void)peers_.flush(Deadline::after(60'000));\n",
+        "AgreementDriver.ASlowDiskHoldsUpNoChangeOfMembers",
+    ),
+    _rule(
+        "a list of members that comes late replaces that of others",
+        "peers_file.cc",
+        "    if (closed) { // by now",
+        "    if (false) { // by now",
+        "PeersFile.ReplacesNothingOnceItIsClosed",
+    ),
+]
+
+if __name__ == "__main__":
+    sys.exit(mutated_tests.main(__doc__ or "", MUTATIONS))
