@@ -170,7 +170,8 @@ TimePoint Agreement::chooseAt() const {
       continue;
     }
     // Whom pings do not reach has had its time: silence in one direction only is found by nobody's detector here.
-    const TimePoint since = reached(other) ? proposal_->since : began_;
+    // Whom they reach may be waiting just as long for another one's pong, and promises only then.
+    const TimePoint since = reached(other) ? proposal_->since + window() : began_;
     at = std::max(at, position < 0 ? proposal_->since + window() : patience(other, since));
   }
   return at;

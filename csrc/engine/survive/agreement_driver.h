@@ -170,6 +170,7 @@ class AgreementDriver final : public Engine::Maker {
   struct Failed {
     uint64_t epoch;
     ErrorRecord record;
+    std::vector<TimePoint> heard_at; ///< by rank: Group::heardAt()
   };
   struct Sealed {
     uint64_t epoch;
@@ -224,6 +225,8 @@ class AgreementDriver final : public Engine::Maker {
     TimePoint heard = TimePoint::max(); ///< a newcomer's: its last Join
     TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
     TimePoint::duration back_off{}; ///< after another failure
+    bool spoke = false; ///< a member's: a message has come in this epoch
+    TimePoint silent_at = TimePoint::max(); ///< a member's that has not spoken, when the epoch is over: it is found silent then
     bool asked_witness = false;
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
@@ -253,6 +256,9 @@ class AgreementDriver final : public Engine::Maker {
   void handleMissed(const NotMet& missed, TimePoint now);
   [[nodiscard]] bool isOver() const;
   void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
+  void expectOthers(const Failed& failed);
+  void suspectOthers(TimePoint now);
+  [[nodiscard]] TimePoint silenceTick() const;
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
   void act(); ///< what the event has led to
   [[nodiscard]] ErrorRecord why(ErrorCode cause, const std::optional<elastic::Incarnation>& culprit) const;
