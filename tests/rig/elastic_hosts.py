@@ -22,7 +22,6 @@ import torch
 from cluster import Cluster, Node, cluster
 from elastic_rig import Net
 from elastic_training import TOLERANCES, Plan, exact, hash_of, loss_of
-from hosts import Host
 from rank_child import RankError, describe_exception
 from ranks import RankResults, Ranks, start_ranks
 from zygote import MODULES, Zygote
@@ -195,7 +194,7 @@ class Training:
         """Waits until these ranks, by default all, have committed so many steps."""
         for rank in range(len(self.placed)) if ranks is None else ranks:
             what = f"rank {rank} has committed {step} steps"
-            self.wait_until(lambda rank=rank: len(self.notes(rank)) >= step, what)  # type: ignore[misc]
+            self.wait_until(lambda rank=rank: len(self.notes(rank)) >= step, what)
 
     def go_on(self, ranks: Collection[int], *, since: float, steps: int = 5) -> float:
         """Waits until these have gone on without all others, for so many steps. The seconds from
@@ -206,7 +205,7 @@ class Training:
 
         for rank in ranks:
             what = f"rank {rank} goes on with {ranks}"
-            self.wait_until(lambda rank=rank: len(first(rank)) >= steps, what)  # type: ignore[misc]
+            self.wait_until(lambda rank=rank: len(first(rank)) >= steps, what)
         return max(first(rank)[0].at_s for rank in ranks) - since
 
     def ended(self, ranks: Collection[int], *, since: float) -> float:
@@ -214,7 +213,7 @@ class Training:
         for rank in ranks:
             process = self.running.processes[rank]
             what = f"rank {rank} ends"
-            self.wait_until(lambda process=process: process.poll() is not None, what)  # type: ignore[misc]
+            self.wait_until(lambda process=process: process.poll() is not None, what)
         return time.monotonic() - since
 
     def signal(self, ranks: Collection[int], number: int = signal.SIGKILL) -> float:
@@ -284,6 +283,12 @@ def training(
         zygote_of=zygote_of,
     ) as running:
         yield Training(hosts, running, placed, course)
+
+
+def raised_within(results: RankResults, ranks: Collection[int], since: float) -> float:
+    """The seconds until all of these ranks had raised."""
+    errors = [results[rank].value["error"] for rank in ranks if results[rank].ok]
+    return max([error.monotonic_s - since for error in errors if error], default=0.0)
 
 
 def check(

@@ -88,7 +88,7 @@ def strike(world: World, kind: str) -> str:
     run, draw = world.run, world.draw
     rank = draw.choice(world.members)
     host, count = world.host(rank), len(run.hosts.nodes)
-    other = draw.choice([each for each in range(1, count + 1) if each != host])
+    other = draw.choice([each for each in set(run.placed) if each != host])
     for_s = 0.0
     if kind == "kill":
         run.signal([rank])
@@ -134,7 +134,7 @@ def settle(world: World, told: str) -> None:
     for rank in world.running():
         if rank not in world.stopped:
             what = f"rank {rank} goes on or ends after {told}"
-            run.wait_until(lambda rank=rank: done(rank), what, SETTLED_S)  # type: ignore[misc]
+            run.wait_until(lambda rank=rank: done(rank), what, SETTLED_S)
 
 
 @pytest.mark.parametrize("seed", rings.first_of(range(20), 2))

@@ -9,11 +9,8 @@ import contextlib
 import dataclasses
 import os
 import re
-import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +18,7 @@ from pathlib import Path
 import pytest
 import rings
 from hosts import Host, run
-from processes import child_environment
-from run_jobs import GRACE_S, LIMIT_S, Job, write_interpreter
+from run_jobs import GRACE_S, Job, write_interpreter
 from ssh_servers import SshHosts, processes_of, ssh_hosts
 
 from pycomm.cli import remote_end
