@@ -126,13 +126,13 @@ void Agreement::tick(TimePoint now) {
   settle(now);
 }
 
-TimePoint Agreement::patience(const Incarnation& of, TimePoint since) const {
+TimePoint Agreement::patience(const Incarnation& of, TimePoint since, TimePoint::duration spare) const {
   if (gone_.count(of) != 0) {
     return since;
   }
   // Whom the detector has not found silent is waited for: it may only have paused. The detector looks on meanwhile.
   return since +
-      (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30) : milliseconds(config_.dead_after_ms) + window());
+      (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30) : milliseconds(config_.dead_after_ms) + spare);
 }
 
 TimePoint Agreement::takeoverAt(TimePoint now) const {
@@ -147,7 +147,8 @@ TimePoint Agreement::promiseAt() const {
   TimePoint at = TimePoint::min();
   for (const Incarnation& other : phase_ == Phase::Joining ? fellows_ : others(true)) {
     if (!reached(other)) {
-      at = std::max(at, view_.has(other) ? patience(other, began_) : began_ + window());
+      // The proposer waits longer for this promise than this process for a pong.
+      at = std::max(at, view_.has(other) ? patience(other, began_, window() / 2) : began_ + window());
     }
   }
   return at;
@@ -170,9 +171,8 @@ TimePoint Agreement::chooseAt() const {
       continue;
     }
     // Whom pings do not reach has had its time: silence in one direction only is found by nobody's detector here.
-    // Whom they reach may be waiting just as long for another one's pong, and promises only then.
-    const TimePoint since = reached(other) ? proposal_->since + window() : began_;
-    at = std::max(at, position < 0 ? proposal_->since + window() : patience(other, since));
+    const TimePoint since = reached(other) ? proposal_->since : began_;
+    at = std::max(at, position < 0 ? proposal_->since + window() : patience(other, since, window()));
   }
   return at;
 }
