@@ -128,13 +128,13 @@ void Agreement::tick(TimePoint now) {
   settle(now);
 }
 
-TimePoint Agreement::patience(const Incarnation& of, TimePoint since) const {
+TimePoint Agreement::patience(const Incarnation& of, TimePoint since, TimePoint::duration spare) const {
   if (gone_.count(of) != 0) {
     return since;
   }
   // Whom the detector has not found silent is waited for: it may only have paused. The detector looks on meanwhile.
   return since +
-      (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30) : milliseconds(config_.dead_after_ms) + window());
+      (suspectedHard(of) ? milliseconds(config_.dead_after_ms / 30) : milliseconds(config_.dead_after_ms) + spare);
 }
 
 TimePoint Agreement::takeoverAt(TimePoint now) const {
@@ -151,8 +151,9 @@ TimePoint Agreement::promiseAt() const {
     if (!reached(other)) {
       const TimePoint until = phase_ == Phase::Joining
           ? asked_at_ + window() / 2 // within which the proposer still waits
-          : view_.has(other) ? patience(other, began_)
-                             : began_ + window();
+          : view_.has(other)
+          ? patience(other, began_, window() / 2) // it waits longer for this promise than this process for a pong
+          : began_ + window();
       at = std::max(at, until);
     }
   }
@@ -177,7 +178,7 @@ TimePoint Agreement::chooseAt() const {
     }
     // Whom pings do not reach has had its time: silence in one direction only is found by nobody's detector here.
     const TimePoint since = reached(other) ? proposal_->since : began_;
-    at = std::max(at, position < 0 ? proposal_->since + window() : patience(other, since));
+    at = std::max(at, position < 0 ? proposal_->since + window() : patience(other, since, window()));
   }
   return at;
 }

@@ -203,8 +203,8 @@ class Agreement {
   [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
   /// Whether this member or newcomer has answered a ping since the epoch ended.
   [[nodiscard]] bool reached(const Incarnation& other) const;
-  /// Until when to wait for an answer that was asked for at `since`.
-  [[nodiscard]] TimePoint patience(const Incarnation& of, TimePoint since) const;
+  /// Until when to wait for an answer that was asked for at `since`. `spare`: beyond the longest pause that costs nobody its place.
+  [[nodiscard]] TimePoint patience(const Incarnation& of, TimePoint since, TimePoint::duration spare) const;
   [[nodiscard]] TimePoint promiseAt() const;
   [[nodiscard]] TimePoint chooseAt() const;
   [[nodiscard]] TimePoint takeoverAt(TimePoint now) const;

@@ -86,6 +86,20 @@ void Engine::add(const std::weak_ptr<Maker>& maker) {
   keep(makers_, maker);
 }
 
+SocketAddress Engine::addressOfGroups(AddressFamily family) {
+  std::vector<std::shared_ptr<Group>> groups; // let go of without the lock
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const std::weak_ptr<Group>& weak : groups_) {
+    groups.push_back(weak.lock());
+    const SocketAddress address = groups.back() == nullptr ? SocketAddress() : groups.back()->identity().local_address;
+    const bool fits = family == AddressFamily::Any || family == address.family();
+    if (!address.empty() && !address.isUnix() && !address.isLoopback() && fits) {
+      return address.withPort(0);
+    }
+  }
+  return {};
+}
+
 template <typename Kept>
 void Engine::keep(std::vector<std::weak_ptr<Kept>>& list, const std::weak_ptr<Kept>& one) const {
   if (shut_down_) {

@@ -14,6 +14,7 @@
 #include "engine/monitor/host_mates.h"
 #include "engine/report/flight_recorder.h"
 #include "transport/memory/shared_heap.h"
+#include "transport/net/address.h"
 
 namespace pycomm {
 
@@ -75,6 +76,8 @@ class Engine {
   void add(const std::weak_ptr<Maker>& maker);
   /// For shutdown(): a group that was made on this engine. Throws Error(ShutDown) if that was called meanwhile.
   void add(const std::weak_ptr<Group>& group);
+  /// An address without a port at which a group of this process is reached from other hosts; empty if there is none.
+  [[nodiscard]] SocketAddress addressOfGroups(AddressFamily family);
   /// Closes every group, whatever is under way, and joins all threads. False if a callback of the user's has not returned by the
   /// deadline: call it again then. Idempotent. Not on a native thread. In a child of fork() it does nothing: the threads are the parent's.
   bool shutdown(Deadline deadline);

@@ -112,6 +112,10 @@ class Group final : public std::enable_shared_from_this<Group> {
   void whenFailed(std::function<void()> then) {
     failure_.whenSet(std::move(then));
   }
+  /// Of a group that has failed: see Membership::heardAt(), at that time.
+  [[nodiscard]] const std::vector<TimePoint>& heardAt() const noexcept {
+    return heard_at_;
+  }
   /// Ends everything here and on every rank with `reason`, as abort() does, unless the group has failed already, and waits until every
   /// operation of this rank has ended. False at the deadline: close() ends them. Not on a native thread of the engine's.
   bool fail(const ErrorRecord& reason, Deadline deadline);
@@ -199,6 +203,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   const Roster roster_;
   Issuer issuer_;
   GroupFailure failure_;
+  std::vector<TimePoint> heard_at_; ///< written once, before failure_
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
   bool crowds_ = false; ///< it is one of those that EventLoop::addCrowded() counts; until close()
 

@@ -34,6 +34,7 @@ Planes::Events Group::planeEvents() {
   events.failed = [this](const ErrorRecord& cause) {
     log_->reached(GroupPhase::Failed);
     noteFailing(*log_, [&] { return errorOf(cause, roster_.identity); });
+    heard_at_ = planes_.control()->heardAt();
     failure_.set(cause);
   };
   events.ending = [this](const ErrorRecord& oldest) {

@@ -209,8 +209,10 @@ std::shared_ptr<Door> Reconfigurable::openDoor() {
     const HostNetwork network = HostNetwork::ofThisHost();
     route = chooseRoute(policy, network).address;
     if (route.isLoopback() && (meeting.spec.empty() || meeting.spec.exclude)) {
-      policy.store_host.clear(); // the store is here, and its name leads no other host here: the default route may
-      route = chooseRoute(policy, network).address;
+      // The store is here, and its name leads no other host here: a group that was made before knows the way, or the default route may.
+      policy.store_host.clear();
+      const SocketAddress known = engine_.addressOfGroups(meeting.family);
+      route = known.empty() ? chooseRoute(policy, network).address : known;
     }
   }
   const std::string key = meeting.spec.text() + " " + addressFamilyName(meeting.family) + " " + meeting.ports.text() +

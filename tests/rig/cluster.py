@@ -28,6 +28,11 @@ class Node(Host):
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         return super().command(*named, *arguments)
 
+    def machine(self) -> list[str]:
+        """The words of a command that runs another one here as the first of a pid namespace."""
+        unshare = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        return super().command(*unshare, "sh", "-c", 'hostname "$0" && exec "$@"', self.name)
+
     def inside(self, *arguments: str, input: str | None = None) -> None:
         """Runs a command that configures this host."""
         run(*Host.command(self, *arguments), input=input)
@@ -65,6 +70,17 @@ class Cluster:
         """Both directions of the link of one host."""
         for host, device in ((node, "eth0"), (self.switch, f"port-{node.name}")):
             run("tc", "-n", host.namespace, "qdisc", "replace", "dev", device, "root", "tbf", *tbf)
+
+    def drop(self, *ways: tuple[Node, Node]) -> None:
+        """From now on the switch drops what comes from the first for the second, and no more."""
+        rules = "".join(
+            f"iifname port-{one.name} oifname port-{other.name} drop; " for one, other in ways
+        )
+        chain = f"chain c {{ type filter hook forward priority 0; {rules} }}"
+        run(
+            *self.switch.command("nft", "-f", "-"),
+            input=f"flush ruleset\ntable bridge cut {{ {chain}; }}",
+        )
 
     def swallow_large_packets(self, node: Node) -> None:
         """The switch's port of this host carries 1400 bytes and reports nothing: an MTU hole.

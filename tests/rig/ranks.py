@@ -54,7 +54,7 @@ from rank_child import (
     mark,
     other_backends_threads,
 )
-from zygote import Process, ZygoteDiedError, zygote_for
+from zygote import Process, Zygote, ZygoteDiedError, zygote_for
 
 __all__ = [
     "IMPORTED_FROM",
@@ -165,11 +165,13 @@ class Ranks:
         ranks: Sequence[int],
         *,
         fresh: bool = False,
+        zygote_of: Callable[[int], Zygote] | None = None,
     ) -> None:
         self.spec = spec
         self.folder = folder
         self._env = env
         self._fresh = fresh
+        self._zygote_of = zygote_of
         self._selector = selectors.DefaultSelector()
         self._marks: dict[int, list[str]] = {}
         self._partial: dict[int, bytes] = {}
@@ -201,7 +203,10 @@ class Ranks:
 
     def _start_process(self, rank: int, write_fd: int, out: BinaryIO, err: BinaryIO) -> Process:
         env = child_environment(self._env(rank))
-        zygote = None if self._fresh else zygote_for(env, self.spec.preload)
+        if self._zygote_of is not None:
+            zygote: Zygote | None = self._zygote_of(rank)
+        else:
+            zygote = None if self._fresh else zygote_for(env, self.spec.preload)
         if zygote is not None:
             return zygote.fork(self.folder, rank, env, [write_fd, out.fileno(), err.fileno()])
         command = [sys.executable, str(RIG / "rank_child.py")]
@@ -357,6 +362,7 @@ def start_ranks(
     ranks: Sequence[int] | None = None,
     fresh: bool = False,
     preload: Sequence[str] = (),
+    zygote_of: Callable[[int], Zygote] | None = None,
 ) -> Iterator[Ranks]:
     """Starts processes that each run ``target(rank, world_size, *args)`` inside a process group.
 
@@ -377,6 +383,7 @@ def start_ranks(
         ranks: Start only these.
         fresh: Start interpreters, do not fork: for what depends on how a process came to be.
         preload: Modules that the ranks are to find imported already, before any group exists.
+        zygote_of: Fork each rank from this process, say on another host.
     """
     folder = Path(tempfile.mkdtemp(prefix="pycomm-ranks-"))
     port = free_port() if init in ("tcp", "env") else 0
@@ -417,7 +424,7 @@ def start_ranks(
 
     started = range(world_size) if ranks is None else ranks
     try:
-        running = Ranks(spec, folder, rank_environment, started, fresh=fresh)
+        running = Ranks(spec, folder, rank_environment, started, fresh=fresh, zygote_of=zygote_of)
         try:
             yield running
         finally:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from cluster import cluster
+from cluster import Cluster, Node, cluster
 from hosts import Host, run
 
 SSHD = "/usr/sbin/sshd"  # it wants its absolute path
@@ -25,9 +25,14 @@ SSHD = "/usr/sbin/sshd"  # it wants its absolute path
 class SshHosts:
     """Hosts on one switch, a server on each, and a client's configuration that knows their keys."""
 
-    nodes: Sequence[Host]
+    made: Cluster
     folder: Path
     servers: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """node1, node2 ..."""
+        return self.made.nodes
 
     @property
     def ssh(self) -> str:
@@ -87,7 +92,7 @@ def ssh_hosts(count: int, folder: Path) -> Iterator[SshHosts]:
     with cluster(count) as made:
         folder.mkdir(parents=True, exist_ok=True)
         Path("/run/sshd").mkdir(exist_ok=True)  # where its unprivileged part lives
-        hosts = SshHosts(made.nodes, folder)
+        hosts = SshHosts(made, folder)
         _write_keys(hosts)
         for node in made.nodes:
             hosts.start(node)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,15 +57,16 @@ class Process(Protocol):
 class ForkedProcess:
     """A rank forked by a zygote, with the face of subprocess.Popen."""
 
-    def __init__(self, zygote: Zygote, pid: int) -> None:
+    def __init__(self, zygote: Zygote, number: int, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._zygote = zygote
+        self._number = number  # its process id as the zygote knows it, in a pid namespace another
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
-            self.returncode = self._zygote.ask("poll", self.pid)
+            self.returncode = self._zygote.ask("poll", self._number)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -92,12 +93,12 @@ class ForkedProcess:
 
 
 class Zygote:
-    """The process that ranks are forked from. ``within``: what runs a command on another host."""
+    """The process that ranks are forked from."""
 
-    def __init__(
-        self, modules: Sequence[str], within: Callable[..., Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[str], inside: Sequence[str] = ()) -> None:
+        """``inside``: the words of a command that runs another one as a child, in namespaces."""
         self.env = child_environment()
+        self._is_inside = bool(inside)
         self._death = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -109,7 +110,7 @@ class Zygote:
                 *modules,
             ]
             self._process = subprocess.Popen(
-                command if within is None else within(*command),
+                [*inside, *command],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
@@ -138,7 +139,19 @@ class Zygote:
         self, folder: Path, rank: int, env: dict[str, str], fds: Sequence[int]
     ) -> ForkedProcess:
         """Forks a rank; ``fds`` are its mark pipe, stdout and stderr."""
-        return ForkedProcess(self, self.ask("fork", Job(folder, rank, env), fds))
+        number = self.ask("fork", Job(folder, rank, env), fds)
+        return ForkedProcess(self, number, self._pid_here(number) if self._is_inside else number)
+
+    def _pid_here(self, number: int) -> int:
+        """The process id in this namespace of a child that the zygote knows by that number."""
+        (own,) = _children(self.pid)
+        for pid in _children(own):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                (numbers,) = [line for line in status.splitlines() if line.startswith("NSpid:")]
+                if int(numbers.split()[-1]) == number:
+                    return pid
+        raise ZygoteDiedError(f"the forked process {number} of zygote {self.pid} is not there")
 
     def ask(self, kind: str, subject: Any, fds: Sequence[int] = ()) -> Any:
         """Sends a request and returns the answer; ZygoteDiedError if it has died."""
@@ -186,6 +199,10 @@ class Zygote:
             self._process.kill()
             self._process.wait()
         self._errors.close()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 _zygotes: dict[tuple[str, ...], Zygote] = {}

@@ -69,6 +69,11 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   /// Why no connection can be accepted at the moment, if so.
   [[nodiscard]] std::optional<ErrorRecord> trouble() const;
 
+  /// See Membership::heardAt().
+  [[nodiscard]] std::vector<TimePoint> heardAt() const {
+    return membership_.heardAt();
+  }
+
   /// Any thread: see MissingNeighbours::wait(). `abort` is the group's failure.
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort) {
     return missing_.wait(deadline, abort);

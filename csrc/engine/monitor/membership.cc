@@ -265,6 +265,14 @@ bool Membership::isSilent(int peer, TimePoint now) const noexcept {
       now - rank->heard_at > std::chrono::milliseconds(2 * config_.heartbeat_every_ms);
 }
 
+std::vector<TimePoint> Membership::heardAt() const {
+  std::vector<TimePoint> found;
+  for (const Rank& rank : ranks_) {
+    found.push_back(rank.is_neighbour && rank.connected && !rank.left ? rank.heard_at : TimePoint::max());
+  }
+  return found;
+}
+
 void Membership::controlClosed(int peer, const std::string& cause, TimePoint now, bool broke) {
   Rank* const rank = neighbour(peer);
   if (rank == nullptr || rank->left || (rank->over && (broke || !doubts(peer)))) {

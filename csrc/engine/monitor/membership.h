@@ -92,6 +92,8 @@ class Membership {
   bool willLeave(int peer, const ErrorRecord& why);
   /// The neighbour has missed a heartbeat: it may be stopped. No failure yet, but nothing should be sent by way of it.
   [[nodiscard]] bool isSilent(int peer, TimePoint now) const noexcept;
+  /// By rank: when it was last heard. TimePoint::max() if that says nothing: it is no neighbour, has not connected, or has left.
+  [[nodiscard]] std::vector<TimePoint> heardAt() const;
   [[nodiscard]] const std::optional<ErrorRecord>& failure() const noexcept {
     return failure_;
   }

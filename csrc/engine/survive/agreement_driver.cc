@@ -242,7 +242,7 @@ void AgreementDriver::watchFailure(const std::shared_ptr<Group>& group, uint64_t
   group->whenFailed([inbox = inbox_, epoch, weak = std::weak_ptr<Group>(group)] {
     try {
       if (const std::shared_ptr<Group> failed = weak.lock()) {
-        inbox->put(Failed{epoch, *failed->failure()});
+        inbox->put(Failed{epoch, *failed->failure(), failed->heardAt()});
       }
     } catch (const std::exception&) { // no memory: another member says so
     }
@@ -451,12 +451,13 @@ void AgreementDriver::run() noexcept {
         agreement_->tick(Clock::now());
         act();
       }
+      suspectOthers(Clock::now());
       lookAfterNewcomers(Clock::now());
       if (taken.leaving) {
         farewell(Clock::now());
         return;
       }
-      wait(std::min(agreement_->nextTick(), newcomersTick()));
+      wait(std::min({agreement_->nextTick(), silenceTick(), newcomersTick()}));
     }
   } catch (const std::exception& exception) {
     failWith(recordOf(exception, "the agreement of the elastic group cannot go on"));
@@ -505,6 +506,54 @@ void AgreementDriver::wait(TimePoint until) {
   }
 }
 
+// The failure of a group names one member, but a host that loses its power takes several. The group's detector ends with the failure, so
+// its last look goes on here, until a message comes.
+void AgreementDriver::expectOthers(const Failed& failed) {
+  const View& view = agreement_->view();
+  for (size_t rank = 0; failed.epoch == view.epoch && rank < failed.heard_at.size(); ++rank) {
+    Member& member = members_by_name_.at(view.members[rank]);
+    if (view.members[rank] != self_ && failed.heard_at[rank] != TimePoint::max() && !member.spoke) {
+      member.silent_at = failed.heard_at[rank] + milliseconds(members_.config().dead_after_ms);
+    }
+  }
+}
+
+void AgreementDriver::suspectOthers(TimePoint now) {
+  std::vector<std::pair<Incarnation, ErrorCode>> found;
+  for (auto& [name, member] : members_by_name_) {
+    const bool counts = agreement_->view().has(name) && !member.ended;
+    if (member.outbox != nullptr && member.outbox->wasRefused() && counts && !member.witness) {
+      found.emplace_back(name, ErrorCode::PeerDead); // no certificate: a firewall can say that, too
+    }
+    if (now < member.silent_at) {
+      continue;
+    }
+    const milliseconds late(members_.config().dead_after_ms / 4);
+    if (now > member.silent_at + late) { // this process did not run meanwhile: what has come is read first
+      member.silent_at = now + late;
+      continue;
+    }
+    member.silent_at = TimePoint::max();
+    if (counts) {
+      found.emplace_back(name, ErrorCode::PeerUnresponsive);
+    }
+  }
+  for (const auto& [name, code] : found) {
+    catchUp();
+    trace("suspects " + who(agreement_->view(), name) + ": " + errorCodeName(code));
+    agreement_->failed(code, name, now);
+    act();
+  }
+}
+
+TimePoint AgreementDriver::silenceTick() const {
+  TimePoint at = TimePoint::max();
+  for (const auto& [name, member] : members_by_name_) {
+    at = std::min(at, member.silent_at);
+  }
+  return at;
+}
+
 void AgreementDriver::processEnded(const Incarnation& name, Member& member, TimePoint now) {
   const std::optional<elastic::Record> kept = member.witness->record();
   member.witness.reset();
@@ -537,8 +586,13 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     }
     const View& view = agreement_->view();
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
+    if (const auto member = members_by_name_.find(message->from); member != members_by_name_.end()) {
+      member->second.spoke = true;
+      member->second.silent_at = TimePoint::max();
+    }
     agreement_->received(*message, now);
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
+    expectOthers(*failed);
     handleFailure(failed->epoch, failed->record, now);
   } else if (const auto* const missed = std::get_if<NotMet>(&event)) {
     handleMissed(*missed, now);
@@ -730,6 +784,10 @@ void AgreementDriver::install(const View& view) {
   if (end.old.group != nullptr) {
     post(std::move(end));
   }
+  for (auto& [name, member] : members_by_name_) {
+    member.spoke = false; // the next group has a detector of its own
+    member.silent_at = TimePoint::max();
+  }
   const std::string fresh = welcome(view);
   Job meet;
   meet.kind = Job::Kind::Meet;
@@ -906,7 +964,7 @@ void AgreementDriver::runJobs() noexcept {
     } catch (const std::exception& exception) {
       ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
       failWith(record);
-      inbox_->put(Failed{job.view.epoch, std::move(record)}); // the others need not wait for this member
+      inbox_->put(Failed{job.view.epoch, std::move(record), {}}); // the others need not wait for this member
     }
   }
 }

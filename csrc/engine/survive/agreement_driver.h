@@ -179,6 +179,7 @@ class AgreementDriver final : public Engine::Maker {
   struct Failed {
     uint64_t epoch;
     ErrorRecord record;
+    std::vector<TimePoint> heard_at; ///< by rank: Group::heardAt()
   };
   struct Sealed {
     uint64_t epoch;
@@ -236,6 +237,9 @@ class AgreementDriver final : public Engine::Maker {
     TimePoint::duration back_off{}; ///< after another failure
     TimePoint keep_until; ///< of one that asks no more, or has not asked yet: then it is forgotten
     TimePoint gone_at = TimePoint::max(); ///< of a former member
+    bool spoke = false; ///< a member's: a message has come in this epoch
+    TimePoint silent_at =
+        TimePoint::max(); ///< a member's that has not spoken, when the epoch is over: it is found silent then
     bool asked_witness = false;
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;
@@ -265,6 +269,9 @@ class AgreementDriver final : public Engine::Maker {
   void handleMissed(const NotMet& missed, TimePoint now);
   [[nodiscard]] bool isOver() const;
   void handleFailure(uint64_t epoch, const ErrorRecord& record, TimePoint now);
+  void expectOthers(const Failed& failed);
+  void suspectOthers(TimePoint now);
+  [[nodiscard]] TimePoint silenceTick() const;
   void processEnded(const elastic::Incarnation& name, Member& member, TimePoint now);
   void act(); ///< what the event has led to
   [[nodiscard]] ErrorRecord why(ErrorCode cause, const std::optional<elastic::Incarnation>& culprit) const;

@@ -52,6 +52,8 @@ void Outbox::wayFailed(TimePoint now) noexcept {
 
 void Outbox::giveUp(TimePoint now) noexcept {
   hangUp();
+  refused_ = refused_ || (refusals_ > 0 && refusals_ == ways_.size());
+  refusals_ = 0;
   way_ = 0;
   queue_.clear();
   not_before_ = now + kPause;
@@ -108,16 +110,18 @@ void Outbox::advance(TimePoint now) noexcept {
           continue;
         }
         connected_ = true;
+        refusals_ = 0;
         due_ = TimePoint::max();
       }
       if (!converse(now)) {
         return;
       }
-    } catch (const Error&) { // it broke, or nobody listens there
+    } catch (const Error& error) { // it broke, or nobody listens there
       if (connected_) { // it had been the right way
         lost(now);
         return;
       }
+      refusals_ += error.record().cause.rfind("ECONNREFUSED", 0) == 0 ? 1 : 0;
       wayFailed(now);
     } catch (const std::exception&) { // no memory
       giveUp(now);

@@ -3,6 +3,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -40,6 +41,10 @@ class Outbox final {
   [[nodiscard]] bool hasEntered() const noexcept {
     return entered_;
   }
+  /// Since the last call, nobody listened at any of its addresses: each of them answered so.
+  [[nodiscard]] bool wasRefused() noexcept {
+    return std::exchange(refused_, false);
+  }
 
   static constexpr size_t kMost = 128;
 
@@ -60,6 +65,8 @@ class Outbox final {
   std::deque<std::string> queue_; ///< the first is under way if `asked_` and `entered_`
   std::unique_ptr<Link> link_;
   size_t way_ = 0; ///< of link_, or the next to try
+  size_t refusals_ = 0; ///< of the ways before it
+  bool refused_ = false;
   bool connected_ = false;
   bool entered_ = false;
   bool asked_ = false; ///< an answer is due

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <deque>
 #include <optional>
+#include <set>
 #include <utility>
 
 namespace pycomm::elastic {
@@ -91,7 +93,7 @@ struct Group {
         }
         for (const Incarnation& to : action.to) {
           const size_t at = to.low - 1;
-          if (at < members.size() && !down[i] && !down[at]) {
+          if (at < members.size() && !down[i] && !down[at] && cut.count(std::minmax(i, at)) == 0) {
             members[at].received(*action.message, now);
           }
         }
@@ -132,6 +134,7 @@ struct Group {
   std::vector<std::vector<View>> installed;
   std::vector<std::optional<Action>> raised;
   std::vector<bool> down;
+  std::set<std::pair<size_t, size_t>> cut; ///< nothing passes between these, the lower one first
   std::vector<Record> records;
   const size_t founders;
   std::optional<size_t> ends_at_accept; ///< this one does as the first view is proposed
@@ -456,6 +459,30 @@ TEST(Agreement, WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce) {
          action.message->culprit == Group::idOf(2));
   }
   EXPECT_TRUE(told);
+}
+
+// Each member waits for a pong of the second one, whose silence nobody has reported, and promises after that.
+TEST(Agreement, TwoThatFallSilentAtOnceTakeNobodyWithThem) {
+  Group group(6);
+  group.down[4] = group.down[5] = true;
+  group.members[1].failed(ErrorCode::PeerUnresponsive, Group::idOf(4), group.now);
+  group.pass(6000);
+  for (size_t i = 0; i < 4; ++i) {
+    ASSERT_EQ(group.installed[i].size(), 1) << i;
+    EXPECT_EQ(group.installed[i][0].members, ids({0, 1, 2, 3}));
+  }
+}
+
+// Each of the two waits for the other one's pong.
+TEST(Agreement, AWireBetweenTwoMembersCostsOneOfThem) {
+  Group group(4);
+  group.cut.insert({1, 2});
+  group.members[0].failed(ErrorCode::ConnectionReset, Group::idOf(3), group.now);
+  group.pass(6000);
+  ASSERT_EQ(group.installed[0].size(), 1);
+  EXPECT_EQ(group.installed[0][0].members, ids({0, 1, 3}));
+  ASSERT_TRUE(group.raised[2]);
+  EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
 }
 
 TEST(Agreement, ProgramErrorsChangeNoMembers) {

@@ -280,8 +280,17 @@ MUTATIONS = [
         "M9",
         "whom the detector has not found is not waited for",
         "agreement.cc",
-        "milliseconds(config_.dead_after_ms) + window());\n}\n\nTimePoint Agreement::takeoverAt",
-        "milliseconds(config_.dead_after_ms / 30));\n}\n\nTimePoint Agreement::takeoverAt",
+        ": milliseconds(config_.dead_after_ms) + spare);\n}\n",
+        ": milliseconds(config_.dead_after_ms / 30) + 0 * spare);\n}\n",
+    ),
+    Mutation(
+        "M9",
+        "a promise is waited for no longer than the pong that it waits for",
+        "agreement.cc",
+        "patience(other, began_, window() / 2)",
+        "patience(other, began_, window())",
+        survives="a cut excuses who is left behind; "
+        "Agreement.TwoThatFallSilentAtOnceTakeNobodyWithThem notices it",
     ),
     Mutation(
         "M9",
@@ -312,8 +321,7 @@ MUTATIONS = [
         "M9",
         "a newcomer promises in the epoch of which it is to be a member",
         "agreement.cc",
-        "loaded_ < 0 || message.view != loaded_view_ || "
-        "!contains(message.newcomers, config_.self)",
+        "loaded_ < 0 || message.view != loaded_view_ || !contains(message.newcomers, config_.self)",
         "loaded_ < 0",
     ),
     # ---- the step

@@ -141,7 +141,7 @@ MUTATIONS = [
     _rule(
         "the failure of a group is no event",
         _DRIVER,
-        "        inbox->put(Failed{epoch, *failed->failure()});\n",
+        "        inbox->put(Failed{epoch, *failed->failure(), failed->heardAt()});\n",
         "        (void)inbox;\n        (void)epoch;\n",
         _SEAL,
     ),
