@@ -329,7 +329,7 @@ def hosts_of(count: int) -> Iterator[tuple[list[Zygote], Any]]:
         made = stack.enter_context(cluster(count))
         zygotes = []
         for node in made.nodes:
-            zygotes.append(Zygote(modules, node.command()))
+            zygotes.append(Zygote(modules, node.machine()))
             stack.callback(zygotes[-1].close)
 
         def cut(host: int, is_cut: bool) -> None:
