@@ -13,7 +13,12 @@ import torch
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
 
-pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.timeout(200),
+]
 
 
 def trains_two(rank: int, world_size: int, doomed: int) -> list[Any]:
