@@ -35,13 +35,14 @@ class EntryHook final : public torch::autograd::FunctionPreHook {
   std::function<void()> on_entry_;
 };
 
-/// The last backward call on this thread that went through a marked graph of any wrapper, and that wrapper's parameters.
-struct LastMarked {
+/// A backward call on this thread that went through a marked graph of some wrapper, and that wrapper's parameters.
+struct MarkedCall {
   BackwardCall call;
+  bool reduces;
   std::weak_ptr<const std::unordered_set<const c10::TensorImpl*>> params;
 };
 
-thread_local LastMarked last_marked;
+thread_local std::vector<MarkedCall> marked_calls; ///< the last one of each wrapper
 
 } // namespace
 
@@ -176,7 +177,7 @@ void PassMarks::forward() {
   if (get_current_graph_task_id() == kNoCall) { // else a checkpoint runs it in the call
     call_.forget();
     local_call_.forget();
-    last_marked.call.forget();
+    marked_calls.clear();
   }
 }
 
@@ -185,14 +186,14 @@ bool PassMarks::enterLocal() {
     return false;
   }
   local_call_.follow();
-  tellOthers(local_call_);
+  tellOthers();
   return true;
 }
 
 void PassMarks::enterReducing(bool begun) {
   call_.follow();
   begun_ = begun;
-  tellOthers(call_);
+  tellOthers();
 }
 
 bool PassMarks::beganHere() const {
@@ -206,9 +207,19 @@ bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
   if (local_call_.running()) {
     return false;
   }
-  const auto theirs = last_marked.params.lock();
-  const bool others = theirs != nullptr && theirs != params_ && last_marked.call.running();
-  return !others || theirs->count(param.unsafeGetTensorImpl()) == 0;
+  return !isInAnother(param, /*reducing=*/false);
+}
+
+bool PassMarks::reducesTwice(const at::Tensor& param) const {
+  return reduces() && isInAnother(param, /*reducing=*/true);
+}
+
+bool PassMarks::isInAnother(const at::Tensor& param, bool reducing) const {
+  return std::any_of(marked_calls.begin(), marked_calls.end(), [&](const MarkedCall& each) {
+    const auto theirs = each.params.lock();
+    return theirs != nullptr && theirs != params_ && each.call.running() && (each.reduces || !reducing) &&
+        theirs->count(param.unsafeGetTensorImpl()) > 0;
+  });
 }
 
 void PassMarks::begin() {
@@ -233,8 +244,12 @@ std::vector<size_t> PassMarks::takeNoted() {
   return noted_in_ == get_current_graph_task_id() ? std::exchange(noted_, {}) : std::vector<size_t>{};
 }
 
-void PassMarks::tellOthers(const BackwardCall& call) const {
-  last_marked = {call, params_};
+void PassMarks::tellOthers() const {
+  std::erase_if(marked_calls, [this](const MarkedCall& each) {
+    const auto theirs = each.params.lock();
+    return theirs == nullptr || theirs == params_ || !each.call.running();
+  });
+  marked_calls.push_back({reduces() ? call_ : local_call_, reduces(), params_});
 }
 
 } // namespace pycomm

@@ -138,6 +138,8 @@ class PassMarks {
   }
   /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
   [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
+  /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
+  [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
   /// `any`: the next pass begins whatever graph it goes through.
   void expectAnyGraph(bool any) noexcept {
     any_graph_ = any;
@@ -159,7 +161,8 @@ class PassMarks {
  private:
   using Params = std::unordered_set<const c10::TensorImpl*>;
 
-  void tellOthers(const BackwardCall& call) const;
+  void tellOthers() const;
+  [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
 
   std::shared_ptr<const Params> params_;
   BackwardCall call_; ///< that reduces

@@ -109,6 +109,15 @@ void raiseSecondGradient(const std::string& name, bool static_graph) {
                      "find_unused_parameters=True counted it as unused.");
 }
 
+void raiseReducedTwice(const std::string& name) {
+  TORCH_CHECK(
+      false,
+      "parameter '",
+      name,
+      "' belongs to two DistributedDataParallel wrappers, and one backward pass goes through both: each would reduce what the other one "
+      "has. Wrap a module that contains both, or call backward() for each of them");
+}
+
 void raiseFrozen(const std::string& name, bool trained) {
   TORCH_CHECK(
       false,

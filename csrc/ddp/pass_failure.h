@@ -41,6 +41,8 @@ class PassFailure {
 
 /// Throws: a parameter's second gradient in one pass.
 [[noreturn]] void raiseSecondGradient(const std::string& name, bool static_graph);
+/// Throws: a parameter of two wrappers, in one pass that goes through both.
+[[noreturn]] void raiseReducedTwice(const std::string& name);
 /// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.
 [[noreturn]] void raiseFrozen(const std::string& name, bool trained);
 /// Throws: a parameter has another dtype or device than its buckets.

@@ -184,6 +184,9 @@ class PassWeights {
     bool stray = false;
   };
   [[nodiscard]] Accumulated accumulated() const;
+  [[nodiscard]] int64_t passes() const noexcept {
+    return sum_.passes;
+  }
   /// A checkpoint is loaded: what was set for the next pass is forgotten.
   void setAccumulated(Accumulated sum) noexcept;
 

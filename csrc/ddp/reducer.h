@@ -264,6 +264,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void waitToBegin();
   [[nodiscard]] bool agree();
   void transact(const std::function<void()>& sum, const std::function<void()>& again, StepAgreement::Round round);
+  [[nodiscard]] bool midway() const;
   [[nodiscard]] bool beginNext();
   void leave() const;
   [[nodiscard]] bool sumAll();

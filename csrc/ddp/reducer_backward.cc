@@ -149,6 +149,9 @@ void Reducer::takeGradient(size_t index) {
   if (pass_.reducing()) {
     failure_.raise(group_.jobRank()); // a second loss after a pass that failed: its buckets cannot be finished
   }
+  if (marks_.reducesTwice(params_[index].tensor)) {
+    raiseReducedTwice(params_[index].name);
+  }
   if (weights_.has_value() && !marks_.reduces() && !marks_.isLocal()) {
     weights_->leave();
   }

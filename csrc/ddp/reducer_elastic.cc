@@ -197,11 +197,12 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
   });
 }
 
-// If the members change meanwhile, some may not know that it was due: all go on without it, and are asked again.
+// If the members change meanwhile, some may not know that it was due: all go on without it, and are asked again. Between the passes of a step,
+// where a mean may have made it due, it waits for the next step: a newcomer has none of those passes.
 void Reducer::admitNewcomers() {
   raising([&] {
     const Turn turn(*this);
-    if (agreement_ == nullptr || !agreement_->admissionIsDue()) {
+    if (agreement_ == nullptr || !agreement_->admissionIsDue() || midway()) {
       return;
     }
     throwIfUnfinished();
@@ -216,6 +217,11 @@ void Reducer::admitNewcomers() {
       throw;
     }
   });
+}
+
+// Passes of this rank wait for a reduction, and all members have made as many. In no_sync() they are counted with weights only.
+bool Reducer::midway() const {
+  return state_.now().accumulated > 0 || (weights_.has_value() && weights_->passes() > 0);
 }
 
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow

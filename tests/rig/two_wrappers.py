@@ -141,7 +141,7 @@ class Training:
         return torch.randn(samples, WIDTH, generator=generator)
 
     def run(self) -> str:
-        """What is wrong, or ""."""
+        """Returns a complaint, or ""."""
         for number, (what, which) in enumerate(self._program.steps):
             if wrong := self._step(number, what, which):
                 return f"{self._program}, step {number} ({what}, {which}): {wrong}"
@@ -180,9 +180,9 @@ class Training:
         if what == "one deleted" and (self._left[which] or self._program.kinds[which].static):
             what = "joined"  # torch's wrapper of a static graph has to live until backward
         before = [copy.deepcopy(model.module) for model in self._models]
-        for model, left in zip(self._models, self._left, strict=True):
-            if not left:
-                model.zero_grad(set_to_none=bool(number % 2))
+        for each in range(2):  # no variable holds a wrapper that is to be deleted
+            if not self._left[each]:
+                self._models[each].zero_grad(set_to_none=bool(number % 2))
         if what == "one in eval":
             self._models[which].eval()
         self._forwards = [count + 1 for count in self._forwards]

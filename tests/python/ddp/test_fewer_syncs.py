@@ -195,7 +195,6 @@ def hooked(rank: int, world_size: int) -> None:
     ours.sync()
     for parameter, total in zip(ours.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach().double(), total / 4, rtol=1e-6, atol=1e-8)
-        assert not torch.equal(parameter.detach(), torch.zeros_like(parameter))
 
 
 def other_rounds(rank: int, world_size: int) -> list[str]:

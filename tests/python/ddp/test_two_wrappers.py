@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
+from torch import nn
 from two_wrappers import Kind, Program, Training, random_program
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
@@ -159,6 +161,59 @@ def test_a_rank_that_fails_in_one_leaves_both() -> None:
         members, took_s = value
         assert members == [(0, 2), (0, 2)]
         assert took_s < WAITS_S / 2
+
+
+class Headed(nn.Module):
+    def __init__(self, trunk: nn.Module, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.trunk, self.head = trunk, nn.Linear(30, 3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.trunk(batch)))
+        return out
+
+
+def share_a_trunk(rank: int, world_size: int, elastic: bool) -> str:
+    """Two wrappers of one layer: a pass for each, in both orders, and then one through both."""
+    import pycomm
+
+    torch.manual_seed(1)
+    trunk = nn.Linear(20, 30)
+    nets = [Headed(trunk, seed) for seed in (2, 3)]
+    models = [
+        wrap(net, elastic=pycomm.Elastic() if elastic else None, process_group=dist.new_group())
+        for net in nets
+    ]
+    for step in range(4):
+        alone = copy.deepcopy(nets)
+        for net in (*nets, *alone):
+            net.zero_grad()
+        losses = [model(batch_of(rank, step)).square().mean() for model in models]
+        for which in (0, 1) if step % 2 else (1, 0):
+            losses[which].backward()
+        for net in alone:
+            for each in range(world_size):
+                (
+                    net.double()(batch_of(each, step).double()).square().mean() / world_size
+                ).backward()
+        for ours, theirs in zip(nets, alone, strict=True):
+            for mine, exact in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+    losses = [model(batch_of(rank, 9)).square().mean() for model in models]
+    with pytest.raises(RuntimeError) as caught:
+        (losses[0] + losses[1]).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_one_pass_through_two_wrappers_of_a_layer_is_refused(elastic: bool) -> None:
+    found = ranks.run_ranks(
+        2, share_a_trunk, args=(elastic,), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    for text in found.values():
+        assert "parameter 'trunk." in text
+        assert "belongs to two DistributedDataParallel wrappers" in text
 
 
 def on_threads(rank: int, world_size: int, elastic: bool) -> list[float]:
