@@ -265,7 +265,7 @@ def kill_run(options: argparse.Namespace, training: Training) -> tuple[list[str]
     dice = random.Random(options.seed)
     training.found()
     training.gate.set(goes=True)
-    striker = Striker(training, dice, None)
+    striker = Striker(training, dice, steps_after=3)
     moments: list[float] = []
     for number in range(options.kills):
         sit(training, dice.uniform(0.1, 0.3))
