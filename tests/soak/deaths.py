@@ -265,6 +265,7 @@ def kill_run(options: argparse.Namespace, training: Training) -> tuple[list[str]
     dice = random.Random(options.seed)
     training.found()
     training.gate.set(goes=True)
+    training.wait_for_steps(6)
     striker = Striker(training, dice, steps_after=3)
     moments: list[float] = []
     for number in range(options.kills):
