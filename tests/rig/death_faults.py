@@ -56,8 +56,14 @@ class Striker:
     """Does what faults are, one after the other, and waits until all places are taken again."""
 
     def __init__(
-        self, training: Training, dice: random.Random, cut: Callable[[int, bool], None] | None
+        self,
+        training: Training,
+        dice: random.Random,
+        cut: Callable[[int, bool], None] | None = None,
+        *,
+        steps_after: int = STEPS_AFTER,
     ) -> None:
+        self._steps_after = steps_after
         self.training, self._dice, self._cut = training, dice, cut
         self.faults: list[Fault] = []
         self.spared: tuple[int, ...] = ()
@@ -99,7 +105,7 @@ class Striker:
             lambda: len(training.members) == training.size, _JOIN_S, f"for {kind}'s newcomers"
         )
         fault.whole_step = training.step
-        training.wait_for_steps(STEPS_AFTER)
+        training.wait_for_steps(self._steps_after)
         fault.over_step = training.step
         return fault
 

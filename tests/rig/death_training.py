@@ -14,11 +14,12 @@ import os
 import signal
 import struct
 import time
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_training import hash_of
 from joined_deals import Deal
 from torch import nn
 
@@ -185,7 +186,7 @@ def _train(plan: Plan, notes: Notes) -> str:
             step=step,
             at=ended_s,
             members=model.elastic.members,
-            bits=hash_of((*net.parameters(), *_moments(optimizer))),
+            bits=digest((*net.parameters(), *_moments(optimizer))),
             epoch=deal.epoch,
             counted=f"{mask_of(counted):x}",
             share=f"{mask_of(share):x}",
@@ -199,6 +200,14 @@ def _train(plan: Plan, notes: Notes) -> str:
     accuracy = float((found == data["held_labels"]).float().mean())
     notes.write(kind="accuracy", value=accuracy, step=model.elastic.step)
     return "left" if model.elastic.left else "end"
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Fast: it is taken in each step, of three times the model."""
+    value = 0
+    for each in tensors:
+        value = zlib.crc32(each.detach().flatten().view(torch.uint8).numpy(), value)
+    return f"{value:08x}"
 
 
 def _moments(optimizer: torch.optim.Adam) -> list[torch.Tensor]:

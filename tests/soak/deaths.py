@@ -265,7 +265,8 @@ def kill_run(options: argparse.Namespace, training: Training) -> tuple[list[str]
     dice = random.Random(options.seed)
     training.found()
     training.gate.set(goes=True)
-    striker = Striker(training, dice, None)
+    training.wait_for_steps(6)
+    striker = Striker(training, dice, steps_after=3)
     moments: list[float] = []
     for number in range(options.kills):
         sit(training, dice.uniform(0.1, 0.3))

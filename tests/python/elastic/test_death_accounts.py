@@ -14,6 +14,8 @@ from death_accounts import Accounts
 from death_training import mask_of
 from joined_deals import Deal
 
+pytestmark = pytest.mark.ci
+
 LENGTH = 48
 STEPS = 14
 

@@ -9,6 +9,8 @@ from death_accounts import Accounts, Step
 from death_costs import Fault, Stretch, Timed, costs_of
 from death_faults import CUT, KINDS, SPARED_FROM, planned
 
+pytestmark = pytest.mark.ci
+
 STEP_S = 0.1
 SAMPLES = 256
 STALL_S, STOP_S = 1.3, 0.4
