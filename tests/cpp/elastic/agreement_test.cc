@@ -512,6 +512,29 @@ TEST(Agreement, AStepThatAllHaveFinishedIsCommittedBeforeTheErrorThatTheyAreTooF
   EXPECT_EQ(group.raised[1]->error, Error::TooFew);
 }
 
+// A network that was cut for minutes, of one member only. The others keep the last views, of which none follows its own.
+TEST(Agreement, WhoAsksInAnEpochOfLongAgoIsNotified) {
+  Group group(3);
+  group.down[2] = true;
+  for (size_t i = 0; i < 2; ++i) {
+    group.members[i].certified(Group::idOf(2), group.records[2], group.now);
+  }
+  group.run();
+  for (int64_t step = 1; step <= static_cast<int64_t>(kMaxPast) + 1; ++step) {
+    for (size_t i = 0; i < 2; ++i) {
+      group.members[i].step({step, false, false});
+      group.members[i].boundary(group.now);
+    }
+    group.run();
+  }
+  ASSERT_EQ(group.members[1].view().epoch, kMaxPast + 2);
+  group.down[2] = false;
+  group.members[2].failed(ErrorCode::ConnectionReset, Group::idOf(1), group.now); // so it asks
+  group.run();
+  ASSERT_TRUE(group.raised[2]);
+  EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
+}
+
 TEST(Agreement, AMemberLeavesAtACommitAndNobodyWaits) {
   Group group(3);
   group.members[0].leave();

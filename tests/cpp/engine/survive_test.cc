@@ -178,6 +178,23 @@ TEST(Outbox, SendsAgainWhatABrokenConnectionHasNotTaken) {
   EXPECT_EQ(letters->all(), (std::vector<std::string>{"one", "two"}));
 }
 
+TEST(Outbox, BringsTheNewestIfThereAreTooMany) {
+  const OpenDoor open;
+  const auto letters = std::make_shared<Letters>();
+  open.door->add(open.handle.incarnation);
+  open.door->receive(open.handle.incarnation, letters);
+  Outbox outbox(open.handle, open.from(letters->member));
+  std::vector<std::string> newest;
+  for (size_t i = 0; i < Outbox::kMost + 3; ++i) {
+    outbox.push(std::to_string(i));
+    if (i >= 3) {
+      newest.push_back(std::to_string(i));
+    }
+  }
+  turn(outbox, 5000);
+  EXPECT_EQ(letters->all(), newest);
+}
+
 TEST(Outbox, KeepsLittleForAMemberThatIsGone) {
   OpenDoor open;
   open.door->close();

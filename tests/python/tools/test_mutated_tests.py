@@ -106,3 +106,12 @@ def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
     ran = machinery.run_tests(program, "A.B", 0.5)
     assert ran.hung == "A.B"
     assert 0.5 <= ran.seconds < 20
+
+
+def test_tests_behind_one_that_dies_run_too(tmp_path: Path) -> None:
+    program = tmp_path / "dies"
+    begins = "echo '[ RUN      ] A.B'; kill -SEGV $$"
+    program.write_text(f"#!/bin/sh\ncase $1 in *A.B*) {begins};; esac\nprintf '{FAILED}'\nexit 1\n")
+    program.chmod(0o700)
+    ran = machinery.run_tests(program, "A.B:A.C")
+    assert ran.failed == ("A.B (died with -11)", "A.C")

@@ -190,6 +190,8 @@ MUTATIONS = [
         "agreement.cc",
         "  Message excluded = make(Kind::Excluded);\n",
         "  return;\n  Message excluded = make(Kind::Excluded);\n",
+        survives="the others would have to go through nine epochs meanwhile; "
+        "Agreement.WhoAsksInAnEpochOfLongAgoIsNotified notices it",
     ),
     Mutation(
         "M5",

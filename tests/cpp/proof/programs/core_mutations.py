@@ -399,7 +399,6 @@ MUTATIONS = [
         "const bool behind = queue.has(request.descriptor.tag);",
         "const bool behind = false;",
         "HeldMessages.ALaterSendOfTheTagDoesNotOvertake",
-        "HeldMessages.ReleasedInAnyOrderTheyKeepTheirs",
     ),
     _rule(
         "16: a held receive begins when its message comes",

@@ -210,7 +210,7 @@ MUTATIONS = [
         "outbox.cc",
         "  if (queue_.size() >= kMost) {\n",
         "  if (false) {\n",
-        "Outbox.KeepsLittleForAMemberThatIsGone",
+        "Outbox.BringsTheNewestIfThereAreTooMany",
     ),
     _rule(
         "a member speaks for another one",
