@@ -305,11 +305,6 @@ void AgreementDriver::refuseInChild() const {
   }
 }
 
-template <typename Ready>
-bool AgreementDriver::waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {
-  return changed_.wait_until(lock, deadline.instant(), ready);
-}
-
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
@@ -372,7 +367,10 @@ bool AgreementDriver::committed(uint64_t epoch, bool leaves, bool admits) {
     stops_ = epoch;
     inbox_->put(Boundary{epoch, admits});
   }
-  leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
+  if (leaving_ == Leaving::Announced) {
+    leaving_ = Leaving::Left;
+    inbox_->announce({});
+  }
   return true;
 }
 

@@ -337,7 +337,9 @@ class AgreementDriver final : public Engine::Maker {
     return !over_ && present_ && view_.members.size() >= config_.min_ranks;
   }
   template <typename Ready>
-  [[nodiscard]] bool waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready);
+  [[nodiscard]] bool waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {
+    return changed_.wait_until(lock, deadline.instant(), ready);
+  }
 
   Reconfigurable& members_;
   Engine& engine_;

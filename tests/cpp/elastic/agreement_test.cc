@@ -85,8 +85,8 @@ struct Group {
         if (ends_at_accept && action.message->kind == Message::Kind::Accept) {
           const size_t ends = *std::exchange(ends_at_accept, std::nullopt);
           down[ends] = true;
-          for (size_t member = 0; member < founders && certified_then; ++member) {
-            members[member].certified(idOf(static_cast<int>(ends)), records[ends], now);
+          if (certified_then) {
+            members[1].certified(idOf(static_cast<int>(ends)), records[ends], now);
           }
         }
         for (const Incarnation& to : action.to) {
@@ -135,7 +135,7 @@ struct Group {
   std::vector<Record> records;
   const size_t founders;
   std::optional<size_t> ends_at_accept; ///< this one does as the first view is proposed
-  bool certified_then = false; ///< and the founders know at once
+  bool certified_then = false; ///< and member 1 knows at once
   bool seals = true;
 };
 

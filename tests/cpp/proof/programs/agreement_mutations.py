@@ -312,8 +312,7 @@ MUTATIONS = [
         "M9",
         "a newcomer promises in the epoch of which it is to be a member",
         "agreement.cc",
-        "loaded_ < 0 || message.view != loaded_view_ || "
-        "!contains(message.newcomers, config_.self)",
+        "loaded_ < 0 || message.view != loaded_view_ || !contains(message.newcomers, config_.self)",
         "loaded_ < 0",
     ),
     # ---- the step
