@@ -54,6 +54,8 @@ class Plan:
     asks_between: bool = False
     """It asks for a mean between the passes of a step."""
     check: bool = True
+    reads_for: float = 0.0
+    """Seconds that it takes to read a part of the state."""
     waits_for: str = ""
     """A file: a founder makes no further step from its tenth one on before it is there."""
     fails: bool = False
@@ -68,6 +70,7 @@ class Ballast:
         self.armed = plan.join
         self.values = torch.zeros(max(1, plan.payload), dtype=torch.uint8)
         self.count = 0
+        self._reads_for = plan.reads_for
 
     def _die(self, where: str) -> None:
         mark(where)
@@ -76,6 +79,7 @@ class Ballast:
 
     def state_dict(self) -> dict[str, Any]:
         self._die("gives")
+        time.sleep(self._reads_for)
         return {"values": self.values, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -367,6 +367,9 @@ bool AgreementDriver::committed(uint64_t epoch, const Wish& all) {
     stops_ = epoch;
     inbox_->put(Boundary{epoch, committed == Committed::Admits});
   }
+  if (ledger_.hasLeft()) {
+    inbox_->announce({});
+  }
   return true;
 }
 

@@ -647,7 +647,8 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
     const auto abort = std::make_shared<AbortToken>();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (!gives_) { // a member has died, or the thread was interrupted: the next state is for the others, too
+      if (!gives_ &&
+          began < serving.until) { // a member has died, or a signal has come: the next state is for this one, too
         return;
       }
       given_.insert(to.incarnation);

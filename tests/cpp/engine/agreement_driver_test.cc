@@ -541,6 +541,32 @@ TEST(AgreementDriver, MembersWithAnotherSecretAreNotAsked) {
       ErrorCode::ConfigMismatch);
 }
 
+TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {
+  const testing::TempFolder folder;
+  AgreementDriver::Config config = joinable(folder);
+  config.join_pause_ms = 200;
+  const Members group(1, config);
+  AgreementDriver& member = *group.drivers[0];
+  Alone stranger;
+  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0)}, config);
+  bool stops = false;
+  for (const Deadline end = Deadline::after(10'000); !stops && !end.expired();) {
+    const uint64_t epoch = member.begin(Deadline::after(5000)).value().number;
+    stops = member.finished(epoch).value().admits;
+    EXPECT_TRUE(member.committed(epoch, false, stops));
+  }
+  EXPECT_EQ(member.newcomers(), 1U);
+  std::this_thread::sleep_for(std::chrono::milliseconds(700)); // the members have gone on
+  member.give("a state");
+  const auto raised = codeOf([&] {
+    for (const Deadline end = Deadline::after(5000); !end.expired();) {
+      (void)newcomer->arrive(Deadline::after(100));
+    }
+  });
+  EXPECT_EQ(raised, ErrorCode::JoinRefused);
+  newcomer->close();
+}
+
 // Else a newcomer that was stopped would speak to members that do not listen, over connections that are as good as new.
 TEST(AgreementDriver, AStrangerThatIsForgottenIsTold) {
   const testing::TempFolder folder;

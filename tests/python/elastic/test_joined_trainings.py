@@ -176,7 +176,7 @@ def test_other_options_of_the_group_are_refused(
     assert refused["error"].is_a("JoinRefusedError"), refused
     assert text in refused["error"].text, refused["error"].text
     values = check(results)
-    assert values[0]["stats"]["epochs"] == 1, values[0]["stats"]
+    assert values[0]["stats"]["epochs"] == 2, values[0]["stats"]
     assert values[0]["stats"]["lost_ranks"] == 0
 
 
@@ -296,6 +296,19 @@ def test_a_state_that_takes_too_long_is_refused(tmp_path: Path) -> None:
         running.collect(30)
 
 
+def test_a_state_that_is_read_for_too_long_is_refused(tmp_path: Path) -> None:
+    """The members go on before rank 0 has anything to send, and the newcomer learns why."""
+    plan = Plan(str(tmp_path / "peers"), 2, reads_for=1.0, settings=(("join_pause", 0.2),))
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            refused = newcomer.collect(50)[0].value["error"]
+        for rank in (0, 1):
+            running.kill(rank)
+        running.collect(30)
+    assert refused.is_a("JoinRefusedError") and "join_pause" in refused.text, refused.text
+
+
 @pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
 def test_a_newcomer_dies_while_it_loads(options: dict[str, Any], tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 2)
@@ -394,6 +407,8 @@ def start_with_faults(world_size: int, store: Path, plan: Plan, **env: str) -> A
 
 LONG = 30.0
 """Of ``join_pause``, seconds: nothing below may take as long."""
+QUICK: dict[str, Any] = {**SHARED, "heartbeat_timeout": 1.0}
+PATIENT: dict[str, Any] = {**SHARED, "heartbeat_timeout": 60.0}
 
 
 def longest_gap(value: dict[str, Any]) -> float:
@@ -402,88 +417,66 @@ def longest_gap(value: dict[str, Any]) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(ends))
 
 
-@pytest.mark.usefixtures("fault_build")
 @pytest.mark.time_bound
 def test_one_that_stops_does_not_keep_another_one_from_joining(tmp_path: Path) -> None:
-    """Both are reached before the members stop, and rank 0 serves one after the other."""
+    """All are reached before the members stop, and rank 0 serves one after the other."""
     gate = tmp_path / "gate"
     plan = Plan(
         str(tmp_path / "peers"),
         2,
-        payload=8 << 20,
+        payload=64 << 20,
         check=False,
         settings=(("join_pause", LONG),),
         waits_for=str(gate),
     )
-    quick = {"PYCOMM_HEARTBEAT_TIMEOUT": "1"}
+    one = dataclasses.replace(joining(plan), waits_for="")
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(start_with_faults(2, tmp_path / "store", plan, **quick))
+        running = stack.enter_context(start(2, plan, QUICK))
         running.wait_for_mark(0, "step 0")
-        newcomers = []
-        for number in range(3):  # the first and the last by name are among them, as a rule
-            point = "" if number == 2 else "survive.take:2:stop"
-            one = dataclasses.replace(joining(plan), waits_for="", struck=(0, point))
-            store = tmp_path / f"newcomer-{number}"
-            newcomers.append(stack.enter_context(start_with_faults(1, store, one, **quick)))
+        newcomers = [stack.enter_context(start(1, one, QUICK)) for _ in range(3)]
         for newcomer in newcomers:
             newcomer.wait_for_mark(0, "asks")
         time.sleep(2.0)
         gate.touch()
+        running.wait_for_mark(0, "gives")
+        for newcomer in newcomers[:2]:
+            newcomer.kill(0, signal.SIGSTOP)
         results = [*running.collect(90), *newcomers[2].collect(90)]
     values = check(results)
-    assert values[2]["mine"] == 2
-    gap_s = max(longest_gap(value) for value in values[:2])
-    assert_within(gap_s, 12.0)
+    assert_within(max(longest_gap(value) for value in values[:2]), 15.0)
 
 
-@pytest.mark.usefixtures("fault_build")
-def test_one_that_was_stopped_joins_when_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", rings.first_of([SHARED, TCP]), ids=["shm", "tcp"])
+def test_one_that_was_stopped_joins_when_it_goes_on(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     """The members have forgotten it, and its connections to them are still open."""
-    plan = Plan(str(tmp_path / "peers"), 2, payload=8 << 20, check=False)
-    quick = {"PYCOMM_HEARTBEAT_TIMEOUT": "1"}
-    with (
-        start_with_faults(2, tmp_path / "store", plan, **quick) as running,
-        start_with_faults(
-            1,
-            tmp_path / "first",
-            dataclasses.replace(
-                joining(plan), struck=(0, "survive.take:2:stop"), settings=(("join_wait", 20.0),)
-            ),
-            **quick,
-        ) as newcomer,
-    ):
-        newcomer.wait_for_mark(0, "asks")
-        newcomer.wait_until(0, lambda: newcomer.state(0) == "T", "was never stopped")
-        time.sleep(4.0)
+    quick = {**options, "heartbeat_timeout": 1.0}
+    plan = Plan(str(tmp_path / "peers"), 2, payload=64 << 20, check=False)
+    one = dataclasses.replace(joining(plan), settings=(("join_wait", 20.0),))
+    with start(2, plan, quick) as running, start(1, one, quick) as newcomer:
+        running.wait_for_mark(0, "gives")
+        newcomer.kill(0, signal.SIGSTOP)
+        time.sleep(5.0)
         newcomer.kill(0, signal.SIGCONT)
         results = [*running.collect(60), *newcomer.collect(60)]
-    assert check(results)[2]["mine"] == 2
+    check(results)
 
 
-@pytest.mark.usefixtures("fault_build")
 @pytest.mark.time_bound
 def test_rank_0_is_interrupted_while_it_gives(tmp_path: Path) -> None:
     plan = Plan(
-        str(tmp_path / "peers"), 9, payload=8 << 20, settings=(("join_pause", LONG),), check=False
+        str(tmp_path / "peers"), 9, payload=64 << 20, settings=(("join_pause", LONG),), check=False
     )
-    patient = {"PYCOMM_HEARTBEAT_TIMEOUT": "60"}
-    with (
-        start_with_faults(1, tmp_path / "store", plan, **patient) as running,
-        start_with_faults(
-            1,
-            tmp_path / "first",
-            dataclasses.replace(joining(plan), struck=(0, "survive.take:3:stop")),
-            **patient,
-        ) as newcomer,
-    ):
-        newcomer.wait_for_mark(0, "asks")
-        newcomer.wait_until(0, lambda: newcomer.state(0) == "T", "was never stopped")
+    with start(1, plan, PATIENT) as running, start(1, joining(plan), PATIENT) as newcomer:
+        running.wait_for_mark(0, "gives")
+        newcomer.kill(0, signal.SIGSTOP)
         running.wait_until_asleep(0)
         sent_s = running.kill(0, signal.SIGINT)
         result = running.collect(60)[0]
         took_s = time.monotonic() - sent_s
     assert "KeyboardInterrupt" in result.stderr, result.describe()
-    assert_within(took_s, 8.0)
+    assert_within(took_s, 10.0)
 
 
 @pytest.mark.usefixtures("fault_build")

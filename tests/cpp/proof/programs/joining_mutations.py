@@ -90,6 +90,13 @@ MUTATIONS = [
         "AgreementDriver.TheLastOfManyMembersIsAskedIfTheOthersAreSilent",
     ),
     _rule(
+        "a newcomer whose state was read too late is not told",
+        _JOIN,
+        "      if (!gives_ && began < serving.until) {",
+        "      if (!gives_) {",
+        "AgreementDriver.ANewcomerLearnsThatItsStateWasReadTooLate",
+    ),
+    _rule(
         "members with another secret are asked",
         _JOIN,
         "    if (to.key_id != from.self.key_id) {",
