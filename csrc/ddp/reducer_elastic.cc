@@ -109,10 +109,10 @@ void Reducer::adoptMembers() {
   const int64_t left = agreement_->leavers() - std::exchange(stats_.left_ranks, agreement_->leavers());
   stats_.lost_ranks += missingIn(members_, members) - left;
   stats_.joined_ranks += missingIn(members, members_);
+  members_changed_ = members_changed_ || members != members_; // the same ones may have met again
   members_ = std::move(members);
   rank_ = group_.rank();
   ++stats_.epochs;
-  members_changed_ = true;
   stats_.meeting_ns += agreement_->meetingNs();
   // Those who are gone may have been the only ones to use some.
   state_.change([](SharedValues& values) { values.knows_used = false; });
