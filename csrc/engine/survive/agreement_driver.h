@@ -226,6 +226,7 @@ class AgreementDriver final : public Engine::Maker {
     TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
     TimePoint::duration back_off{}; ///< after another failure
     bool spoke = false; ///< a member's: a message has come in this epoch
+    bool refused = false; ///< likewise: nobody listens at its door
     TimePoint silent_at =
         TimePoint::max(); ///< a member's that has not spoken, when the epoch is over: it is found silent then
     bool asked_witness = false;
