@@ -525,7 +525,8 @@ void AgreementDriver::suspectOthers(TimePoint now) {
   std::vector<std::pair<Incarnation, ErrorCode>> found;
   for (auto& [name, member] : members_by_name_) {
     const bool counts = agreement_->view().has(name) && !member.ended;
-    if (member.outbox != nullptr && member.outbox->wasRefused() && counts && !member.witness) {
+    const bool refused = member.outbox != nullptr && member.outbox->wasRefused() && counts && !member.witness;
+    if (refused && !std::exchange(member.refused, true)) {
       found.emplace_back(name, ErrorCode::PeerDead); // no certificate: a firewall can say that, too
     }
     if (now < member.silent_at) {
@@ -788,7 +789,7 @@ void AgreementDriver::install(const View& view) {
     post(std::move(end));
   }
   for (auto& [name, member] : members_by_name_) {
-    member.spoke = false; // the next group has a detector of its own
+    member.spoke = member.refused = false; // the next group has a detector of its own
     member.silent_at = TimePoint::max();
   }
   const std::string fresh = welcome(view);

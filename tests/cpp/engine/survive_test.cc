@@ -208,6 +208,20 @@ TEST(Outbox, KeepsLittleForAMemberThatIsGone) {
   EXPECT_EQ(outbox.nextTick(), TimePoint::max());
 }
 
+TEST(Outbox, SaysOnceThatNobodyListens) {
+  OpenDoor open;
+  Outbox outbox(open.handle, open.from(newProcessId()));
+  outbox.push("somebody listens, who does not know this process");
+  turn(outbox, 5000);
+  EXPECT_FALSE(outbox.wasRefused());
+  open.door->close();
+  Outbox refused(open.handle, open.from(newProcessId()));
+  refused.push("message");
+  turn(refused, 5000);
+  EXPECT_TRUE(refused.wasRefused());
+  EXPECT_FALSE(refused.wasRefused());
+}
+
 TEST(KeptRecord, IsReadByOtherProcessesOfTheHost) {
   Engine engine;
   const ProcessId incarnation = newProcessId();

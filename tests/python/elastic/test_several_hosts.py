@@ -370,7 +370,7 @@ def test_split_brain_that_is_accepted(hosts: Hosts, tmp_path: Path) -> None:
     for rank in range(4):
         assert run.notes(rank)[-1].members == ((0, 1) if rank < 2 else (2, 3))
     print("went on after", took_s)
-    assert_within(max(took_s), SILENT_S)
+    assert_within(max(took_s), SILENT_S + SILENCE_S)  # above, the lowest takes over first
 
 
 # ---- what only looks like this host

@@ -63,6 +63,20 @@ TEST(Membership, FloodsAtOnceAndDecidesAfterTheMergeWindow) {
   EXPECT_EQ(membership.failure()->peer, 2);
 }
 
+TEST(Membership, KnowsWhenEachNeighbourWasHeard) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 8), start);
+  membership.alive(1, start);
+  membership.alive(2, start);
+  membership.alive(7, start);
+  membership.alive(1, start + milliseconds(100));
+  EXPECT_TRUE(membership.saidGoodbye(7));
+  const TimePoint nothing = TimePoint::max();
+  const std::vector<TimePoint> expected = {
+      nothing, start + milliseconds(100), start, nothing, nothing, nothing, nothing, nothing};
+  EXPECT_EQ(membership.heardAt(), expected);
+}
+
 TEST(Membership, NewsThatComesWhenTheChoiceIsDueDoesNotCount) {
   // A rank whose thread comes late to its choice must not choose from more news than the others had.
   const TimePoint start = Clock::now();

@@ -92,8 +92,8 @@ MUTATIONS = [
     _rule(
         "a newcomer whose state was read too late is not told",
         _JOIN,
-        "      if (!gives_ && began < serving.until) {",
-        "      if (!gives_) {",
+        "began < serving.until) { // a member has died,",
+        "true) { // a member has died,",
         "AgreementDriver.ANewcomerLearnsThatItsStateWasReadTooLate",
     ),
     _rule(
