@@ -489,7 +489,7 @@ TEST(AgreementDriver, ASlowDiskHoldsUpNoChangeOfMembers) {
       ASSERT_TRUE(verdict.again);
     }
     group.onAll([&](size_t i) { EXPECT_TRUE(group.drivers[i]->finished(epoch + 1)); });
-    group.commit(epoch + 1, false);
+    group.commit(epoch + 1, {});
   }
   EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
   armFaultPoints("");
@@ -552,8 +552,10 @@ TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {
   bool stops = false;
   for (const Deadline end = Deadline::after(10'000); !stops && !end.expired();) {
     const uint64_t epoch = member.begin(Deadline::after(5000)).value().number;
-    stops = member.finished(epoch).value().admits;
-    EXPECT_TRUE(member.committed(epoch, false, stops));
+    const elastic::Round round = member.admissionIsDue() ? elastic::Round::Admission : elastic::Round::Step;
+    const AgreementDriver::Wish all = member.finished(epoch, round).value();
+    EXPECT_TRUE(member.committed(epoch, all));
+    stops = round == elastic::Round::Admission && all.admits;
   }
   EXPECT_EQ(member.newcomers(), 1U);
   std::this_thread::sleep_for(std::chrono::milliseconds(700)); // the members have gone on
