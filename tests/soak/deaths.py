@@ -58,6 +58,10 @@ RSS_LIMIT_KB = 4096
 LOSS_LIMIT = 0.05
 ACCURACY_LIMIT = 0.02
 POINTS = 8
+STALL_S = 3.0
+"""What one fault may take longer than its kind's aim, which is judged by the median."""
+KILL_MS = 1000.0
+"""p99 from a kill to the end of `backward()` on all who are left."""
 
 # --- the long training ----------------------------------------------------------------------------
 
@@ -210,6 +214,12 @@ def kind_lines(run_: Long) -> tuple[list[str], list[str]]:
         )
         if is_ > aim:
             slow.append(f"{kind}: {is_:.3f} s are lost by it (p50), more than {aim:g} s")
+        if max(columns[1]) > aim + STALL_S:
+            slow.append(
+                f"{kind}: {max(columns[1]):.3f} s are lost by one, more than {aim + STALL_S:g} s"
+            )
+    if len(run_.faults) < run_.wanted:
+        slow.append(f"{len(run_.faults)} of {run_.wanted} faults came in the time that there was")
     return lines, slow
 
 
@@ -257,7 +267,9 @@ def flat_lines(run_: Long) -> tuple[list[str], list[str]]:
             if after - before > limit:
                 broken.append(f"member {member}: {name} grew from {before} to {after}")
         lines.append(f"member {member}, {lived} faults, {len(looks)} looks: " + ", ".join(cells))
-    return lines or ["no member lived long enough to see whether anything grows"], broken
+    if not lines and run_.wanted >= POINTS:
+        broken.append("no member lived long enough to see whether anything grows")
+    return lines, broken
 
 
 def kill_run(options: argparse.Namespace, training: Training) -> tuple[list[str], list[str]]:
@@ -301,7 +313,10 @@ def kill_run(options: argparse.Namespace, training: Training) -> tuple[list[str]
         f"{accounts.newest + 1} steps, {lost_steps} lost; {lost_samples} samples lost, "
         f"{accounts.doubled} doubled; {len(accounts.faults)} complaints"
     )
-    return lines, list(accounts.faults)
+    broken = list(accounts.faults)
+    if (slowest := of(killed)[1]) > KILL_MS:
+        broken.append(f"p99 of a kill is {slowest:.0f} ms, more than {KILL_MS:g} ms")
+    return lines, broken
 
 
 def of(seconds: Sequence[float]) -> tuple[float, float, float]:

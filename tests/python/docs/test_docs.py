@@ -454,7 +454,7 @@ FIGURES = [
     ("architecture", "pool of 1 MiB", "engine", "eager_pool_nbytes = 16 * ((64 << 10)"),
     ("architecture", "4 MiB ahead", "engine", "window_nbytes = 4 << 20"),
     ("architecture", "For 5 ms it", "engine", "merge_ms = 5"),
-    ("architecture", "has 40 ms to arrive", "engine", "kGoodbyeWithin(40)"),
+    ("architecture", "has 40 ms to arrive", "engine", "kGoodbyeWithin = 2 * kGoodbye"),
     ("architecture", "every 500 ms", "engine", "heartbeat_every_ms = 500"),
     ("architecture", "3 s of silence", "engine", "dead_after_ms = 3000"),
     ("architecture", "at most 1 MiB", "schedule", "kEdgeRoomNbytes / 2"),

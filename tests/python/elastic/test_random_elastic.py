@@ -22,14 +22,15 @@ _FAILURES = 3
 """After so many the rest is not tried."""
 
 
-def wrong_with(program: Program) -> str:
-    """What the ranks complain of, or ""."""
+def wrong_with(program: Program, killed: list[int]) -> str:
+    """What the ranks complain of, or "". Adds the ranks that died to ``killed``."""
     with start(program.ranks, program, {"transport": program.transport}) as running:
         results = running.collect(_PATIENCE_S)
     dead = {death.rank for death in program.deaths}
     values = []
     for result in results:
         if result.exit_code == -signal.SIGKILL and result.rank in dead and not result.timed_out:
+            killed.append(result.rank)
             continue
         if not result.ok or result.value["error"] is not None or result.value["wrong"]:
             why = result.value and (result.value["error"] or result.value["wrong"])
@@ -52,9 +53,14 @@ def test_random_elastic_trainings(request: pytest.FixtureRequest) -> None:
     """`--elastic-trainings 500` runs that many, `--elastic-trainings 7:8` seed 7 alone."""
     first, _, last = request.config.getoption("--elastic-trainings").rpartition(":")
     failures: list[str] = []
+    killed: list[int] = []
+    wanted = 0
     for seed in range(int(first or 0), int(last)):
-        if wrong := wrong_with(random_program(seed)):
+        program = random_program(seed)
+        wanted += len(program.deaths)
+        if wrong := wrong_with(program, killed):
             failures.append(wrong)
         if len(failures) == _FAILURES:
             break
     assert not failures, "\n\n".join(failures)
+    assert 2 * len(killed) >= wanted, f"{len(killed)} of {wanted} deaths came"  # timers may be late

@@ -20,6 +20,8 @@ security = importlib.import_module("security_mutations")
 host = importlib.import_module("host_mutations")
 core = importlib.import_module("core_mutations")
 agreement = importlib.import_module("agreement_mutations")
+driver = importlib.import_module("driver_mutations")
+joining = importlib.import_module("joining_mutations")
 
 PASSED = "[ RUN      ] A.B\n[       OK ] A.B (1 ms)\n"
 FAILED = "[ RUN      ] A.C\nx.cc:1: Failure\n[  FAILED  ] A.C (2 ms)\n"
@@ -28,7 +30,10 @@ FOUND = f"[ RUN      ] A.C\n{SAID}[  FAILED  ] A.C (2 ms)\n"
 SKIPPED = "[ RUN      ] A.D\n[  SKIPPED ] A.D (0 ms)\n"
 
 
-@pytest.mark.parametrize("mutations", [security.MUTATIONS, host.MUTATIONS, core.MUTATIONS])
+@pytest.mark.parametrize(
+    "mutations",
+    [security.MUTATIONS, host.MUTATIONS, core.MUTATIONS, driver.MUTATIONS, joining.MUTATIONS],
+)
 def test_every_mutation_applies(mutations: Sequence[Any]) -> None:
     assert machinery.misplaced(ROOT, mutations) == []
     names = [mutation.name for mutation in mutations]
