@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kSignalCheckMs = 100;
 /// What a commit round carries, as maxima. The rest is room for what members will have to agree on at a step.
-enum CommitWord : size_t { kStep, kMinusStep, kLeaves, kDoesNotAdmit, kCommitWords = 8 };
+enum CommitWord : size_t { kStep, kMinusStep, kLeaves, kDoesNotAdmit, kRound, kMinusRound, kCommitWords = 8 };
 
 /// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
 /// rank dies meanwhile.
@@ -181,7 +181,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   }
   if (const auto wish = error == nullptr ? driver_->finished(present_.number, round) : std::nullopt) {
     AgreementDriver::Wish agreed;
-    const auto failure = commitRound(*wish, agreed);
+    const auto failure = commitRound(round, *wish, agreed);
     if (!failure && driver_->committed(present_.number, agreed)) {
       return Outcome::Commit;
     }
@@ -203,13 +203,19 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   }
 }
 
-std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish& wish, AgreementDriver::Wish& agreed) {
+std::optional<ErrorRecord> ElasticGroup::commitRound(
+    Round round,
+    const AgreementDriver::Wish& wish,
+    AgreementDriver::Wish& agreed) {
+  const auto kind = static_cast<int64_t>(round);
   const int64_t step = driver_->steps() + 1;
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
   (*words)[kStep] = step;
   (*words)[kMinusStep] = -step;
   (*words)[kLeaves] = wish.leaves ? 1 : 0;
   (*words)[kDoesNotAdmit] = wish.admits ? 0 : 1;
+  (*words)[kRound] = kind;
+  (*words)[kMinusRound] = -kind;
   const BufferView bytes(reinterpret_cast<std::byte*>(words->data()), sizeof *words);
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
@@ -227,6 +233,13 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(const AgreementDriver::Wish
         "The members of an elastic group commit different steps: this rank " + std::to_string(step) + ", others from " +
             std::to_string(-(*words)[kMinusStep]) + " to " + std::to_string((*words)[kStep]) + ".",
         "report it");
+  }
+  if ((*words)[kRound] != kind || (*words)[kMinusRound] != -kind) {
+    throw Error(
+        ErrorCode::CollectiveMismatch,
+        "The members of an elastic group are at different places of their programs: some end a step, others call mean() "
+        "or confirm(), or begin a forward pass.",
+        "call mean(), confirm() and forward passes with gradients at the same places on all members");
   }
   agreed.leaves = (*words)[kLeaves] != 0;
   agreed.admits = (*words)[kDoesNotAdmit] == 0;

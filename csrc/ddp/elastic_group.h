@@ -85,8 +85,9 @@ class ElasticGroup final : public StepAgreement {
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;
-  /// else whether some member leaves, and whether all admit.
+  /// else whether some member leaves, and whether all admit. Throws if others end a round of another kind.
   [[nodiscard]] std::optional<ErrorRecord> commitRound(
+      Round round,
       const AgreementDriver::Wish& wish,
       AgreementDriver::Wish& agreed);
   /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.

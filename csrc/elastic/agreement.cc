@@ -424,6 +424,10 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
 void Agreement::certified(const Incarnation& peer, const Record& record, TimePoint now) {
   awake(now);
   const bool newcomer = newcomers_.erase(peer) != 0;
+  if (phase_ == Phase::Joining && peer != config_.self) {
+    gone_.try_emplace(
+        peer, Gone{record.view.epoch, record.accepted}); // it may be a member of the view that makes this process one
+  }
   if (phase_ == Phase::Over || phase_ == Phase::Joining || peer == config_.self) {
     return;
   }

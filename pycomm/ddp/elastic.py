@@ -16,6 +16,7 @@ from torch import nn
 from pycomm._group.creation import native_backend
 from pycomm._group.queries import elastic_group
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
+from pycomm._metrics.ddp_stats import wrappers
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
 from pycomm.ddp.weights import check_samples
@@ -333,6 +334,7 @@ def check_elastic(
     if static_graph and elastic.peers is not None:
         why = "a process that joins would count the graph's gradients when the others have"
         refuse("static_graph=True and peers=", why, "find_unused_parameters=True")
+    check_alone(elastic)
     if sync_every > 1:
         refuse(
             f"sync_every={sync_every}", "it averages parameters outside of steps", "sync_every=1"
@@ -345,6 +347,23 @@ def check_elastic(
         if tensor.device.type != "cpu":
             why = "a step can be summed again only if its gradients are on the CPU"
             refuse(f"{name!r} on {tensor.device}", why, "a model on the CPU")
+
+
+def check_alone(elastic: Elastic) -> None:
+    """Raises an UnsupportedError if a process that joins would have to join two trainings."""
+    for wrapper, _ in wrappers():
+        theirs = wrapper._elastic
+        if (
+            theirs is None
+            or (elastic.peers is None and theirs.peers is None)
+            or wrapper.elastic.left
+        ):
+            continue
+        why = (
+            "a process that joins is a member of the first one before it asks for the second, and "
+            "each side would wait for the other"
+        )
+        refuse("a second elastic wrapper where one has peers=", why, "one wrapper of both models")
 
 
 def refuse(what: str, why: str, instead: str) -> None:

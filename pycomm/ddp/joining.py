@@ -94,7 +94,10 @@ def check_peers_file(group: Any, path: str) -> str:
             f"({error}). Try: another name"
         )
     except (ConfigMismatchError, VersionMismatchError) as error:  # nobody there can be asked
-        answer = str(error)
+        return (
+            f"Elastic.peers={path!r} names members that cannot be asked ({error}). Try: another "
+            "file, or remove this one if its training has ended"
+        )
     if isinstance(answer, str):
         logger.warning(
             "elastic=: %s names members that do not answer (%s). A training begins with this file, "

@@ -590,7 +590,9 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     }
     const View& view = agreement_->view();
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
-    if (const auto member = members_by_name_.find(message->from); member != members_by_name_.end()) {
+    // All members send Decide on as they learn a view: that comes late, and says nothing of how this epoch ends.
+    const bool of_this_end = message->epoch == view.epoch && message->kind != elastic::Message::Kind::Decide;
+    if (const auto member = members_by_name_.find(message->from); of_this_end && member != members_by_name_.end()) {
       member->second.spoke = true;
       member->second.silent_at = TimePoint::max();
     }
@@ -748,6 +750,7 @@ void AgreementDriver::seal(const Agreement::Action& action) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
+    giving_.to.clear(); // nothing would end what begins now
     job.view = view_;
     if (present_) {
       job.old = std::exchange(present_, std::nullopt)->met;

@@ -237,7 +237,7 @@ class AgreementDriver final : public Engine::Maker {
     TimePoint::duration back_off{}; ///< after another failure
     TimePoint keep_until; ///< of one that asks no more, or has not asked yet: then it is forgotten
     TimePoint gone_at = TimePoint::max(); ///< of a former member
-    bool spoke = false; ///< a member's: a message has come in this epoch
+    bool spoke = false; ///< a member's: a message about the end of this epoch has come
     bool refused = false; ///< likewise: nobody listens at its door
     TimePoint silent_at =
         TimePoint::max(); ///< a member's that has not spoken, when the epoch is over: it is found silent then

@@ -337,8 +337,8 @@ bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
   if (agreement_->view().members.empty()) {
     return message.kind != Kind::Join; // this is a newcomer itself
   }
-  if (from.first_rank >= 0) {
-    return true;
+  if (from.first_rank >= 0) { // one that was cut off before it knew that it was a member is none again: it starts anew
+    return message.kind != Kind::Join || agreement_->view().has(message.from);
   }
   if (message.kind == Kind::Join) {
     if (config_.peers_path.empty() || now < from.not_before) {

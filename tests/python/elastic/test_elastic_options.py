@@ -98,6 +98,7 @@ def refusals(rank: int, world_size: int) -> None:
     with agreeing(lambda group: Scripted(group, lambda step: 0)):
         model = wrap(Net(), elastic=elastic)
         weighed = wrap(Net(), elastic=elastic, weight="samples")
+    refused("a second elastic wrapper", lambda: wrap(Net(), elastic=joined))
     refused("a comm hook", lambda: model.register_comm_hook(None, default_hooks.allreduce_hook))
     builtin = torch.distributed.BuiltinCommHookType.FP16_COMPRESS
     refused("a comm hook", lambda: model._register_builtin_comm_hook(builtin))
