@@ -25,9 +25,9 @@ import pycomm
 GIB = 1 << 30
 VICTIM = 1
 AGREED_S = 0.05
-LATE_AGREED_S = 0.25
-"""Of a deadline: it took 0.06 to 0.12 s on 2026-11-29, and less than 0.05 before. Not understood."""
 """A death is noticed within about a millisecond, and causes are merged for 5 ms."""
+LATE_AGREED_S = 0.25
+"""Of a deadline. 0.06 to 0.12 s on 2026-11-29, less than 0.05 before: not understood."""
 SILENCE_S = 4.2
 """What docs/errors.md promises for a rank that is stopped."""
 LATE_S = 1.0
