@@ -148,13 +148,14 @@ TimePoint Agreement::promiseAt() const {
   }
   TimePoint at = TimePoint::min();
   for (const Incarnation& other : phase_ == Phase::Joining ? fellows_ : others(true)) {
-    if (!reached(other)) {
-      const TimePoint until = phase_ == Phase::Joining
-          ? asked_at_ + window() / 2 // within which the proposer still waits
-          : view_.has(other)
-          ? patience(other, began_, window() / 2) // it waits longer for this promise than this process for a pong
-          : began_ + window();
-      at = std::max(at, until);
+    if (reached(other)) {
+      continue;
+    }
+    // The proposer waits longer for this promise than this process for a pong.
+    if (phase_ == Phase::Joining) {
+      at = std::max(at, asked_at_ + window() / 2);
+    } else {
+      at = std::max(at, view_.has(other) ? patience(other, began_, window() / 2) : began_ + window());
     }
   }
   return at;

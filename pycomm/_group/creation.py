@@ -32,7 +32,7 @@ from pycomm._group.native_options import (
 from pycomm._metrics import metrics_file, writer
 from pycomm._native import loader
 from pycomm._native.flight_record import GroupRecord, parse_record
-from pycomm._settings import OFF
+from pycomm._settings import OFF, SETTINGS
 from pycomm.options import (
     FLIGHT_RECORD_NAME,
     Options,
@@ -56,16 +56,6 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.Counter[str]] 
 _counts_lock = threading.Lock()
 _default_of_groups: weakref.ref[dist.ProcessGroup] | str | None = None
 """The default group when this process last made a group of pycomm."""
-_COMPARED = (  # as createBackend() in bindings/backend.cc has them
-    "algorithm",
-    "transport",
-    "segment_nbytes",
-    "wire_dtype",
-    "cuda_mode",
-    "heartbeat_timeout",
-    "check_call_sites",
-    "security",
-)
 _told = False
 _level_set_here: int | None = None
 
@@ -128,7 +118,11 @@ def create_group(
         _set_up_logging(extension, resolved, rank)
         timeout_ms = effective_timeout_ms(resolved, group.timeout)
         _forget_groups_that_are_gone()
-        compared_here = {name: getattr(resolved, name) for name in _COMPARED}
+        compared_here = {
+            setting.field: getattr(resolved, setting.field)
+            for setting in SETTINGS
+            if setting.same_on_all_ranks
+        }
         _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, compared_here)
         if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
             compared = preflight(resolved)

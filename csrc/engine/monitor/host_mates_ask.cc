@@ -15,7 +15,6 @@
 #include "transport/net/unix_peer.h"
 
 namespace pycomm {
-namespace {} // namespace
 
 UniqueFd connectToMate(const std::string& name) {
   return connectToSameUser(name, SOCK_SEQPACKET);
