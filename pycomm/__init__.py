@@ -2,8 +2,8 @@
 
     torch.distributed.init_process_group("pycomm")
 
-Importing this package registers the backend and does nothing else; its native part is loaded when a
-group is made.
+Importing this package registers the backend; its native part is loaded when a group is made. What
+it does to a process: docs/options.md.
 """
 
 from __future__ import annotations

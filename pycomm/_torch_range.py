@@ -15,6 +15,10 @@ RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The newest release of each."""
 
 
+TESTED = "2.13.0"
+"""The one with which CI runs everything."""
+
+
 LAST_FOR_PYTHON_3_10 = "2.14.1"
 """The newest of these that torch has wheels of for Python 3.10."""
 

@@ -37,7 +37,8 @@ STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
 GROUPS = ["demo", "test", "lint", "integrations", "docs", "wheel"]
-TORCH = native.torch_range(ROOT).newest()
+TORCH = native.torch_range(ROOT).TESTED
+NEWEST_TORCH = native.torch_range(ROOT).newest()
 ASKED_TORCH = "PYCOMM_TORCH"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
@@ -182,7 +183,7 @@ def asked_torch() -> str:
             first = native.torch_range(ROOT).SUPPORTED[0]
             raise SystemExit(
                 f"[bootstrap] TORCH={asked} is not a release of torch {first} to "
-                f"{TORCH.rpartition('.')[0]}, which pycomm supports with Python {machine.VERSION}. "
+                f"{NEWEST_TORCH.rpartition('.')[0]}, which pycomm supports with Python {machine.VERSION}. "
                 f"Try: TORCH={TORCH}"
             )
         return asked
@@ -197,7 +198,7 @@ def asked_torch() -> str:
 def can_be_asked(release: str) -> bool:
     """Whether this is the number of a supported release that this Python may have wheels of."""
     versions = native.torch_range(ROOT)
-    minors = versions.SUPPORTED[: versions.SUPPORTED.index(versions.torch_minor(TORCH)) + 1]
+    minors = versions.SUPPORTED[: versions.SUPPORTED.index(versions.torch_minor(NEWEST_TORCH)) + 1]
     return bool(re.fullmatch(r"\d+\.\d+\.\d+", release)) and (
         versions.torch_minor(release) in minors
     )
@@ -206,7 +207,7 @@ def can_be_asked(release: str) -> bool:
 def torch_arguments(release: str = "") -> list[str]:
     """pip's arguments for the CPU build of torch: the machine's own wheel, else torch's index.
 
-    Without `release`: of any supported release if the machine has a wheel, else of the newest.
+    Without `release`: of any supported release if the machine has a wheel, else that of CI.
     """
     versions = native.torch_range(ROOT)
     for version in torch_versions():
@@ -241,7 +242,7 @@ def install(groups: list[str], build: bool) -> None:
     # Each group's file may include others, so the content of all of them decides.
     files = list(REQUIREMENTS.glob("*.txt"))
     release = asked_torch()
-    # Without being asked, another release may have been installed than the newest.
+    # Without being asked, another release may have been installed than that of CI.
     torch = f"=={release}" if release else TORCH
     core = None
     try:

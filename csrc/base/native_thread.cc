@@ -12,19 +12,22 @@
 namespace pycomm {
 namespace {
 
-/// Blocks all signals on the calling thread while it lives; a thread that is started meanwhile inherits that.
-class BlockedSignals {
+/// The calling thread's signal mask while this lives; a thread that is started meanwhile inherits it.
+class Masked {
  public:
-  BlockedSignals() noexcept {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  explicit Masked(SignalMask mask) noexcept {
+    sigset_t more;
+    sigemptyset(&more);
+    if (mask == SignalMask::All) {
+      sigfillset(&more);
+    }
+    pthread_sigmask(SIG_BLOCK, &more, &before_);
   }
-  ~BlockedSignals() {
+  ~Masked() {
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }
-  BlockedSignals(const BlockedSignals&) = delete;
-  BlockedSignals& operator=(const BlockedSignals&) = delete;
+  Masked(const Masked&) = delete;
+  Masked& operator=(const Masked&) = delete;
 
  private:
   sigset_t before_;
@@ -32,9 +35,9 @@ class BlockedSignals {
 
 } // namespace
 
-std::thread startNativeThread(const std::string& name, std::function<void()> body) {
+std::thread startNativeThread(const std::string& name, std::function<void()> body, SignalMask mask) {
   try {
-    const BlockedSignals blocked;
+    const Masked masked(mask);
     const Fault fault = PYCOMM_FAULT("thread.start");
     if (fault.error_number != 0) {
       throw std::system_error(fault.error_number, std::generic_category());

@@ -56,7 +56,7 @@ struct PycommWork::State {
   c10::intrusive_ptr<WorkOwner> owner;
   uint64_t place = 0; ///< among all Works of the strand that issued this one, and of the group; 0: a user's thread did
   std::function<void()> profiling_end;
-  std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing`, as is the next
+  std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing` and read when `finished`, as is the next
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
   /// Held by the first thread that needs the result, while it runs unpack and profiling_end. No LeafMutex, as those may be Python code: the
   /// others wait for it without the interpreter's lock.
@@ -114,7 +114,7 @@ struct PycommWork::State {
 
   bool failed() const {
     const auto& operations = content.operations;
-    return copy_error ||
+    return copyError() ||
         std::any_of(operations.begin(), operations.end(), [](const auto& each) { return each->error().has_value(); });
   }
 
@@ -128,7 +128,12 @@ struct PycommWork::State {
         return record;
       }
     }
-    return copy_error;
+    return copyError();
+  }
+
+  /// A thread of the pool may be about to write it.
+  std::optional<ErrorRecord> copyError() const {
+    return finished.load(std::memory_order_acquire) ? copy_error : std::nullopt;
   }
 
   /// Call when done(). It copies, and a copy may be Python code. Not std::call_once: its first call wakes waiters by a system call, whether
@@ -174,7 +179,7 @@ struct PycommWork::State {
     if (profiling_end) {
       profiling_end();
     }
-    finished = true;
+    finished.store(true, std::memory_order_release);
   }
 
   /// What follows the copies to the device runs on their stream, so that nobody waits.

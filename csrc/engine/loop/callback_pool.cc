@@ -21,7 +21,7 @@ thread_local size_t t_guest = 0; ///< submitOrRun()'s around this place for whic
 } // namespace
 
 CallbackPool::CallbackPool() {
-  threads_.push_back(startNativeThread(kThreadName, [this] { threadMain(); }));
+  threads_.push_back(startNativeThread(kThreadName, [this] { threadMain(); }, SignalMask::AsCaller));
 }
 
 CallbackPool::~CallbackPool() {
@@ -126,7 +126,7 @@ void CallbackPool::startThread(std::unique_lock<std::mutex>& lock) noexcept {
   try {
     threads_.reserve(threads_.size() + 1); // then the new thread has its place for certain
     lock.unlock(); // to start a thread takes longer than submit() may wait on a lane
-    thread = startNativeThread(kThreadName, [this] { threadMain(); });
+    thread = startNativeThread(kThreadName, [this] { threadMain(); }, SignalMask::AsCaller);
     lock.lock();
     threads_.push_back(std::move(thread));
     return;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -36,11 +38,18 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+INTERRUPTED = inspect.unwrap(dist.all_reduce).__code__
+
+
 class Late(Exception):
     pass
 
 
-def handler(*_: object) -> None:
+def handler(_: int, frame: FrameType | None) -> None:
+    """Raises in torch's all_reduce; at any other place it comes again, as before the call began."""
+    if frame is None or frame.f_code is not INTERRUPTED:
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        return
     raise Late
 
 
@@ -66,14 +75,31 @@ def interrupted_before_wait(rank: int, size: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
         with pytest.raises(Late):
+            signal.setitimer(signal.ITIMER_REAL, 0.005)
             dist.all_reduce(tensor)
         # From here on this rank has nothing to do with pycomm.
         until(lambda: store.check(["rank 1 is through"]))
     else:
         dist.all_reduce(tensor)
         store.set("rank 1 is through", "")
+
+
+def starts_processes(rank: int, size: int) -> None:
+    """A process that a callback or a store starts ends on SIGTERM, as of any other thread."""
+    masks: list[Any] = []
+
+    def look(_: Any) -> None:
+        masks.append((threading.current_thread().name, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+    if rank == 1:
+        time.sleep(0.2)  # so that rank 0's callback runs on a thread of the library
+    dist.all_reduce(torch.ones(4), async_op=True).get_future().then(look).wait()
+    dist.barrier()
+    if rank == 0:
+        ((thread, blocked),) = masks
+        assert thread != threading.main_thread().name
+        assert not blocked
 
 
 def other_storage(rank: int, size: int) -> None:
@@ -178,6 +204,7 @@ def sources_that_are_no_ranks(rank: int, size: int) -> None:
     [
         not_waited_for,
         interrupted_before_wait,
+        starts_processes,
         other_storage,
         too_small_storage,
         tied_tensors,

@@ -174,11 +174,11 @@ def test_an_unsupported_release_is_refused(
 def test_a_release_without_wheels_for_this_python_is_refused(
     monkeypatch: pytest.MonkeyPatch, venv: Path
 ) -> None:
-    monkeypatch.setattr(bootstrap, "TORCH", "2.14.1")  # as for Python 3.10
+    monkeypatch.setattr(bootstrap, "NEWEST_TORCH", "2.14.1")  # as for Python 3.10
     monkeypatch.setenv("PYCOMM_TORCH", "2.14.0")
     assert bootstrap.asked_torch() == "2.14.0"
     monkeypatch.setenv("PYCOMM_TORCH", "2.15.0")
-    with pytest.raises(SystemExit, match=r"torch 2\.11 to 2\.14, .* Try: TORCH=2\.14\.1$"):
+    with pytest.raises(SystemExit, match=r"torch 2\.11 to 2\.14, .* Try: TORCH=2\.13\.0$"):
         bootstrap.asked_torch()
 
 

@@ -353,7 +353,7 @@ def test_compilers_at_once_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch
         (["2.15.0", "2.14.0+cpu", "2.13.0+cpu"], "", ["torch==2.14.0+cpu"]),
         (["2.16.0+cpu", "2.15.0", "2.13.0+cpu", "2.10.0+cpu"], "", ["torch==2.13.0+cpu"]),
         # A plain version is taken from a local file only: PyPI's is the CUDA build.
-        (["2.15.0"], "file:///wheels/x.whl", ["torch==2.15.0"]),
+        (["2.15.0"], "file:///wheels/x.whl", ["torch==2.13.0"]),
         (["2.15.0"], "https://files.pythonhosted.org/x.whl", None),
         (["2.16.0+cpu", "2.10.0+cpu"], "", None),
         ([], "", None),
@@ -365,12 +365,12 @@ def test_torch_never_comes_with_cuda(
     bootstrap = tool("bootstrap")
 
     def would_take(requirement: str) -> dict[str, object] | None:
-        assert requirement == "torch==2.15.0"
+        assert requirement == "torch==2.13.0"
         return {"download_info": {"url": url}} if url else None
 
     monkeypatch.setattr(bootstrap, "torch_versions", lambda: versions)
     monkeypatch.setattr(bootstrap, "would_take", would_take)
-    index = ["torch==2.15.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    index = ["torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     assert bootstrap.torch_arguments() == (expected or index)
 
 
@@ -425,7 +425,7 @@ def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
     # The index has each build by its own name, with the "+" encoded, beside those of other systems.
     names = [
         write_wheel(tmp_path / "whl" / "cpu", "torch", version, each)
-        for version in ("2.14.1+cpu", "2.15.0+cpu")
+        for version in ("2.13.0+cpu", "2.15.0+cpu")
         for each in (tag, f"{python}-{python}-win_amd64")
     ]
     links = {name: f"/whl/cpu/{name.replace('+', '%2B')}" for name in names}
@@ -451,9 +451,9 @@ def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
         finally:
             server.shutdown()
             thread.join()
-    assert arguments[0] == "torch==2.15.0+cpu"
+    assert arguments[0] == "torch==2.13.0+cpu"
     assert chosen is not None
-    assert chosen["download_info"]["url"] == f"{address}/whl/cpu/torch-2.15.0%2Bcpu-{tag}.whl"
+    assert chosen["download_info"]["url"] == f"{address}/whl/cpu/torch-2.13.0%2Bcpu-{tag}.whl"
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
