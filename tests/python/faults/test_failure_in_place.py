@@ -64,7 +64,7 @@ def reduce_until_it_fails(
     go_on = CaughtSignal(signal.SIGTERM)
     if limit is not None:
         join(limit)
-    tensor = pycomm.empty(gib * GIB // 4)
+    tensor = pycomm.empty(max(1, gib * GIB // 4))
     group = dist.new_group(timeout=timedelta(seconds=LATE_S if late else 60))
     dist.barrier(group)
     for step in itertools.count(int(late)):
@@ -132,9 +132,7 @@ def test_a_rank_is_stopped_and_goes_on(gib: int) -> None:
     assert_within(error.monotonic_s - stopped_s, SILENCE_S)
 
 
-@sizes
-def test_a_rank_is_late(gib: int) -> None:
-    needs(2 * gib * GIB + GIB)
+def seconds_until_late(gib: int) -> float:
     with start_ranks(2, reduce_until_it_fails, args=(gib, True), destroy=False) as running:
         both_in_the_middle(running)
         running.wait_for_mark(1 - VICTIM, "failed")
@@ -142,7 +140,14 @@ def test_a_rank_is_late(gib: int) -> None:
         running.processes[VICTIM].wait(60)
         _, took_s = check(running, "TIMEOUT")
     assert took_s > LATE_S - 0.1
-    assert_within(took_s, LATE_S + AGREED_S)
+    return took_s
+
+
+@sizes
+def test_a_rank_is_late(gib: int) -> None:
+    """Beside one element: on a machine that takes idle memory away, that needs 0.1 s more, too."""
+    needs(2 * gib * GIB + GIB)
+    assert_within(seconds_until_late(gib), seconds_until_late(0) + AGREED_S)
 
 
 def test_no_rank_dies_where_there_is_no_room_for_a_copy() -> None:
