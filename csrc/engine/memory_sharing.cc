@@ -232,7 +232,7 @@ void MemorySharing::openHostPlane(Opened opened) {
       config.crowded ? std::max(2 * kSpinUs * static_cast<unsigned>(config.ranks.size()) / usableCores(), kSpinUs)
                      : kSpinUs);
   PYCOMM_FAULT_POINT("host.make");
-  engine_.lane().run([&] { // where a failure looks for the plane
+  engine_.control().run([&] { // where a failure looks for the plane
     planes_.openHost(std::move(opened.arena), std::move(opened.heaps), std::move(config));
     // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
     if (failed_.aborted()) {
