@@ -200,7 +200,7 @@ TEST_F(HostRanks, WhoIsWaitedForIsARankOfTheGroup) {
   const auto mine = post(0, Collective::AllReduce, values[0].data(), 4);
   const auto other = post(1, Collective::AllReduce, values[1].data(), 4);
   (void)plane(1).drive(*other, Deadline::after(0));
-  (void)plane(0).drive(*mine, Deadline::after(100)); // it sleeps; this thread or the plane's own reports that it is stuck
+  (void)plane(0).drive(*mine, Deadline::after(100)); // it sleeps; this thread or the plane's own reports it
   EXPECT_EQ(plane(0).waitsFor(*mine).behind, 3);
   EXPECT_EQ(plane(0).waitsFor(*mine).not_entered, 4);
   EXPECT_EQ(plane(0).inGroup(awaitLacking(0)), std::vector<int>{4});
