@@ -31,6 +31,8 @@ struct Clock {
 inline constexpr int kLongestSleepMs = 1000;
 /// For one try to reach a process: long enough for a lost packet to be sent again.
 inline constexpr int kOneTryMs = 3000;
+/// When a wait for another process is over, how long the reason may still take: that process writes it at about the same time.
+inline constexpr int kReasonWithinMs = 300;
 
 /// One absolute instant by which something must have ended. A duration becomes a Deadline once, when the operation
 /// begins. Nested calls pass it on, so that several waits never add up to more than the whole.

@@ -28,8 +28,6 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
-// Some may be late, and the thread that looks has to get a core in between.
-constexpr int kHeartbeatsInTimeout = 6;
 constexpr int kRefusalMs = 2000; // to find out which of the groups of that name it is
 
 /// What pycomm._group.native_options.native_options makes, read while the lock is held.
@@ -239,7 +237,6 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     config.security.secret_origin = options.secret_origin;
     config.transport = transportNamed(options.transport);
     config.dead_after_ms = options.heartbeat_timeout_ms;
-    config.heartbeat_every_ms = options.heartbeat_timeout_ms / kHeartbeatsInTimeout;
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
 

@@ -10,9 +10,8 @@ Closing::Closing(Planes& planes, bool failed, ErrorRecord reason, Body leave_con
     : reason_(std::move(reason)), leave_control_(std::move(leave_control)) {
   const auto nothing = [](const Body&) {};
   if (planes.host() != nullptr) {
-    if (failed) { // the failure goes from the control loop to the lane: after both rounds the host plane has it
+    if (failed) { // the failure comes from the control loop: after this round the host plane has it
       add(Step::On::Control, nothing);
-      add(Step::On::Lane, nothing);
     }
     add(Step::On::Caller, [this, &planes](const Body&) { planes.host()->close(reason_); });
   }

@@ -54,7 +54,7 @@ struct Closing final {
     steps_.at(size_++) = {on, std::move(run)};
   }
 
-  std::array<Step, 9> steps_{};
+  std::array<Step, 8> steps_{};
   size_t size_ = 0;
   const ErrorRecord reason_;
   const Body leave_control_;

@@ -15,9 +15,6 @@
 namespace pycomm {
 namespace {
 
-// A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
-constexpr std::chrono::microseconds kSpin{50};
-
 // A group waits some 40 ms for its peers as it closes. So many at a time close hundreds in less than a second.
 constexpr size_t kClosers = 32;
 

@@ -40,8 +40,7 @@ class Group final : public std::enable_shared_from_this<Group> {
  public:
   struct Config {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
-    int heartbeat_every_ms = 500; ///< the same on all ranks, like the next
-    int dead_after_ms = 3000; ///< of silence
+    int dead_after_ms = Membership::kDeadAfterMs; ///< of silence; the same on all ranks
     size_t flight_slots = 2000; ///< operations that the flight log keeps; 0 switches it off
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     Transport transport = Transport::Auto; ///< the same on all ranks

@@ -17,9 +17,6 @@
 namespace pycomm {
 namespace {
 
-// How often a rank that waits for connections looks into the store for why they do not come.
-constexpr int kJoinSliceMs = 500;
-
 // All ranks read it: "this process" alone would be each reader's own.
 std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
@@ -192,8 +189,8 @@ void Group::connect(const Config& config, std::vector<Listener> listeners, const
   membership.hosts = identity.hosts;
   membership.neighbours = controlNeighbours(identity.rank, identity.size, roster_.hostMates());
   membership.group = identity.name;
-  membership.heartbeat_every_ms = config.heartbeat_every_ms;
   membership.dead_after_ms = config.dead_after_ms;
+  membership.heartbeat_every_ms = config.dead_after_ms / Membership::kHeartbeatsWithin;
 
   engine_.lane().run([&] { planes_.openData(); });
   engine_.control().run([&] {
@@ -234,7 +231,7 @@ void Group::waitForNeighbours(Deadline deadline) {
   std::vector<int> missing;
   SlowWait slow(Clock::now());
   for (;;) {
-    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinSliceMs).instant()));
+    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kNoticesEveryMs).instant()));
     missing = planes_.control()->waitForNeighbours(look, failure_.token());
     failure_.token().throwIfAborted();
     if (missing.empty() || deadline.expired()) {

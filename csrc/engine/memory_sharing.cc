@@ -13,9 +13,6 @@ namespace {
 
 // For a first rank that is slow to come so far; one that is gone is noticed by the control links.
 constexpr int kAskMs = 10000;
-// Two futex calls and the switches between them cost less; a longer wait is not worth a core. Where ranks share cores, all of them
-// must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
-constexpr unsigned kSpinUs = 50;
 const std::string kYes = "yes";
 const std::string kWithoutHeaps = "yes, without heaps";
 const std::string kAlone = "alone on its host";
@@ -228,11 +225,13 @@ void MemorySharing::openHostPlane(Opened opened) {
   HostPlane::Config config;
   config.ranks = roster_.hostMates();
   config.crowded = engine_.lane().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
+  // Where ranks share cores, all of them must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
+  const auto spin_us = static_cast<unsigned>(Engine::kSpin.count());
   config.spin_us = static_cast<int>(
-      config.crowded ? std::max(2 * kSpinUs * static_cast<unsigned>(config.ranks.size()) / usableCores(), kSpinUs)
-                     : kSpinUs);
+      config.crowded ? std::max(2 * spin_us * static_cast<unsigned>(config.ranks.size()) / usableCores(), spin_us)
+                     : spin_us);
   PYCOMM_FAULT_POINT("host.make");
-  engine_.lane().run([&] { // where a failure looks for the plane
+  engine_.control().run([&] { // where a failure looks for the plane
     planes_.openHost(std::move(opened.arena), std::move(opened.heaps), std::move(config));
     // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
     if (failed_.aborted()) {

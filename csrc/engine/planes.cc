@@ -71,7 +71,7 @@ void Planes::openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps,
     onData([id, descriptor](DataPlane& data) { data.hostEnded(id, descriptor); });
   };
   auto host = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
-  data_->accompany(host.get());
+  onData([host = host.get()](DataPlane& data) { data.accompany(host); });
   host_ = std::move(host);
 }
 
@@ -89,30 +89,31 @@ void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
   });
 }
 
+// The lane first: an operation that the host plane takes no more goes there, to end with the cause (Group::startOnHost). That post is also the
+// last that can fail; the closures after it are so small that a std::function needs no memory for them.
 void Planes::onFailed(const ErrorRecord& cause) {
   events_.failed(cause);
-  lane_.post(Loop::owned(*this, [this, cause] { failOnLane(cause); }));
+  unended_.store(host_ == nullptr ? 1 : 2, std::memory_order_relaxed); // before the locks of both queues
+  lane_.post(Loop::owned(*this, [this, cause] {
+    if (data_ != nullptr) {
+      data_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); });
+    }
+    onEnded();
+  }));
+  if (host_ != nullptr) {
+    host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, [this] { onEnded(); });
+  }
 }
 
-// The closures are so small that a std::function needs no memory for them: nothing may fail before both planes know of the failure.
-void Planes::failOnLane(const ErrorRecord& cause) {
-  const auto ending = [this](const ErrorRecord& oldest) {
-    if (events_.ending) {
-      events_.ending(oldest);
-    }
-  };
-  const auto ended = [this] {
-    if (events_.ended) {
-      events_.ended();
-    }
-  };
-  if (data_ != nullptr) {
-    data_->fail(cause, ending);
+void Planes::onEnding(const ErrorRecord& oldest) const {
+  if (events_.ending) {
+    events_.ending(oldest);
   }
-  if (host_ != nullptr) {
-    host_->fail(cause, ending, ended);
-  } else {
-    ended();
+}
+
+void Planes::onEnded() {
+  if (unended_.fetch_sub(1, std::memory_order_acq_rel) == 1 && events_.ended) {
+    events_.ended();
   }
 }
 

@@ -32,7 +32,8 @@ class Planes final : public Loop::Owner {
     /// The group has failed. On the control loop, before any operation ends with the cause; once, unless it throws. Must post nothing to
     /// the lane: if the lane's task of the failure finds no memory, this is called again, and what it posted would run twice.
     std::function<void(const ErrorRecord& cause)> failed;
-    /// Per plane, before its operations end with the cause: the error of the oldest one. Any thread; may be null, as `ended`.
+    /// Per plane, before its operations end with the cause: the error of the oldest one. Any thread, of two planes at the same time; may be
+    /// null, as `ended`.
     std::function<void(const ErrorRecord& oldest)> ending;
     /// Every operation has ended with the cause. Any thread.
     std::function<void()> ended;
@@ -47,8 +48,6 @@ class Planes final : public Loop::Owner {
 
   // On the lane:
   void openData(DataPlane::Options options = {});
-  /// After openData(). The plane stays until this object goes; HostPlane::close() ends its work.
-  void openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, HostPlane::Config config);
   /// After DataPlane::close() has called back.
   void dropData() noexcept;
   /// Null before openData() and after dropData().
@@ -60,6 +59,8 @@ class Planes final : public Loop::Owner {
 
   // On the control loop:
   void openControl(std::vector<Listener> listeners, Membership::Config membership);
+  /// After openData(). The plane stays until this object goes; HostPlane::close() ends its work.
+  void openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, HostPlane::Config config);
   /// After ControlPlane::close().
   void dropControl() noexcept;
   /// Null before openControl() and after dropControl().
@@ -99,7 +100,8 @@ class Planes final : public Loop::Owner {
   class QuestionInFlight;
 
   void onFailed(const ErrorRecord& cause);
-  void failOnLane(const ErrorRecord& cause);
+  void onEnding(const ErrorRecord& oldest) const;
+  void onEnded();
   void adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link);
   void onAsked(int from, const FrameHeader& question);
 
@@ -108,9 +110,10 @@ class Planes final : public Loop::Owner {
   TaskLoop& control_loop_;
   const Events events_;
   std::atomic<size_t> questions_{0}; ///< on their way from the control loop to the lane
+  std::atomic<int> unended_{0}; ///< after the failure: planes with operations that have not ended
   std::unique_ptr<ControlPlane> control_; ///< the control loop's
   std::unique_ptr<DataPlane> data_; ///< the lane's
-  std::unique_ptr<HostPlane> host_;
+  std::unique_ptr<HostPlane> host_; ///< any thread's, once the control loop has opened it
 };
 
 } // namespace pycomm

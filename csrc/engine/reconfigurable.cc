@@ -25,6 +25,7 @@
 #include "engine/meeting/door_words.h"
 #include "engine/meeting/meeting_store.h"
 #include "transport/net/select_address.h"
+#include "transport/net/socket_link.h"
 #include "transport/random_bytes.h"
 #include "transport/rendezvous/sealed_store.h"
 #include "transport/rendezvous/store_round.h"
@@ -33,14 +34,10 @@ namespace pycomm {
 namespace {
 
 constexpr int kFirstLookMs = 400; // a member that calls at the same time has come by then
-constexpr int kLookEveryMs = 250;
 constexpr int kLookMs = 1000; // for one member
-constexpr int kLooksRefused = 3;
-constexpr int kFirstReadyPauseMs = 1; // doubled up to kLastReadyPauseMs
-constexpr int kLastReadyPauseMs = 20;
+constexpr int kLastReadyPauseMs = 20; // between two looks at who is ready
 constexpr int kStayMs =
     600; // of the first member, which may end its process next, until the others know why it gives up
-constexpr int kStaySliceMs = 2;
 
 constexpr const char* kNewUuid = "pass a uuid that no earlier call for this group had: count up, for example";
 
@@ -94,7 +91,7 @@ class Search final {
  private:
   void run() noexcept {
     try {
-      for (int pause_ms = kFirstLookMs; wait(pause_ms); pause_ms = kLookEveryMs) {
+      for (int pause_ms = kFirstLookMs; wait(pause_ms); pause_ms = kLastConnectPauseMs) {
         for (int rank = 1; rank < instance_->size(); ++rank) {
           if (!instance_->hasEntered(rank) && !instance_->failure()) {
             look(rank);
@@ -115,7 +112,7 @@ class Search final {
     int& refusals = refusals_[static_cast<size_t>(rank)];
     if (knocked.link == nullptr) {
       refusals = knocked.nobody_listens || knocked.another_listens ? refusals + 1 : 0;
-      if (refusals >= kLooksRefused && !instance_->hasEntered(rank)) {
+      if (refusals >= kRefusals && !instance_->hasEntered(rank)) {
         instance_->fail(instance_->trouble(
             ErrorCode::PeerDead,
             rank,
@@ -157,7 +154,7 @@ void waitForAll(
     Deadline deadline,
     const AbortToken& abort,
     const Group& group) {
-  for (int pause_ms = kFirstReadyPauseMs;; pause_ms = std::min(2 * pause_ms, kLastReadyPauseMs)) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLastReadyPauseMs)) {
     PYCOMM_FAULT_POINT("reconfigure.ready");
     const Instance::Ready ready = place.meeting().ready();
     if (ready.count == instance.size()) {

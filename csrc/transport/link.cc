@@ -12,7 +12,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kGentleCloseMs = 20;
 constexpr int kMaxDropTurns = 1024; // 4 MiB, more than a socket holds
 
 struct Transfer {
@@ -118,7 +117,7 @@ void Link::closeGently() noexcept {
   // If a socket is closed with unread bytes, it sends a reset, and the peer's kernel then drops the bytes that the peer
   // has not read.
   shutdownWrite();
-  const Deadline end = Deadline::after(kGentleCloseMs);
+  const Deadline end = Deadline::after(kGoodbye.count());
   std::array<std::byte, 4096> dropped; // NOLINT: only written
   try {
     while (!end.expired()) {
@@ -128,7 +127,7 @@ void Link::closeGently() noexcept {
       }
       if (progress.would_block) {
         pollfd ready{fd(), readEvents(*this), 0};
-        (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
+        (void)::poll(&ready, 1, end.remainingMs(kLongestSleepMs));
       }
     }
   } catch (const std::exception&) {
@@ -151,13 +150,13 @@ void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept {
     link->shutdownWrite();
     open.push_back(pollfd{link->fd(), POLLIN, 0});
   }
-  const Deadline end = Deadline::after(kGentleCloseMs);
+  const Deadline end = Deadline::after(kGoodbye.count());
   std::array<std::byte, 4096> dropped; // NOLINT: only written
   for (size_t left = open.size(); left > 0 && !end.expired();) {
     for (size_t i = 0; i < open.size(); ++i) {
       open[i].events = readEvents(*links[i]);
     }
-    if (::poll(open.data(), open.size(), end.remainingMs(kGentleCloseMs)) <= 0) {
+    if (::poll(open.data(), open.size(), end.remainingMs(kLongestSleepMs)) <= 0) {
       continue; // interrupted, or the time is up
     }
     for (size_t i = 0; i < open.size(); ++i) {

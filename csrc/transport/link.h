@@ -2,6 +2,7 @@
 
 #include <poll.h>
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -79,7 +80,7 @@ class Link {
   }
 
   /// Closes without losing bytes that the kernel has taken: ends the write side, then reads and drops bytes until the peer closes too, for
-  /// at most 20 ms.
+  /// at most kGoodbye.
   virtual void closeGently() noexcept;
 
   /// "10.0.0.1:29600 -> 10.0.0.2:29601", for error texts.
@@ -95,7 +96,10 @@ class Link {
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort);
 void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort);
 
-/// closeGently() for several links at once: 20 ms for all of them together.
+/// How long a side that ends a link waits for its peer to read what was said before.
+inline constexpr std::chrono::milliseconds kGoodbye(20);
+
+/// closeGently() for several links at once: kGoodbye for all of them together.
 void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept;
 
 } // namespace pycomm

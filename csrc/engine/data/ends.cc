@@ -8,8 +8,8 @@
 
 #include "engine/data/data_plane.h"
 #include "engine/data/matching.h"
-#include "engine/monitor/membership.h"
 #include "engine/report/failure_text.h"
+#include "transport/link.h"
 
 namespace pycomm {
 namespace {

@@ -10,14 +10,17 @@
 namespace pycomm {
 namespace {
 
-// When a receive asks for its message: first, and then each time eight times later, to the last.
-constexpr std::chrono::milliseconds kFirstAsk(2);
+// A receive asks for its message when any operation first asks (Limits::waiting_after_ms), and then each time eight times later, to the last.
 constexpr std::chrono::milliseconds kLastAsk(1000);
 // How many receives may ask before this rank pauses, so that questions take neither its time nor that of a rank that it asks.
 constexpr size_t kMaxAsks = 256;
 constexpr std::chrono::milliseconds kAsksPause(10);
 // How many messages one question brings.
 constexpr size_t kMaxWanted = 64;
+
+std::chrono::milliseconds firstAsk(const Tables& tables) noexcept {
+  return std::chrono::milliseconds(tables.limits.waiting_after_ms);
+}
 
 } // namespace
 
@@ -81,15 +84,15 @@ void Messages::ask(int peer, uint32_t tag) {
 // Also if an earlier receive from that rank under that tag has waited for long: its pause is not that of the next.
 void Messages::askSoon(int from, uint32_t tag) {
   const auto found = asks_of_.find({from, tag});
-  if (found != asks_of_.end() && found->second->second.pause == kFirstAsk) {
+  if (found != asks_of_.end() && found->second->second.pause == firstAsk(tables_)) {
     return; // it is due soon
   }
   const uint64_t oldest = names_.oldestUnder(tag, from);
   if (oldest == 0 || (found != asks_of_.end() && found->second->second.ticket == oldest)) {
     return;
   }
-  const Ask ask{from, tag, oldest, kFirstAsk};
-  const Asks::iterator at = asks_.emplace(Clock::now() + kFirstAsk, ask);
+  const Ask ask{from, tag, oldest, firstAsk(tables_)};
+  const Asks::iterator at = asks_.emplace(Clock::now() + ask.pause, ask);
   if (found != asks_of_.end()) {
     asks_.erase(found->second);
     found->second = at;
@@ -120,7 +123,7 @@ void Messages::askWhatIsDue(TimePoint now) {
       continue;
     }
     const bool waits_long = oldest == due.ticket;
-    due.pause = waits_long ? std::min(due.pause * 8, kLastAsk) : kFirstAsk;
+    due.pause = waits_long ? std::min(due.pause * 8, kLastAsk) : firstAsk(tables_);
     due.ticket = oldest;
     node.key() = now + due.pause;
     const Ask ask_for = due;

@@ -94,7 +94,7 @@ class HostPlane {
   void poll() noexcept;
 
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
-  /// because it waits until no peer writes into a tensor, and the lane has other groups to serve. It calls `told` before that with
+  /// because it waits until no peer writes into a tensor, and the control loop has other groups to serve. It calls `told` before that with
   /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()
   /// returns. Not with run_mutex_ held.
   void fail(

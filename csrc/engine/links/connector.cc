@@ -11,11 +11,6 @@
 #include "transport/net/greeted_link.h"
 
 namespace pycomm {
-namespace {
-
-constexpr int kLastLookMs = 300; // how long openControl() looks at the end
-
-} // namespace
 
 std::unique_ptr<Link> Connector::startBulk(int peer) const {
   const GroupIdentity::Endpoints ends = identity_.endpoints(peer);
@@ -83,7 +78,7 @@ std::unique_ptr<Link> Connector::openControl(
     }
     if (final) {
       // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
-      for (const Deadline end = Deadline::after(kLastLookMs); (gone || link != nullptr) && !end.expired();) {
+      for (const Deadline end = Deadline::after(kReasonWithinMs); (gone || link != nullptr) && !end.expired();) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
         abort.throwIfAborted();
         look();

@@ -14,15 +14,13 @@
 #include "base/slow_wait.h"
 #include "engine/meeting/door_words.h"
 #include "transport/net/greeted_link.h"
+#include "transport/net/socket_link.h"
+#include "transport/rendezvous/store_round.h"
 
 namespace pycomm {
 namespace {
 
-constexpr int kFirstPauseMs = 5; // while the first member has not called: doubled up to kLastPauseMs
-constexpr int kLastPauseMs = 100;
-constexpr int kAfterRefusalMs = 250;
-constexpr int kRefusals = 3; // in half a second: then the process has ended
-constexpr int kLastWordMs = 300; // for an answer when the deadline has passed
+constexpr int kFirstPauseMs = 5; // while the first member has not called: doubled up to kLastStorePauseMs
 constexpr size_t kMaxListText = 2000;
 
 const std::string& wordOf(const std::vector<std::string>& answer, size_t index) {
@@ -218,14 +216,14 @@ void MeetingBehindDoor::enter(const Visitor& from, const AbortToken& abort) {
               knocked.another_listens ? kAnotherListens : kNobodyListens,
               std::string("leave its handle out ") + kTryAgain));
         }
-        pauseFor(kAfterRefusalMs, deadline_, abort);
+        pauseFor(kLastConnectPauseMs, deadline_, abort);
         continue;
       }
     }
     try {
       const Deadline patience = Deadline::at(
           std::min(
-              std::max(deadline_.instant(), Deadline::after(kLastWordMs).instant()),
+              std::max(deadline_.instant(), Deadline::after(kReasonWithinMs).instant()),
               Deadline::after(unresponsive_ms_).instant()));
       const std::vector<std::string> answer = askDoor(*link_, request, patience, abort);
       if (isHere(answer)) {
@@ -250,7 +248,7 @@ void MeetingBehindDoor::enter(const Visitor& from, const AbortToken& abort) {
               " s for " + instance_->who(0) + ": " + last);
     }
     pauseFor(pause_ms, deadline_, abort);
-    pause_ms = std::min(2 * pause_ms, kLastPauseMs);
+    pause_ms = std::min(2 * pause_ms, kLastStorePauseMs);
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   ErrorRecord record = instance_->trouble(
@@ -274,7 +272,7 @@ std::vector<std::string> MeetingBehindDoor::ask(const std::vector<std::string_vi
   const AbortToken none; // who was aborted has yet to say so here
   const Deadline patience = Deadline::at(
       std::min(
-          std::max(deadline_.instant(), Deadline::after(kLastWordMs).instant()),
+          std::max(deadline_.instant(), Deadline::after(kReasonWithinMs).instant()),
           Deadline::after(unresponsive_ms_).instant()));
   try {
     PYCOMM_FAULT_POINT("door.ask");

@@ -14,6 +14,9 @@
 
 namespace pycomm {
 
+/// A door that refuses is tried again every kLastConnectPauseMs. After so many refusals in a row its process has ended.
+inline constexpr int kRefusals = 3;
+
 /// The store in which the members of one reconfigure() meet, as one of them sees it: in its own memory, or behind the first member's door.
 /// It is of use until all are ready; after that, and after a failure, every call throws.
 class MeetingStore : public Store {

@@ -13,8 +13,8 @@
 namespace pycomm {
 namespace {
 
-// How long peers may wait at the door of a process that has no descriptor for them.
-constexpr std::chrono::seconds kTrouble{3};
+// How long peers may wait at the door of a process that has no descriptor for them: as long as they try.
+constexpr std::chrono::milliseconds kTrouble{kOneTryMs};
 } // namespace
 
 ControlPlane::ControlPlane(

@@ -10,12 +10,12 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "transport/link.h"
 
 namespace pycomm {
 
-/// How long a rank that leaves waits for its peers to read its goodbyes on the bulk links. Then it says goodbye on its control links.
-inline constexpr std::chrono::milliseconds kGoodbye(20);
-/// After a link breaks, how long the peer's goodbye may take on another link. Other ranks pass it on.
+/// After a link breaks, how long the peer's goodbye may take on another link: a rank that leaves says it on its bulk links, and kGoodbye later
+/// on its control links. Other ranks pass it on.
 inline constexpr std::chrono::milliseconds kGoodbyeWithin = 2 * kGoodbye;
 
 /// Failure detector of one rank: which ranks are alive, and the one cause of a failure. Without I/O and without a clock of its own.
@@ -35,6 +35,10 @@ inline constexpr std::chrono::milliseconds kGoodbyeWithin = 2 * kGoodbye;
 /// to the one that left learn of it, too. A report that such a rank is dead counts no more: its writer did not have the goodbye yet.
 class Membership {
  public:
+  static constexpr int kDeadAfterMs = 3000; ///< of silence: what heartbeat_timeout is by default
+  /// Heartbeats in that time: some may be late, and the thread that looks has to get a core in between.
+  static constexpr int kHeartbeatsWithin = 6;
+
   struct Config {
     int rank = 0;
     JobRanks job; ///< what records call the ranks: all else here has the group's own numbers
@@ -43,8 +47,8 @@ class Membership {
     std::string group;
     int merge_ms = 5;
     int merge_mismatches_ms = 25; ///< longer, because many pairs of ranks find one mismatch at once
-    int heartbeat_every_ms = 500;
-    int dead_after_ms = 3000;
+    int dead_after_ms = kDeadAfterMs;
+    int heartbeat_every_ms = kDeadAfterMs / kHeartbeatsWithin;
   };
 
   struct Action {

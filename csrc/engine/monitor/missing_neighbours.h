@@ -32,7 +32,7 @@ class MissingNeighbours {
   [[nodiscard]] std::vector<int> wait(Deadline deadline, const AbortToken& abort) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!ranks_.empty() && !abort.aborted() && !deadline.expired()) {
-      changed_.wait_for(lock, std::chrono::milliseconds(deadline.remainingMs(50)));
+      changed_.wait_for(lock, std::chrono::milliseconds(deadline.remainingMs(kAbortSliceMs)));
     }
     return ranks_;
   }

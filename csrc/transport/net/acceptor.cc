@@ -18,12 +18,9 @@
 namespace pycomm {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr size_t kMaxStrangers = 64; // of all acceptors of this process together
 constexpr size_t kFewestStrangers = 4; // of each, however many the others have
 constexpr size_t kMaxBytesOfStranger = 512;
-constexpr milliseconds kPatience{2000};
 constexpr std::chrono::seconds kBetweenLogLines{10};
 constexpr std::byte kFirstTls{0x16}; // a record of a handshake
 constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
@@ -105,7 +102,7 @@ std::vector<Accepted> Acceptor::poll(TimePoint now) {
 
 bool Acceptor::serve(Stranger& stranger, TimePoint now) {
   Verdict verdict = stranger.refused ? drain(stranger) : readFirst(stranger);
-  if (verdict == Verdict::Wait && now - stranger.arrived >= kPatience) {
+  if (verdict == Verdict::Wait && now - stranger.arrived >= kStrangerWithin) {
     verdict = giveUp("said nothing useful for 2 s");
   }
   switch (verdict) {
@@ -149,7 +146,7 @@ void Acceptor::keepSpare() noexcept {
 }
 
 TimePoint Acceptor::nextDeadline() const noexcept {
-  const TimePoint oldest = strangers_.empty() ? TimePoint::max() : strangers_.front().arrived + kPatience;
+  const TimePoint oldest = strangers_.empty() ? TimePoint::max() : strangers_.front().arrived + kStrangerWithin;
   return listening_ ? oldest : std::min(oldest, listen_again_);
 }
 

@@ -15,7 +15,6 @@ namespace pycomm {
 namespace {
 
 constexpr int kBacklog = 1024; // the kernel caps it at net.core.somaxconn
-constexpr int kSilentSeconds = 2;
 constexpr int kMostOthers = 64; // a flood must not keep the caller
 
 // Listens on one port. Returns errno, or 0 if it succeeded.
@@ -119,8 +118,9 @@ void Listener::deferSilent() noexcept {
   if (address_.isUnix()) {
     return;
   }
+  constexpr auto kSeconds = static_cast<int>(kStrangerWithin.count());
   // A pure optimisation: if a kernel refuses it, the listener still works.
-  (void)::setsockopt(fd_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &kSilentSeconds, sizeof kSilentSeconds);
+  (void)::setsockopt(fd_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &kSeconds, sizeof kSeconds);
 }
 
 std::optional<Listener::Incoming> Listener::accept() {

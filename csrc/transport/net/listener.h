@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,6 +20,9 @@ struct PortRange {
   }
   [[nodiscard]] std::string text() const;
 };
+
+/// How long a connection may take to say who it is.
+inline constexpr std::chrono::seconds kStrangerWithin{2};
 
 /// A listening socket, on exactly the given address, or a Unix socket for this user's processes on this host. Movable;
 /// empty after a move.
@@ -51,8 +55,8 @@ class Listener {
     return address_;
   }
 
-  /// From now on a connection waits in the kernel until its client has sent something, for 2 s at most
-  /// (TCP_DEFER_ACCEPT). So a client that only connects costs this process nothing. Does nothing for a Unix socket.
+  /// From now on a connection waits in the kernel until its client has sent something, for kStrangerWithin at
+  /// most (TCP_DEFER_ACCEPT). So a client that only connects costs this process nothing. Does nothing for a Unix socket.
   void deferSilent() noexcept;
 
   /// The next waiting connection, or nullopt; connections of other users to a Unix socket are dropped, at most 64 of them in one

@@ -15,7 +15,6 @@ namespace pycomm {
 namespace {
 
 constexpr std::chrono::milliseconds kFirstNoticeLook{100}; // a rendezvous in which nobody is late does not look
-constexpr std::chrono::milliseconds kBetweenNoticeLooks{500};
 constexpr size_t kRanksAtOnce = 32;
 constexpr int kMaxLines = 16;
 constexpr size_t kNoticeHostNbytes = 255;
@@ -55,7 +54,7 @@ void Notices::poll(const IsMissing& is_missing, TimePoint now) {
   if (now < next_look_) {
     return;
   }
-  next_look_ = now + kBetweenNoticeLooks;
+  next_look_ = now + std::chrono::milliseconds(kNoticesEveryMs);
   for (size_t looks = std::min(kRanksAtOnce, logged_.size()); looks > 0 && lines_ < kMaxLines; --looks) {
     const size_t rank = next_;
     next_ = (next_ + 1) % logged_.size();

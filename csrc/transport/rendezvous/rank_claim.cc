@@ -31,7 +31,6 @@ namespace pycomm {
 namespace {
 
 constexpr int kOwnerTimeoutMs = 5000; // two calls lie between counting a claim and naming its owner
-constexpr int kClaimSliceMs = 20;
 constexpr int64_t kMaxLookBack = 10000;
 constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond any real count
 constexpr const char* kLeft = "left";
@@ -92,7 +91,7 @@ struct Predecessor {
 // Waits for it until `end`.
 Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadline end, const AbortToken& abort) {
   Predecessor found;
-  for (;;) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLastStorePauseMs)) {
     abort.throwIfAborted();
     if (const auto how = store.find(keyOf(claim, "end", number))) {
       found.refused = *how == kRefused;
@@ -106,7 +105,7 @@ Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadlin
     if (found.refused || found.owner || end.expired()) {
       return found;
     }
-    (void)::poll(nullptr, 0, end.remainingMs(kClaimSliceMs));
+    (void)::poll(nullptr, 0, end.remainingMs(pause_ms));
   }
 }
 

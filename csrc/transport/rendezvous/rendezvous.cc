@@ -46,7 +46,6 @@ namespace {
 
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
 constexpr int kLongestStayMs = 2000;
-constexpr int kStaySliceMs = 5;
 
 // FNV-1a, folded to 32 bits.
 uint32_t hashOf(const std::string& name, uint64_t nonce) {

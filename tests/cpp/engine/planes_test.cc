@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
 
+#include <atomic>
 #include <map>
 
 #include "transport/socket_pairs.h"
@@ -45,16 +46,68 @@ class StillLoop final : public TaskLoop {
   std::vector<Task> tasks_;
 };
 
+GroupIdentity identityOfTwo(int rank) {
+  GroupIdentity identity;
+  identity.rank = rank;
+  identity.size = 2;
+  identity.name = "test";
+  identity.hash = 7;
+  identity.hosts = {"alpha", "alpha"};
+  return identity;
+}
+
+// The lane of a process serves all its groups, and a caller may be in the middle of a large sum on it. Operations in shared memory do not wait
+// for that when their group fails; that all have ended is reported once the lane's have, too.
+TEST(Planes, AFailureReachesSharedMemoryWithoutTheLane) {
+  const GroupIdentity identity = identityOfTwo(0);
+  StillLoop lane;
+  StillLoop control;
+  std::atomic<int> failed{0};
+  std::atomic<int> ended{0};
+  Planes::Events events;
+  events.failed = [&](const ErrorRecord&) { ++failed; };
+  events.ended = [&] { ++ended; };
+  Planes planes(identity, lane, control, std::move(events));
+  Membership::Config membership;
+  membership.hosts = identity.hosts;
+  planes.openData();
+  planes.openControl({}, membership);
+  auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
+  arena->commit(0, HostView::commonNbytes(2));
+  planes.openHost(arena, HostHeaps(), HostPlane::Config());
+  lane.runTasks();
+  std::shared_ptr<Operation> operation;
+  const auto make = [] {
+    Operation::Request request;
+    request.id.id = request.id.sequence = 1;
+    request.descriptor.kind = Collective::Barrier;
+    request.descriptor.algorithm = Algorithm::SharedMemory;
+    return std::make_shared<Operation>(std::move(request));
+  };
+  ASSERT_TRUE(planes.host()->post(make, true, operation)); // the other rank never enters it
+
+  ErrorRecord cause;
+  cause.code = ErrorCode::Aborted;
+  cause.rank = 0;
+  cause.summary = "The test ends it.";
+  planes.control()->notice(cause);
+  planes.control()->tick(Clock::now() + std::chrono::seconds(1));
+  EXPECT_EQ(failed.load(), 1);
+  EXPECT_EQ(lane.tasks(), 1U) << "for the data plane";
+  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << "it waits for the lane";
+  EXPECT_EQ(operation->error()->code, ErrorCode::Aborted);
+  planes.host()->close(cause); // what its thread has to do is done after this
+  EXPECT_EQ(ended.load(), 0) << "the lane has not come to its operations";
+  lane.runTasks();
+  EXPECT_EQ(ended.load(), 1);
+  static_cast<void>(planes.control()->close());
+}
+
 // A lane that is busy for seconds must not fill the memory with what its peers ask meanwhile. They ask again.
 TEST(Planes, QuestionsThatTheLaneCannotTakeAreDropped) {
   constexpr size_t kMost = 64 << 10;
   constexpr size_t kBatch = 1 << 10;
-  GroupIdentity identity;
-  identity.rank = 1;
-  identity.size = 2;
-  identity.name = "test";
-  identity.hash = 7;
-  identity.hosts = {"alpha", "beta"};
+  const GroupIdentity identity = identityOfTwo(1);
   Membership::Config membership;
   membership.rank = 1;
   membership.hosts = identity.hosts;

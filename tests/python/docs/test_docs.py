@@ -445,7 +445,7 @@ def test_attacks_name_tests_that_exist() -> None:
 FIGURES = [
     # document, what it says, the folder that decides, what stands there
     ("architecture", "cache of 64", "engine", "kKept = 64"),
-    ("architecture", "polls for 50 µs", "engine", "kSpinUs = 50"),
+    ("architecture", "polls for 50 µs", "engine", "kSpin{50}"),
     ("architecture", "parked for 1 ms", "engine", "kGrace{1}"),
     ("architecture", "Ctrl-C every 100 ms", "c10d", "kSignalCheckMs = 100"),
     ("architecture", "waited 2 ms", "engine", "waiting_after_ms = 2"),
@@ -456,8 +456,8 @@ FIGURES = [
     ("architecture", "4 MiB ahead", "engine", "window_nbytes = 4 << 20"),
     ("architecture", "For 5 ms it", "engine", "merge_ms = 5"),
     ("architecture", "has 40 ms to arrive", "engine", "kGoodbyeWithin = 2 * kGoodbye"),
-    ("architecture", "every 500 ms", "engine", "heartbeat_every_ms = 500"),
-    ("architecture", "3 s of silence", "engine", "dead_after_ms = 3000"),
+    ("architecture", "every 500 ms", "engine", "kHeartbeatsWithin = 6"),
+    ("architecture", "3 s of silence", "engine", "kDeadAfterMs = 3000"),
     ("architecture", "at most 1 MiB", "schedule", "kEdgeRoomNbytes / 2"),
     ("architecture", "counts on 2 MiB", "schedule", "kEdgeRoomNbytes = 2 << 20"),
     ("architecture", "up to 4 frames", "schedule", "pipeline_frames = 4"),
@@ -465,7 +465,7 @@ FIGURES = [
     ("architecture", "of 3 to 64 ranks", "schedule", "kMaxDirectSize = 64"),
     ("options", "up to 32 KiB", "schedule", "kSmallAllReduceNbytes = 32 << 10"),
     ("options", "3 to 64", "schedule", "key.size > 2 && key.size <= kMaxDirectSize"),
-    ("errors", "silent for 3 s", "engine", "dead_after_ms = 3000"),
+    ("errors", "silent for 3 s", "engine", "kDeadAfterMs = 3000"),
     (
         "troubleshooting",
         "has a different secret (",

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <future>
 #include <memory>
@@ -51,8 +53,13 @@ class HostRanks : public ::testing::Test {
       events.notice = [this](ErrorRecord record) { // on the threads of all planes
         const std::lock_guard<std::mutex> lock(mutex_);
         first_ = first_.value_or(std::move(record));
+        reported_.notify_all();
       };
-      events.stuck = [this](const std::shared_ptr<Operation>&, uint64_t lacking) { lacking_ = lacking; };
+      events.stuck = [this, i](const std::shared_ptr<Operation>&, uint64_t lacking) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        lacking_[i] = lacking;
+        reported_.notify_all();
+      };
       HostHeaps own = heaps;
       own.own = heaps_[i];
       HostPlane::Config config;
@@ -121,12 +128,26 @@ class HostRanks : public ::testing::Test {
     const std::lock_guard<std::mutex> lock(mutex_);
     return first_;
   }
+  /// The same, once there is something. A plane's own thread may be the one to report it, whenever the machine lets it run.
+  [[nodiscard]] std::optional<ErrorRecord> awaitNoticed() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    reported_.wait_for(lock, std::chrono::seconds(20), [this] { return first_.has_value(); });
+    return first_;
+  }
+  /// The ranks (bits) that lacked when this plane reported its operation as stuck. Each plane has its own: another one may have looked earlier,
+  /// when more of them lacked.
+  [[nodiscard]] uint64_t awaitLacking(size_t i) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    reported_.wait_for(lock, std::chrono::seconds(20), [&] { return lacking_[i] != 0; });
+    return lacking_[i];
+  }
   std::vector<std::vector<float>> values = std::vector<std::vector<float>>(3, std::vector<float>(kLarge));
-  std::atomic<uint64_t> lacking_{0};
-  std::mutex mutex_;
-  std::optional<ErrorRecord> first_; ///< guarded by mutex_
 
  private:
+  std::mutex mutex_; ///< guards the next three
+  std::condition_variable reported_;
+  std::optional<ErrorRecord> first_;
+  std::array<uint64_t, 3> lacking_{}; ///< by plane
   std::shared_ptr<SharedArena> arena_ =
       std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(static_cast<int>(kOnHost.size()))));
   std::vector<std::shared_ptr<SharedHeap>> heaps_;
@@ -179,10 +200,10 @@ TEST_F(HostRanks, WhoIsWaitedForIsARankOfTheGroup) {
   const auto mine = post(0, Collective::AllReduce, values[0].data(), 4);
   const auto other = post(1, Collective::AllReduce, values[1].data(), 4);
   (void)plane(1).drive(*other, Deadline::after(0));
-  (void)plane(0).drive(*mine, Deadline::after(100)); // it sleeps, and reports that it is stuck
+  (void)plane(0).drive(*mine, Deadline::after(100)); // it sleeps; this thread or the plane's own reports it
   EXPECT_EQ(plane(0).waitsFor(*mine).behind, 3);
   EXPECT_EQ(plane(0).waitsFor(*mine).not_entered, 4);
-  EXPECT_EQ(plane(0).inGroup(lacking_), std::vector<int>{4});
+  EXPECT_EQ(plane(0).inGroup(awaitLacking(0)), std::vector<int>{4});
   EXPECT_EQ(plane(0).inGroup(hostBit(0) | hostBit(1)), (std::vector<int>{1, 3}));
 }
 
@@ -192,7 +213,7 @@ TEST_F(HostRanks, ARankThatLeavesIsNamedByItsNumberInTheJob) {
   (void)plane(1).drive(*other, Deadline::after(0)); // so that only the one that leaves is waited for
   plane(2).close(causeOf(ErrorCode::ShutDown));
   (void)plane(0).drive(*mine, Deadline::after(20));
-  const std::optional<ErrorRecord> found = noticed();
+  const std::optional<ErrorRecord> found = awaitNoticed();
   ASSERT_TRUE(found);
   EXPECT_EQ(found->code, ErrorCode::PeerLeft);
   EXPECT_EQ(found->peer, 14);

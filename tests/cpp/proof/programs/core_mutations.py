@@ -407,6 +407,24 @@ MUTATIONS = [
         "held = held_.find(message.get()); false) {",
         "HeldMessages.ALaterReceiveOfTheTagDoesNotTakeTheMessageOfAHeldOne",
     ),
+    # ---- the failure of a group
+    _rule(
+        "18: a failure reaches shared memory by the lane",
+        "planes.cc",
+        "    host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, "
+        "[this] { onEnded(); });\n",
+        "    lane_.post([this, cause] {\n"
+        "      host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, "
+        "[this] { onEnded(); });\n    });\n",
+        "Planes.AFailureReachesSharedMemoryWithoutTheLane",
+    ),
+    _rule(
+        "18: all has ended once one plane has",
+        "planes.cc",
+        "unended_.store(host_ == nullptr ? 1 : 2,",
+        "unended_.store(1,",
+        "Planes.AFailureReachesSharedMemoryWithoutTheLane",
+    ),
     _digest(
         "digest: inputs are left out",
         "verdict.cc",

@@ -200,7 +200,7 @@ MUTATIONS = [
     Mutation(
         "strangers may stay",
         "acceptor.cc",
-        "if (verdict == Verdict::Wait && now - stranger.arrived >= kPatience) {",
+        "if (verdict == Verdict::Wait && now - stranger.arrived >= kStrangerWithin) {",
         "if (false) {",
         "TlsDoor.AHandshakeThatStopsIsDroppedAfterTwoSeconds",
     ),
@@ -215,7 +215,7 @@ MUTATIONS = [
         "places for strangers do not become free for others",
         "acceptor.cc",
         "    dropOldest(now);\n  }\n}",
-        "    listen(false);\n    listen_again_ = now + kPatience;\n  }\n}",
+        "    listen(false);\n    listen_again_ = now + kStrangerWithin;\n  }\n}",
         "Admission.AThousandSlowConnectionsDelayAGroupByLessThanASecond",
         "engine",
     ),
@@ -223,8 +223,9 @@ MUTATIONS = [
         "the same, where there is a secret",
         "acceptor.cc",
         "    dropOldest(now);\n  }\n}",
-        "    if (wantsTls()) {\n      listen(false);\n      listen_again_ = now + kPatience;\n"
-        "      return;\n    }\n    dropOldest(now);\n  }\n}",
+        "    if (wantsTls()) {\n      listen(false);\n"
+        "      listen_again_ = now + kStrangerWithin;\n      return;\n    }\n"
+        "    dropOldest(now);\n  }\n}",
         "Admission.AThousandSlowConnectionsDelayAGroupByLessThanASecond",
         "engine",
     ),
