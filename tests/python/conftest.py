@@ -43,16 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--large", action="store_true", help="run tests that need 8 GB of memory")
     parser.addoption(
-        "--programs", type=int, default=100, help="how many random programs of collectives run"
+        "--programs", type=int, default=50, help="how many random programs of collectives run"
     )
     parser.addoption(
-        "--trainings", default="100", help="how many random training programs run, or first:last"
+        "--trainings", default="40", help="how many random training programs run, or first:last"
     )
     parser.addoption(
-        "--elastic-trainings", default="8", help="how many random elastic trainings, or first:last"
+        "--elastic-trainings", default="4", help="how many random elastic trainings, or first:last"
     )
     parser.addoption(
-        "--callbacks", default="200", help="how many random callback programs run, or first:last"
+        "--callbacks", default="100", help="how many random callback programs run, or first:last"
     )
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")

@@ -33,7 +33,7 @@ torch's wrapper imports torch._dynamo when it is first made, which takes each ra
 
 _FREE = ("PYCOMM_", "GLOO_", "NCCL_", "PYTEST_", "FAULT", "TORCHINDUCTOR_")
 _FREE_NAMES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOME"),
     "TEST_FAULT_BUILD",  # set for some tests only, one of which may be the first with ranks
 )
 """Variables that nothing reads while it is imported: a forked process may have others."""
