@@ -210,7 +210,8 @@ def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The library of tests/rig/fake_cuda, compiled once, by the first process that needs it."""
     import fake_cuda_device
 
-    with _one_at_a_time(request, tmp_path_factory, "fake_cuda") as folder:  # ranks leave files there
+    # Ranks leave files there, too.
+    with _one_at_a_time(request, tmp_path_factory, "fake_cuda") as folder:
         library = folder / "libpycomm_cuda.so"
         if not library.exists():
             made = fake_cuda_device.build_or_skip(tmp_path_factory.mktemp("fake_cuda_build"))

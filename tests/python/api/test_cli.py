@@ -17,8 +17,8 @@ import numpy
 import pytest
 import rings
 import torch
-from processes import child_environment, free_port
 from command import run_pycomm
+from processes import child_environment, free_port
 from ranks import run_python
 
 import pycomm

@@ -11,8 +11,8 @@ import random
 from typing import Any
 
 import pytest
-import rings
 import ranks
+import rings
 import torch
 from ddp_rig import all_ranks, wrap
 from torch import nn

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-import rings
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import wrap

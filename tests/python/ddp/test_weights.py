@@ -11,8 +11,8 @@ from typing import Any
 
 import ddp_shapes
 import pytest
-import rings
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 import weighed_means

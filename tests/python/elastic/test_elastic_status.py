@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_rig import Net, batch_of
 from command import run_pycomm
+from elastic_rig import Net, batch_of
 from rank_child import mark
 from ranks import TORCH_DDP, start_ranks
 

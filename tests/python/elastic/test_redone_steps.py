@@ -7,8 +7,8 @@ import hashlib
 from typing import Any
 
 import pytest
-import rings
 import ranks
+import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, Scripted, agreeing, batch_of

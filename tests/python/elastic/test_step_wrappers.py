@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-import rings
 import ranks
+import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of

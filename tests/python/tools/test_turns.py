@@ -45,7 +45,7 @@ def note(name, **what):
 """
 
 
-NO_CACHE = ("-p", "no:cacheprovider")
+OPTIONS = ("-q", "--color=no", "-p", "xdist", "-p", "no:cacheprovider")
 XDIST_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """Others that are installed here, hypothesis among them, take each process half a second."""
 
@@ -56,8 +56,7 @@ def outcome(folder: Path, files: dict[str, str], *options: str) -> tuple[str, li
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(HEAD + text)
     done = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "xdist"), *NO_CACHE]
-        + [*options, str(folder)],
+        [sys.executable, "-m", "pytest", *OPTIONS, *options, str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
