@@ -61,9 +61,10 @@ NIGHTLY = [
     Step("fuzz", "{make} fuzz", 18),
     Step(
         "random",
-        "{python} tools/python_tests.py -k 'random_programs or test_callbacks or random_training' "
-        "--programs 1000 --callbacks 1000 --trainings 1000",
-        15,
+        "{python} tools/python_tests.py -k 'random_programs or test_callbacks or random_training "
+        "or random_elastic' --programs 1000 --callbacks 1000 --trainings 1000 "
+        "--elastic-trainings 20",
+        16,
     ),
     Step("kills", f"{SOAK}/kill.py --kills 100 --limit-ms 30", 3),
     Step("kills_large", f"{SOAK}/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),

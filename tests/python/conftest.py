@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -43,16 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--large", action="store_true", help="run tests that need 8 GB of memory")
     parser.addoption(
-        "--programs", type=int, default=100, help="how many random programs of collectives run"
+        "--programs", type=int, default=50, help="how many random programs of collectives run"
     )
     parser.addoption(
-        "--trainings", default="100", help="how many random training programs run, or first:last"
+        "--trainings", default="40", help="how many random training programs run, or first:last"
     )
     parser.addoption(
-        "--elastic-trainings", default="8", help="how many random elastic trainings, or first:last"
+        "--elastic-trainings", default="4", help="how many random elastic trainings, or first:last"
     )
     parser.addoption(
-        "--callbacks", default="200", help="how many random callback programs run, or first:last"
+        "--callbacks", default="100", help="how many random callback programs run, or first:last"
     )
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
@@ -189,19 +190,29 @@ def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYCOMM_SECRET", secret)
 
 
+@contextlib.contextmanager
+def _one_at_a_time(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> Iterator[Path]:
+    """A folder that all processes of this session share; one of them at a time is in the block."""
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # one of several processes: each has its own folder
+        shared = shared.parent
+    folder = shared / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library of tests/rig/fake_cuda, compiled once, by the first process that needs it."""
     import fake_cuda_device
 
-    shared = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):  # one of several processes: each has its own folder
-        shared = shared.parent
-    folder = shared / "fake_cuda"  # where ranks leave files, too
-    folder.mkdir(exist_ok=True)
-    library = folder / "libpycomm_cuda.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # Ranks leave files there, too.
+    with _one_at_a_time(request, tmp_path_factory, "fake_cuda") as folder:
+        library = folder / "libpycomm_cuda.so"
         if not library.exists():
             made = fake_cuda_device.build_or_skip(tmp_path_factory.mktemp("fake_cuda_build"))
             made.rename(library)  # whole, or not there
@@ -209,13 +220,20 @@ def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def _built_with_fault_points(request: pytest.FixtureRequest) -> Path:
+def _built_with_fault_points(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The package with fault points, linked once, compiled as far as it is not there yet."""
     if given := os.environ.get("TEST_FAULT_BUILD"):
         return Path(given)
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, str(root / "tools" / "fault_build.py")]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    with _one_at_a_time(request, tmp_path_factory, "fault_build") as folder:
+        if (folder / "made").exists():
+            return root / "build" / "faults" / "pycomm"
+        made = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if made.returncode == 0:
+            (folder / "made").touch()
     if made.returncode != 0:
         why = f"the build with fault points could not be made\n{made.stdout}{made.stderr}"
         if request.config.getoption("--require-native"):

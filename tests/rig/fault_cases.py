@@ -13,6 +13,10 @@ from collections.abc import Iterator, Sequence
 from fault_ranks import Case, mismatches
 
 WORLDS = (2, 3, 4, 5)
+OTHER_OPERATIONS = (
+    *("broadcast", "all_gather", "reduce_scatter", "all_to_all"),
+    *("int8", "fp16", "bf16"),  # sums that travel so
+)
 KILLED = -int(signal.SIGKILL)
 # What docs/errors.md promises, and the steps before the fault strikes.
 SILENCE_S = 4.2
@@ -352,7 +356,7 @@ def _harmless_in_shared_links() -> Iterator[Case]:
 def _in_other_collectives() -> Iterator[Case]:
     """Not all_reduce: over TCP, and in shared memory where ranks meet there."""
     places = ((2, 1), (3, 0), (4, 2))
-    for program in ("broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+    for program in OTHER_OPERATIONS[:4]:
         phases = ["operation.post:1", "frame.queued:2", "frame.written:2", "frame.header:2"]
         phases += ["payload.partly:1", "operation.finish:2"]
         phases += ["reduce.step:1"] if program == "reduce_scatter" else []
@@ -716,8 +720,28 @@ HAVE_FAILED = (
 
 
 def sample(every: Sequence[Case]) -> set[str]:
-    """The names of the cases that CI runs: the first of each kind of fault."""
-    return {*{case.kind: case.name for case in reversed(every)}.values(), *HAVE_FAILED}
+    """The names of the cases that CI runs: the first of each kind of fault.
+
+    Of those in other operations than all_reduce, so many that each operation meets a fault and each
+    fault is met in one of them.
+    """
+    kinds = {case.kind: case for case in reversed(every)}
+    others = {kind: kind.split(" in ", 1) for kind in kinds if _is_of_another_operation(kind)}
+    chosen = [case.name for kind, case in kinds.items() if kind not in others]
+    seen: set[str] = set()
+    for wanted in (2, 1):  # first the kinds in which both are new
+        for kind in reversed(others):
+            fault, operation = others[kind]
+            new = {fault, operation} - seen
+            if len(new) >= wanted and (wanted == 2 or operation in new):
+                seen |= new
+                chosen.append(kinds[kind].name)
+    return {*chosen, *HAVE_FAILED}
+
+
+def _is_of_another_operation(kind: str) -> bool:
+    _, _, operation = kind.partition(" in ")
+    return operation.removesuffix(" in shared memory") in OTHER_OPERATIONS
 
 
 def mismatch_cases(world_size: int, *, everything: bool) -> list[tuple[str, int]]:

@@ -31,10 +31,19 @@ MODULES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest")
 torch's wrapper imports torch._dynamo when it is first made, which takes each rank as long as torch.
 """
 
-_FREE = ("PYCOMM_", "GLOO_", "NCCL_", "PYTEST_", "FAULT", "TORCHINDUCTOR_")
+_FREE = (
+    "PYCOMM_",
+    "GLOO_",
+    "NCCL_",
+    "PYTEST_",
+    "FAULT",
+    "TORCHINDUCTOR_",
+    "TORCHELASTIC_",
+    "TEST_",
+)
 _FREE_NAMES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "TEST_FAULT_BUILD",  # set for some tests only, one of which may be the first with ranks
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOME"),
+    *("MEETING", "TOGETHER", "SECOND_STORE", "CHILD_FILE", "ELASTIC_MARKS"),  # of tests
 )
 """Variables that nothing reads while it is imported: a forked process may have others."""
 

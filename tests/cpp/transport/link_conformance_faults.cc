@@ -138,7 +138,7 @@ TEST_P(LinkConformance, ClosesGentlyWithoutLosingWhatIsQueued) {
     const auto nbytes = static_cast<size_t>(closed.value());
     const Bytes rest = readExactly(link, nbytes - got.size());
     got.insert(got.end(), rest.begin(), rest.end());
-    return got == pattern(nbytes, 8) && readsEnd(link);
+    return same(got, pattern(nbytes, 8)) && readsEnd(link);
   });
   pollfd ready{pair.first->fd(), POLLIN, 0};
   ASSERT_EQ(::poll(&ready, 1, 20000), 1);

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import rings
 import torch
+from command import run_pycomm
 from processes import child_environment, free_port
 from ranks import run_python
 
@@ -62,7 +63,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(
 ) -> None:
     path = tmp_path / "secret"
     if "PATH" in arguments:
-        run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+        run_pycomm(["secret", "--generate", str(path)])
     done = run_unread(
         ["-m", "pycomm", *(each.replace("PATH", str(path)) for each in arguments)],
         PYTHONUNBUFFERED=unbuffered,
@@ -160,9 +161,7 @@ def test_env_as_json_holds_every_setting_with_its_origin() -> None:
 
 
 def test_env_shows_all_mistakes_at_once_and_ends_with_1() -> None:
-    result = run_python(
-        ["-m", "pycomm", "env"], env={"PYCOMM_ALOG": "ring", "PYCOMM_DEBUG": "loud"}
-    )
+    result = run_pycomm(["env"], env={"PYCOMM_ALOG": "ring", "PYCOMM_DEBUG": "loud"})
     assert result.returncode == 1
     assert "did you mean PYCOMM_ALGO?" in result.stdout
     assert "PYCOMM_DEBUG='loud'" in result.stdout
@@ -179,7 +178,7 @@ def test_env_shows_all_mistakes_at_once_and_ends_with_1() -> None:
 )
 @pytest.mark.ci
 def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str) -> None:
-    result = run_python(["-m", "pycomm", "env", "--json"], env=variables)
+    result = run_pycomm(["env", "--json"], env=variables)
     assert any(text in problem for problem in json.loads(result.stdout)["problems"]), result.stdout
     assert result.returncode == 1
 
@@ -187,20 +186,20 @@ def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str)
 @pytest.mark.ci
 def test_env_says_whether_there_is_a_secret_and_never_which(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    run_python(["-m", "pycomm", "secret", "--generate", str(path)])
-    shown = run_python(["-m", "pycomm", "secret", "--id", str(path)]).stdout.split()
+    run_pycomm(["secret", "--generate", str(path)])
+    shown = run_pycomm(["secret", "--id", str(path)]).stdout.split()
     for flags in ([], ["--json"]):
-        done = run_python(["-m", "pycomm", "env", *flags], env={"PYCOMM_SECRET_FILE": str(path)})
+        done = run_pycomm(["env", *flags], env={"PYCOMM_SECRET_FILE": str(path)})
         assert path.read_text().strip().removeprefix("pycomm-secret-1:") not in done.stdout
     report = json.loads(done.stdout)
     key_id, origin = shown
     assert report["secret"] == {"state": "configured", "key_id": key_id, "origin": origin}
-    text = run_python(["-m", "pycomm", "env"], env={"PYCOMM_SECRET_FILE": str(path)}).stdout
+    text = run_pycomm(["env"], env={"PYCOMM_SECRET_FILE": str(path)}).stdout
     assert f"secret:\n  configured  key id {key_id}  {path}\n" in text + "\n"
-    none = run_python(["-m", "pycomm", "env"], env={"PYCOMM_SECRET_FILE": "none"})
+    none = run_pycomm(["env"], env={"PYCOMM_SECRET_FILE": "none"})
     assert "secret:\n  none\n" in none.stdout + "\n"
     path.chmod(0o644)
-    done = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_SECRET_FILE": str(path)})
+    done = run_pycomm(["env", "--json"], env={"PYCOMM_SECRET_FILE": str(path)})
     report = json.loads(done.stdout)
     assert report["secret"] == {"state": "cannot be used"} and done.returncode == 1
     assert any(str(path) in problem for problem in report["problems"])
@@ -227,7 +226,7 @@ def test_ctrl_c_ends_the_doctor_with_130_and_no_traceback() -> None:
 
 
 def test_a_foreign_variable_is_a_note_and_no_problem() -> None:
-    result = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_HOME": "/opt/pycomm"})
+    result = run_pycomm(["env", "--json"], env={"PYCOMM_HOME": "/opt/pycomm"})
     report = json.loads(result.stdout)
     assert any("PYCOMM_HOME" in note for note in report["notes"])
     assert not any("PYCOMM_HOME" in problem for problem in report["problems"])
@@ -362,7 +361,7 @@ def test_bench_waits_as_long_as_it_is_told() -> None:
 )
 @pytest.mark.ci
 def test_bench_without_a_launcher_is_wrong_usage(env: dict[str, str], text: str) -> None:
-    done = run_python(["-m", "pycomm", "bench"], env=env)
+    done = run_pycomm(["bench"], env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert text in done.stderr
 

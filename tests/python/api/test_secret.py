@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command import run_pycomm
 from ranks import run_python
 from torch._C._distributed_c10d import HashStore
 
@@ -42,7 +43,7 @@ def _file(folder: Path, text: str = _TEXT, mode: int = 0o600) -> Path:
 
 def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
     path = tmp_path / "new" / "secret"
-    made = run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+    made = run_pycomm(["secret", "--generate", str(path)])
     assert (made.returncode, made.stderr) == (0, "")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -53,13 +54,13 @@ def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
     assert f"ssh HOST mkdir -p -m 700 {path.parent} && scp -p {path} HOST:{path}\n" in made.stdout
     assert f"export PYCOMM_SECRET_FILE={path}\n" in made.stdout
     assert line.strip()[16:] not in made.stdout
-    shown = run_python(["-m", "pycomm", "secret", "--id", str(path)])
+    shown = run_pycomm(["secret", "--id", str(path)])
     assert (shown.stdout, shown.stderr) == (f"{key_id}  {path}\n", "")
 
 
 def test_generate_never_overwrites(tmp_path: Path) -> None:
     path = _file(tmp_path)
-    made = run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+    made = run_pycomm(["secret", "--generate", str(path)])
     assert made.returncode == 1
     assert f"{path} exists already, and is left as it is" in made.stderr
     assert "Traceback" not in made.stderr
@@ -68,7 +69,7 @@ def test_generate_never_overwrites(tmp_path: Path) -> None:
 
 def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    made = run_python(["-m", "pycomm", "secret", "--generate"], env=home)
+    made = run_pycomm(["secret", "--generate"], env=home)
     assert made.returncode == 0
     assert (
         "  ssh HOST mkdir -p -m 700 .config/pycomm && "
@@ -76,14 +77,14 @@ def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
     )
     assert "export" not in made.stdout
     default = tmp_path / ".config" / "pycomm" / "secret"
-    assert str(default) in run_python(["-m", "pycomm", "secret", "--id"], env=home).stdout
+    assert str(default) in run_pycomm(["secret", "--id"], env=home).stdout
     named = _file(tmp_path)
     chosen = home | {"PYCOMM_SECRET_FILE": str(named)}
-    shown = run_python(["-m", "pycomm", "secret", "--id"], env=chosen)
+    shown = run_pycomm(["secret", "--id"], env=chosen)
     assert shown.stdout == f"{_key_id(_BYTES)}  {named}\n"
-    shown = run_python(["-m", "pycomm", "secret", "--id"], env=home | {"PYCOMM_SECRET": _TEXT})
+    shown = run_pycomm(["secret", "--id"], env=home | {"PYCOMM_SECRET": _TEXT})
     assert shown.stdout == f"{_key_id(_BYTES)}  PYCOMM_SECRET\n"
-    both = run_python(["-m", "pycomm", "secret", "--id"], env=chosen | {"PYCOMM_SECRET": _TEXT})
+    both = run_pycomm(["secret", "--id"], env=chosen | {"PYCOMM_SECRET": _TEXT})
     assert both.returncode == 1
     assert "both PYCOMM_SECRET and PYCOMM_SECRET_FILE are set" in both.stderr
 
@@ -103,7 +104,7 @@ def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
 def test_a_bad_file_ends_with_1_and_one_line(
     tmp_path: Path, text: str, mode: int, why: str
 ) -> None:
-    shown = run_python(["-m", "pycomm", "secret", "--id", str(_file(tmp_path, text, mode))])
+    shown = run_pycomm(["secret", "--id", str(_file(tmp_path, text, mode))])
     assert shown.returncode == 1
     assert why in shown.stderr
     assert shown.stdout == ""
@@ -113,14 +114,14 @@ def test_a_bad_file_ends_with_1_and_one_line(
 
 def test_a_file_that_others_may_read_says_which_command_closes_it(tmp_path: Path) -> None:
     path = _file(tmp_path, _TEXT, 0o644)
-    shown = run_python(["-m", "pycomm", "secret", "--id", str(path)])
+    shown = run_pycomm(["secret", "--id", str(path)])
     assert shown.returncode == 1
     # root's files may be 640, since Kubernetes mounts secrets with a group
     assert f"Try: chmod {'640' if os.geteuid() == 0 else '600'} {path}; " in shown.stderr
 
 
 def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
-    shown = run_python(["-m", "pycomm", "secret", "--id", str(tmp_path / "none")])
+    shown = run_pycomm(["secret", "--id", str(tmp_path / "none")])
     assert shown.returncode == 1
     assert "python -m pycomm secret --generate" in shown.stderr
 
@@ -154,7 +155,7 @@ def test_the_interpreters_own_openssl_is_used() -> None:
 
 
 def test_env_does_not_print_it() -> None:
-    shown = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_SECRET": _TEXT})
+    shown = run_pycomm(["env", "--json"], env={"PYCOMM_SECRET": _TEXT})
     assert _CHARS.decode() not in shown.stdout + shown.stderr
     assert "PYCOMM_SECRET is not a variable" not in shown.stdout
 
@@ -249,7 +250,7 @@ assert secrets.find() == (None, "")
 @pytest.mark.parametrize("option", ["--id", "--generate"])
 def test_a_path_that_is_not_utf8_is_refused_by_name(option: str, tmp_path: Path) -> None:
     path = f"{tmp_path}/\udcff"  # as Python has the byte ff
-    shown = run_python(["-m", "pycomm", "secret", option], env={"PYCOMM_SECRET_FILE": path})
+    shown = run_pycomm(["secret", option], env={"PYCOMM_SECRET_FILE": path})
     assert (shown.returncode, shown.stdout) == (1, "")
     assert f"the path of the secret file is not UTF-8: '{tmp_path}/\\xff'" in shown.stderr
     assert "PYCOMM_SECRET_FILE" in shown.stderr and "Traceback" not in shown.stderr

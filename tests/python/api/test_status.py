@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_python
+from command import run_pycomm
 from ranks import mark, start_ranks
 from time_bound import assert_within
 
@@ -30,7 +30,7 @@ GREETING = process_reports._GREETING.pack(process_reports._GREETING_MAGIC, 3)
 
 def _status(*arguments: str) -> tuple[int, str]:
     """By a process of its own, as a user would."""
-    done = run_python(["-m", "pycomm", "status", *arguments], timeout_s=60)
+    done = run_pycomm(["status", *arguments], timeout_s=60)
     assert done.stderr == ""
     return done.returncode, done.stdout
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -184,6 +185,6 @@ def dropped(rank: int, size: int) -> None:
         dropped,
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_asynchronous(target: Any, world_size: int) -> None:
     run_ranks(world_size, target)

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from callback_programs import LINES, RANKS, random_program, run_programs, text
@@ -126,7 +127,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", rings.first_of(["shm", "tcp"]))
 def test_each_way_of_issuing(transport: str) -> None:
     programs = [program for program in ROWS.values() for _ in range(TIMES)]
     run_ranks(RANKS, run_programs, args=(programs, 0.01), pg_options={"transport": transport})
@@ -181,7 +182,7 @@ def wait_until_done(future: Any) -> None:
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", rings.first_of(["shm", "tcp"]))
 def test_a_callback_that_one_rank_adds_late(transport: str) -> None:
     run_ranks(2, late_then, pg_options={"transport": transport})
 
@@ -270,7 +271,7 @@ def sparse_sums_in_a_chain(rank: int, world_size: int) -> None:
                 assert torch.equal(result.wait(), wanted), (step, result.value())
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", rings.first_of(["shm", "tcp"]))
 def test_two_sparse_sums_in_a_chain(transport: str) -> None:
     run_ranks(2, sparse_sums_in_a_chain, pg_options={"transport": transport})
 

@@ -205,13 +205,13 @@ def exchange_objects(rank: int, world_size: int) -> None:
         assert objects == ["secret", {"of": root}, list(range(root))]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", rings.first_of(WORLD_SIZES[::-1]))
 @pytest.mark.parametrize("target", [broadcast_from_everyone, gather_everything])
 def test_moving_bytes(target: Any, world_size: int) -> None:
     run_ranks(world_size, target)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", rings.first_of(WORLD_SIZES[::-1]))
 def test_objects(world_size: int) -> None:
     run_ranks(world_size, exchange_objects)
 
@@ -227,7 +227,7 @@ def barriers(rank: int, world_size: int) -> list[tuple[float, float]]:
     return times
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", rings.first_of(WORLD_SIZES[::-1]))
 def test_nobody_leaves_a_barrier_before_the_last_has_come(world_size: int) -> None:
     rounds = zip(*run_ranks(world_size, barriers).values(), strict=True)
     for times in rounds:

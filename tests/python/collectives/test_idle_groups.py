@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from mixed_rounds import mixed_rounds
@@ -39,7 +40,7 @@ def test_a_mismatch_is_found_after_many_operations_of_both_ways() -> None:
         assert took_s < 5.0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_rounds_of_all_ways_leave_nothing(world_size: int) -> None:
     """The short version of tests/soak/rounds.py."""
     for looks in run_ranks(world_size, mixed_rounds, args=(400,)).values():

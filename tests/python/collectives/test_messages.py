@@ -6,6 +6,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from collective_calls import DTYPES
@@ -47,7 +48,7 @@ def around_the_ring(rank: int, world_size: int) -> None:
     assert got.item() == left
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_around_the_ring(world_size: int) -> None:
     run_ranks(world_size, around_the_ring)
 

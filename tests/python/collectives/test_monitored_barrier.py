@@ -57,7 +57,7 @@ def some_stay_away(rank: int, size: int, absent: list[int]) -> dict[str, Any] | 
     return caught
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_all_come(world_size: int) -> None:
     run_ranks(world_size, all_come)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from fake_cuda_device import Device
@@ -241,7 +242,7 @@ def _cpu_tensor_meets_nccl(rank: int, size: int, library: str, before: int) -> s
     return str(mismatch.value)
 
 
-@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("before", rings.first_of([0, 1]))
 def test_a_cpu_tensor_does_not_meet_nccl(fake_cuda: Path, before: int) -> None:
     args = (str(fake_cuda), before)
     for text in run_ranks(2, _cpu_tensor_meets_nccl, args=args).values():
@@ -614,7 +615,7 @@ def _destroys_in_handler(rank: int, size: int, library: str, where: str) -> tupl
 
 @pytest.mark.alone  # the handler runs 1 s after it was armed: the call must have begun
 @pytest.mark.time_bound
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", rings.first_of(WHERE))
 def test_a_signal_handler_destroys_the_group_in_a_collective(fake_cuda: Path, where: str) -> None:
     args = (str(fake_cuda), where)
     ranks = run_ranks(2, _destroys_in_handler, args=args, timeout_s=40)
@@ -653,7 +654,7 @@ def _reduces_in_handler(rank: int, size: int, library: str, where: str) -> tuple
 
 
 @pytest.mark.alone  # as the test above
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", rings.first_of(WHERE))
 def test_a_signal_handler_cannot_begin_a_collective_in_another(fake_cuda: Path, where: str) -> None:
     args = (str(fake_cuda), where)
     ranks = run_ranks(2, _reduces_in_handler, args=args, timeout_s=40).values()

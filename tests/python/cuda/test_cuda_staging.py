@@ -414,7 +414,7 @@ def _while_captured(rank: int, size: int, library: str, cuda_mode: str) -> tuple
     return whole[0], [float(array[-1]) for array in arrays]
 
 
-@pytest.mark.parametrize("cuda_mode", ["host", "nccl"])
+@pytest.mark.parametrize("cuda_mode", rings.first_of(["host", "nccl"]))
 def test_another_threads_graph_capture_stays_whole(fake_cuda: Path, cuda_mode: str) -> None:
     args = (str(fake_cuda), cuda_mode)
     for whole, values in run_ranks(2, _while_captured, args=args).values():
@@ -443,7 +443,7 @@ def _polls(rank: int, size: int, library: str, cuda_mode: str) -> tuple[int, flo
     return asked, float(array[0])
 
 
-@pytest.mark.parametrize("cuda_mode", ["host", "nccl"])
+@pytest.mark.parametrize("cuda_mode", rings.first_of(["host", "nccl"]))
 def test_a_busy_device_is_not_polled(fake_cuda: Path, cuda_mode: str) -> None:
     args = (str(fake_cuda), cuda_mode)
     for asked, value in run_ranks(2, _polls, args=args).values():

@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from ranks import TORCH_DDP, run_ranks
@@ -45,7 +46,7 @@ def final(runs: list[Any]) -> float:
     return sum(sum(losses[-10:]) for losses, _ in runs) / (10 * len(runs))
 
 
-@pytest.mark.parametrize("kind", ["torch", "pycomm"])
+@pytest.mark.parametrize("kind", rings.first_of(["pycomm", "torch"]))
 def test_training_ends_near_fp32_with_the_same_bits(kind: str) -> None:
     exact = run_ranks(2, train_with, args=(kind, "fp32"), preload=TORCH_DDP).values()
     start = exact[0][0][0]
@@ -178,7 +179,7 @@ def skip_diverged(rank: int, world_size: int, kind: str) -> float:
     return largest
 
 
-@pytest.mark.parametrize("kind", ["torch", "pycomm"])
+@pytest.mark.parametrize("kind", rings.first_of(["pycomm", "torch"]))
 def test_a_batch_that_diverged_and_was_dropped_leaves_nothing(kind: str) -> None:
     found = run_ranks(2, skip_diverged, args=(kind,), preload=TORCH_DDP).values()
     assert max(found) < 0.01

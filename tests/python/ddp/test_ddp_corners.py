@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import all_ranks, wrap
@@ -288,7 +289,7 @@ def sync_batch_norm_and_hooks(rank: int, world_size: int) -> None:
         assert len(ours.reducer.bucket_names()) >= 3
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_sync_batch_norm_beside_a_hook_is_one_process_with_the_whole_batch(world_size: int) -> None:
     run_ranks(world_size, sync_batch_norm_and_hooks)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import Layers, all_ranks, step, wrap
@@ -114,8 +115,8 @@ def updated_alone(
         (scale_forgotten, {"wire_dtype": "fp16"}, Layers, "the fp16 scales, "),
         (scale_forgotten, {}, Layers, "whether that order has been agreed on"),
         (passes_loaded, {"accumulate": 4}, Layers, "the number of passes"),
-        (passes_loaded, {"accumulate": 4}, Rows, "the number of passes"),
-        (passes_loaded, {"accumulate": 4}, sum_hook, "the number of passes"),
+        rings.nightly((passes_loaded, {"accumulate": 4}, Rows, "the number of passes")),
+        rings.nightly((passes_loaded, {"accumulate": 4}, sum_hook, "the number of passes")),
         (passes_loaded, {"accumulate": 4}, late_sum_hook, "the number of passes"),
     ],
     ids=["scales", "order", "passes", "passes-sparse", "passes-hook", "passes-callback"],
@@ -161,8 +162,8 @@ def loaded_alone(
 
 
 @pytest.mark.parametrize("ranks_that_load", [[0], [1]])
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("buffers", rings.first_of([False, True]))
+@pytest.mark.parametrize("steps", rings.first_of([0, 1]))
 def test_a_state_loaded_on_some_ranks_only_is_named(
     ranks_that_load: list[int], buffers: bool, steps: int
 ) -> None:
@@ -284,7 +285,7 @@ def counted_in_join(rank: int, world_size: int, accumulate: int) -> list[list[fl
     return [found, [float(each) for each in all_ranks(model.module.last.grad[:1])]]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", rings.first_of([2, 1]))
 def test_a_rank_without_data_counts_a_static_graph_later(accumulate: int) -> None:
     found = ranks.run_ranks(
         2,

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+import rings
 import torch
 import torch.distributed as dist
 from callback_programs import make_groups
@@ -77,7 +78,7 @@ def two_at_once(rank: int, world_size: int) -> None:
         assert model.module.large.grad.eq(100).all(), model.module.large.grad[0]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", rings.first_of(["shm", "tcp"]))
 def test_a_hook_with_two_futures_at_once(transport: str) -> None:
     run_ranks(2, two_at_once, pg_options={"transport": transport})
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 from ddp_rig import all_ranks, wrap
 from torch import nn
@@ -237,7 +238,7 @@ def check(seeds: list[int], transport: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", rings.first_of(["shm", "tcp"]))
 def test_a_run_of_fewer_syncs_that_is_cut_continues_bit_by_bit(transport: str) -> None:
     count = PER_METHOD * len(METHODS)
     first = count if transport == "tcp" else 0

@@ -80,7 +80,7 @@ def trajectory(rank: int, world_size: int, options: dict[str, Any]) -> list[list
 @pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
+    rings.ends([{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]),
     ids=["plain", "bucket view", "unused"],
 )
 def test_the_same_as_gloo_step_by_step(world_size: int, options: dict[str, Any]) -> None:

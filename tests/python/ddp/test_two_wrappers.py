@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import wrap
@@ -38,7 +39,7 @@ def trains(rank: int, world_size: int, programs: list[Program]) -> list[str]:
     return [each for each in wrong if each]
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", rings.first_of(list(KINDS), 4))
 def test_the_graph_reaches_them_in_another_order_on_each_rank(name: str) -> None:
     kind = KINDS[name]
     program = Program(1, (kind, kind), True, (("joined", 0),) * 6)
@@ -46,11 +47,9 @@ def test_the_graph_reaches_them_in_another_order_on_each_rank(name: str) -> None
     assert found.values() == [[], [], []]
 
 
-PROGRAMS = 30
-
-
-def test_random_programs() -> None:
-    programs = [random_program(seed) for seed in range(PROGRAMS)]
+@pytest.mark.parametrize("seeds", rings.first_of([range(10), range(10, 50)]), ids=str)
+def test_random_programs(seeds: range) -> None:
+    programs = [random_program(seed) for seed in seeds]
     found = ranks.run_ranks(2, trains, args=(programs,), timeout_s=200, preload=ranks.TORCH_DDP)
     assert found.values() == [[], []]
 

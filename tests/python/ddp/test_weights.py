@@ -12,6 +12,7 @@ from typing import Any
 import ddp_shapes
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 import weighed_means
@@ -125,7 +126,7 @@ UNION = {"torch.float64 None": 1e-14, "torch.float32 None": 2e-6}
 """Of the others, gradients of one rank alone are coarser than what this compares."""
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2, 4]))
 def test_averages_are_those_of_one_process_with_all_batches(world_size: int) -> None:
     found = ranks.run_ranks(world_size, beside_one_process, timeout_s=200, preload=ranks.TORCH_DDP)
     for results in found.values():
@@ -177,7 +178,7 @@ def encoded_passes(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2, 4]))
 def test_passes_of_unequal_weights_over_wires_that_round(world_size: int) -> None:
     found = ranks.run_ranks(world_size, encoded_passes, timeout_s=200, preload=ranks.TORCH_DDP)
     for results in found.values():
@@ -211,7 +212,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 def test_equal_weights_have_the_bits_of_no_weights(world_size: int) -> None:
     found = ranks.run_ranks(world_size, equal_weights, timeout_s=300, preload=ranks.TORCH_DDP)
     assert list(found.values()) == [[]] * world_size
@@ -238,7 +239,7 @@ def equal_in_each_wire(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 def test_equal_weights_have_the_bits_of_no_weights_in_each_wire(world_size: int) -> None:
     found = ranks.run_ranks(world_size, equal_in_each_wire, timeout_s=200, preload=ranks.TORCH_DDP)
     assert list(found.values()) == [[]] * world_size
@@ -290,7 +291,7 @@ def accumulated(rank: int, world_size: int) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 4]))
 def test_passes_that_accumulate_count_each_by_its_own_weight(world_size: int) -> None:
     found = ranks.run_ranks(world_size, accumulated, timeout_s=100, preload=ranks.TORCH_DDP)
     for results in found.values():

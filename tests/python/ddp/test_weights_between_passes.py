@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import wrap
@@ -646,7 +647,7 @@ def with_waits(rank: int, world_size: int, normed: bool) -> list[list[float]]:
     return [list(record.last_seconds) for record in model.step_log.records(3)]
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", rings.first_of([True, False]))
 def test_compute_times_have_the_optimizer_in_them_and_no_waits(normed: bool) -> None:
     """Whatever waits: the wrapper, SyncBatchNorm, or a collective of the program's."""
     found = ranks.run_ranks(2, with_waits, args=(normed,), timeout_s=60, preload=ranks.TORCH_DDP)

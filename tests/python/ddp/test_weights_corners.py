@@ -12,6 +12,7 @@ from typing import Any
 import ddp_shapes
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
 import weighed_means
@@ -111,7 +112,7 @@ def of_all_shapes(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 def test_unequal_batches_of_all_shapes_of_models(world_size: int) -> None:
     found = ranks.run_ranks(world_size, of_all_shapes, timeout_s=300, preload=ranks.TORCH_DDP)
     for results in found.values():
@@ -445,7 +446,7 @@ def at_other_times(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 def test_bits_do_not_depend_on_when_the_weights_come(world_size: int) -> None:
     found = ranks.run_ranks(world_size, at_other_times, timeout_s=100, preload=ranks.TORCH_DDP)
     assert list(found.values()) == [[]] * world_size
@@ -497,7 +498,7 @@ def kept_without_samples(rank: int, world_size: int) -> list[bool]:
     return kept
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
 def test_a_step_without_samples_leaves_gradients_as_they_were(world_size: int) -> None:
     found = ranks.run_ranks(world_size, kept_without_samples, timeout_s=60, preload=ranks.TORCH_DDP)
     for results in found.values():

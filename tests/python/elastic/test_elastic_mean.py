@@ -126,7 +126,7 @@ def reports(rank: int, world_size: int, dies: tuple[int, int, str]) -> dict[str,
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("dead", rings.first_of([0, 2]))
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_rank_dies_beside_a_mean(dead: int, where: str) -> None:
     with start_ranks(3, reports, args=((dead, 9, where),), preload=TORCH_DDP) as running:

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from command import run_pycomm
 from elastic_rig import Net, batch_of
-from processes import run_python
 from rank_child import mark
 from ranks import TORCH_DDP, start_ranks
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
 
 
 def status(*arguments: str) -> str:
-    done = run_python(["-m", "pycomm", "status", *arguments], timeout_s=60)
+    done = run_pycomm(["status", *arguments], timeout_s=60)
     assert done.stderr == ""
     return done.stdout
 

@@ -89,7 +89,7 @@ def test_a_rank_is_killed(world_size: int, dead: int, plan: Plan, options: dict[
 
 
 @pytest.mark.parametrize("where", rings.ends(["forward", "backward", "step"]))
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("dead", rings.first_of([0, 2]))
 def test_a_rank_dies_at_a_known_place(dead: int, where: str) -> None:
     plan = Plan("int8", left=2, dies=((dead, 9, where),))
     with start(3, plan, SHARED) as running:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, Scripted, agreeing, batch_of
@@ -150,7 +151,7 @@ def all_traces(rank: int, world_size: int) -> list[list[Trace]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_a_step_that_is_summed_again_has_the_same_bits(world_size: int) -> None:
     found = ranks.run_ranks(world_size, all_traces, timeout_s=200, preload=ranks.TORCH_DDP)
     for rank, results in enumerate(found.values()):

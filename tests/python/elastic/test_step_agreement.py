@@ -290,7 +290,9 @@ def test_one_more_dies_at_any_place_of_the_change(tmp_path: Path, point: str, st
 
 
 @pytest.mark.usefixtures("fault_build")
-@pytest.mark.parametrize("point", ["survive.seal:1:delay=700", "survive.meet:1:delay=700"])
+@pytest.mark.parametrize(
+    "point", rings.first_of(["survive.seal:1:delay=700", "survive.meet:1:delay=700"])
+)
 def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
     plan = Plan(steps=40, struck=(1, point))
     with start_with_faults(3, tmp_path, plan) as running:
@@ -300,7 +302,7 @@ def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
 
 
 @pytest.mark.usefixtures("fault_build")
-@pytest.mark.parametrize("struck", [0, 2])
+@pytest.mark.parametrize("struck", rings.first_of([0, 2]))
 @pytest.mark.parametrize(("point", "with_it"), [("finished", (8, 9)), ("committed", (9,))])
 def test_a_rank_dies_at_an_end_of_its_commit_round(
     tmp_path: Path, point: str, with_it: tuple[int, ...], struck: int

@@ -235,7 +235,7 @@ def leaves(rank: int, world_size: int, leaver: int) -> tuple[list[int], int]:
     return left, int(total[0])
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", rings.first_of([0, 1]))
 @pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_a_rank_leaves_in_order(world_size: int, leaver: int) -> None:
     """No process has ended: its goodbye says that it votes no more."""

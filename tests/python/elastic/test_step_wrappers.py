@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ranks
+import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
@@ -46,7 +47,7 @@ def trains_two(rank: int, world_size: int, doomed: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("doomed", [0, 2])
+@pytest.mark.parametrize("doomed", rings.first_of([0, 2]))
 def test_both_go_on_without_it(doomed: int) -> None:
     results = ranks.run_ranks(
         3, trains_two, args=(doomed,), timeout_s=60, check=False, preload=ranks.TORCH_DDP

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import rings
 import torch.distributed as dist
 from memory_limit import join, memory_limit
 from rank_child import describe_exception, mark
@@ -44,8 +45,8 @@ sizes = pytest.mark.parametrize(
     "gib",
     [
         1,
-        2,
-        pytest.param(8, marks=pytest.mark.nightly),
+        rings.nightly(2),
+        rings.nightly(8),
     ],
 )
 

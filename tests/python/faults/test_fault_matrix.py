@@ -1,7 +1,7 @@
 """Fault × place × rank × 2 to 5 ranks: typed errors that name the right rank, no abort, no hang.
 
-CI runs the first case of each kind of fault, `make nightly` the others, `make faults`
-all. What the cases tell beside their verdict is summed up at the end of the run.
+CI runs the first case of each kind of fault (sample() in fault_cases.py), `make nightly` the
+others, `make faults` all. What the cases tell beside their verdict is summed up at the end.
 """
 
 from __future__ import annotations

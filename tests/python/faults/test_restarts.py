@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import rings
 from ranks import RIG, run_python
 from restart_program import LIVES, NOT_ALLOWED, SIZE
 
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize("late_s", [0.5, pytest.param(60, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", rings.first_of(["auto", "tcp"]))
 @pytest.mark.parametrize("where", ["processes", "containers"])
 def test_each_life_meets(tmp_path: Path, where: str, transport: str, late_s: float) -> None:
     if where == "containers" and os.geteuid() != 0:

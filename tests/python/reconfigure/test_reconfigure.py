@@ -135,7 +135,7 @@ def shrinks(rank: int, world_size: int, path: str, excluded: int) -> int:
     return 1
 
 
-@pytest.mark.parametrize("excluded", rings.ends([0, 1, 2]))
+@pytest.mark.parametrize("excluded", rings.first_of([0, 1, 2]))
 def test_a_live_group_shrinks(tmp_path: Path, excluded: int) -> None:
     run_ranks(WORLD, shrinks, init="none", args=(str(tmp_path / "met"), excluded), destroy=False)
 
@@ -267,7 +267,7 @@ def rejoins(rank: int, world_size: int, path: str, excluded: int) -> None:
     member.wait_for_all("done")
 
 
-@pytest.mark.parametrize("excluded", rings.ends([0, 1, 2]))
+@pytest.mark.parametrize("excluded", rings.first_of([0, 1, 2]))
 def test_a_member_leaves_and_comes_again(tmp_path: Path, excluded: int) -> None:
     run_ranks(WORLD, rejoins, init="none", args=(str(tmp_path / "met"), excluded))
 
@@ -356,7 +356,7 @@ def waits_for(rank: int, world_size: int, path: str, absent: int, limit_s: float
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("absent", rings.ends([0, 1, 2]))
+@pytest.mark.parametrize("absent", rings.first_of([2, 0, 1]))
 def test_all_who_called_name_the_one_who_did_not(tmp_path: Path, absent: int) -> None:
     limit_s = 2.0
     results = run_ranks(
@@ -389,7 +389,7 @@ def waits_for_the_dead(rank: int, world_size: int, path: str, dead: int) -> Any:
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("dead", rings.ends([0, 1, 2]))
+@pytest.mark.parametrize("dead", rings.first_of([0, 1, 2]))
 def test_a_process_that_has_ended_is_named_soon(tmp_path: Path, dead: int) -> None:
     args = (str(tmp_path / "met"), dead)
     with start_ranks(WORLD, waits_for_the_dead, init="none", args=args) as running:
@@ -466,7 +466,7 @@ def waits_for_the_stopped(rank: int, world_size: int, path: str, stopped: int) -
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", rings.first_of([0, 2]))
 def test_a_stopped_process_ends_it_in_time(tmp_path: Path, stopped: int) -> None:
     args = (str(tmp_path / "met"), stopped)
     with start_ranks(WORLD, waits_for_the_stopped, init="none", args=args) as running:

@@ -15,6 +15,7 @@ import pytest
 import rings
 import torch
 import torch.distributed as dist
+from command import run_pycomm
 from ranks import run_python, run_ranks
 
 import pycomm
@@ -205,10 +206,13 @@ def go_without_a_word(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_a_process_may_end_with_its_group_open(files: list[Path], transport: str) -> None:
+@pytest.mark.parametrize("runs", [1, rings.nightly(3)])
+def test_a_process_may_end_with_its_group_open(
+    files: list[Path], transport: str, runs: int
+) -> None:
     """OpenSSL cleans up at the end of a process; nothing may use it after that."""
     env = {"PYCOMM_SECRET_FILE": str(files[0]), "PYCOMM_TRANSPORT": transport}
-    for _ in range(3):
+    for _ in range(runs):
         results = run_ranks(2, go_without_a_word, env=env, destroy=False, fresh=True)
         assert [one.exit_code for one in results] == [0, 0]
 
@@ -323,7 +327,7 @@ def test_it_shows_nowhere(files: list[Path], tmp_path: Path, transport: str, sai
     shown = b"\n".join(results.values())
     shown += "".join(one.stdout + one.stderr for one in results).encode()
     for command in (["env", "--json"], ["doctor", "--json"], ["doctor"]):
-        cli = run_python(["-m", "pycomm", *command], env=env)
+        cli = run_pycomm(command, env=env)
         assert cli.returncode == 0 and cli.stdout, cli
         shown += (cli.stdout + cli.stderr).encode()
     for there in (said, b"pycomm/", b"PEER_LEFT", b"pycomm_operations_issued_total"):

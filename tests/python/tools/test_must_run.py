@@ -57,7 +57,7 @@ def test_a_skip_is_a_failure(tmp_path: Path, folder: str, value: str, says: str)
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"TEST_MUST_RUN": value},
+        env=os.environ | {"TEST_MUST_RUN": value, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         check=False,
     )
     assert says in done.stdout.splitlines()[-1], done.stdout

@@ -58,12 +58,12 @@ def outcome(folder: Path, *tests: str, processes: str = "2") -> tuple[int, str, 
     named = folder / "reruns"
     named.touch()
     done = subprocess.run(
-        [sys.executable, str(TOOL), "-q", "-n", processes, str(folder)],
+        [sys.executable, str(TOOL), "-q", "-p", "xdist", "-n", processes, str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"RERUNS_FILE": str(named)},
+        env=os.environ | {"RERUNS_FILE": str(named), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     return done.returncode, done.stdout.splitlines()[-1], named.read_text().splitlines()
 

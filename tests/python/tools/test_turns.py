@@ -45,7 +45,9 @@ def note(name, **what):
 """
 
 
-NO_CACHE = ("-p", "no:cacheprovider")
+OPTIONS = ("-q", "--color=no", "-p", "xdist", "-p", "no:cacheprovider")
+XDIST_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Others that are installed here, hypothesis among them, take each process half a second."""
 
 
 def outcome(folder: Path, files: dict[str, str], *options: str) -> tuple[str, list[dict[str, str]]]:
@@ -54,12 +56,13 @@ def outcome(folder: Path, files: dict[str, str], *options: str) -> tuple[str, li
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(HEAD + text)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--color=no", *NO_CACHE, *options, str(folder)],
+        [sys.executable, "-m", "pytest", *OPTIONS, *options, str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=150,
-        env={name: value for name, value in os.environ.items() if "PYTEST" not in name},
+        env={name: value for name, value in os.environ.items() if "PYTEST" not in name}
+        | XDIST_ALONE,
     )
     path = folder / "notes"
     lines = path.read_text().splitlines() if path.exists() else []
