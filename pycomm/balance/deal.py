@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,6 +111,36 @@ class Deals:
         }
         self._put(batch + 1, Left(left.returned[total:], skipped))
         return self._parts[batch]
+
+    def shares_of(self, batch: int) -> Collection[int] | None:
+        """The members that have a part of this batch; None if it was not dealt."""
+        return self._parts.get(batch)
+
+    def state(self, batch: int, losses: Sequence[Loss]) -> dict[str, Any]:
+        """What ``load()`` continues from, before this batch: plain numbers, lists and dicts."""
+        lost = {member for each in losses for member in each.members}
+        left = self._left[batch]
+        return {
+            "batch": batch,
+            "carried": list(self._carried),
+            "returned": list(left.returned),
+            "skipped": left.skipped,
+            "parts": [
+                [number, [[member, part] for member, part in parts.items() if member in lost]]
+                for number, parts in self._parts.items()
+                if number < batch
+            ],
+        }
+
+    def load(self, order: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Continues as the ``Deals`` whose ``state()`` it was, in an epoch of this order."""
+        self.resume(
+            int(state["batch"]),
+            order,
+            Left(tuple(state["returned"]), int(state["skipped"])),
+            state["carried"],
+        )
+        self._parts = {number: dict(parts) for number, parts in state["parts"]}
 
     def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
         """What ``resume()`` continues from before this batch, and parts of earlier batches that

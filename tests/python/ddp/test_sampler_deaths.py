@@ -134,16 +134,6 @@ def test_ranks_whose_memory_is_too_small_train_on_less(caplog: pytest.LogCapture
     )
 
 
-def test_ranks_that_join_are_refused() -> None:
-    plan = SharePlan(Limits.of(8, unit=1, fewest=1, most=[None, None]), 4)
-    plan.add(StepRecord(1, [4.0, 4.0], [math.nan] * 2, [0, 1]))
-    with pytest.raises(UnsupportedError, match=r"ranks that have joined \(\[2\]\)"):
-        plan.add(StepRecord(1, [4.0, 4.0, 1.0], [1.0] * 3, [0, 1, 2]))
-    plan.add(StepRecord(1, [4.0], [1.0], [0]))
-    with pytest.raises(UnsupportedError, match=r"ranks that have joined \(\[1\]\)"):
-        plan.add(StepRecord(1, [4.0, 4.0], [1.0] * 2, [0, 1]))
-
-
 class Walk:
     """A job whose ranks die at random steps, and what the oracle knows of it.
 
