@@ -183,7 +183,8 @@ class BalancedSampler(Sampler[list[int]]):
         self._loaded_epoch = 0
         self._loaded_complete = False  # the state that was loaded is that of an epoch's end
         self._deal_nothing = False
-        self._has_joined = self._has_begun = False
+        self._must_begin = False  # with the members' epoch, as this process has joined
+        self._waits = False  # for its first share
         self._limits: Limits
         self._plan: SharePlan
         if (received := self._log.received()) is not None:
@@ -227,7 +228,7 @@ class BalancedSampler(Sampler[list[int]]):
             parts = self._deals.deal(batch, change, self._plan.losses)
             if parts is None:
                 return
-            self._has_begun = True
+            self._must_begin = False
             mine = parts.get(self._log.rank)
             if mine is None:  # it has joined: of the others, as there are no empty batches
                 mine = [*itertools.chain(*parts.values())][: self._limits.fewest[0]]
@@ -244,7 +245,7 @@ class BalancedSampler(Sampler[list[int]]):
             RuntimeError: This process has joined, and begins with another epoch than the members'.
         """
         _check_whole("epoch", epoch, 0)
-        if self._has_joined and not self._has_begun and epoch != self._epoch:
+        if self._must_begin and epoch != self._epoch:
             raise RuntimeError(
                 f"set_epoch({epoch}) of BalancedSampler in a process that has joined, and the "
                 f"members are in epoch {self._epoch}: it would deal other batches than they. Try: "
@@ -380,7 +381,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch = self._loaded_epoch = int(part_of(state, "epoch"))
         self._begin = int(part_of(state, "begin"))
         self._deals.load(self._order(), part_of(state, "deals"))
-        self._has_joined = True
+        self._must_begin = self._waits = True
 
     def is_idle(self) -> bool:
         """For the model: whether its passes train no batch of this sampler now."""
@@ -389,10 +390,11 @@ class BalancedSampler(Sampler[list[int]]):
 
     def has_share(self) -> bool:
         """For the model: False in the first passes of a process that has joined."""
-        if not self._has_joined:
+        members = self._deals.shares_of(self._now()) if self._waits else None
+        if members is None:  # or the pass is another loader's
             return True
-        members = self._deals.shares_of(self._now())
-        return members is None or self._log.rank in members
+        self._waits = self._log.rank not in members
+        return not self._waits
 
     def _order(self) -> torch.Tensor:
         return epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)

@@ -118,18 +118,24 @@ class Deals:
 
     def state(self, batch: int, losses: Sequence[Loss]) -> dict[str, Any]:
         """What ``load()`` continues from, before this batch: plain numbers, lists and dicts."""
-        lost = {member for each in losses for member in each.members}
         left = self._left[batch]
+        untrained = {
+            number: [
+                [member, parts[member]]
+                for each in losses
+                if each.since <= number
+                for member in each.members
+                if member in parts
+            ]
+            for number, parts in self._parts.items()
+            if number < batch
+        }
         return {
             "batch": batch,
             "carried": list(self._carried),
             "returned": list(left.returned),
             "skipped": left.skipped,
-            "parts": [
-                [number, [[member, part] for member, part in parts.items() if member in lost]]
-                for number, parts in self._parts.items()
-                if number < batch
-            ],
+            "parts": [[number, parts] for number, parts in untrained.items() if parts],
         }
 
     def load(self, order: torch.Tensor, state: Mapping[str, Any]) -> None:

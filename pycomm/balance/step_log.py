@@ -25,7 +25,7 @@ class StepRecord:
     optimizer and the loader, as the median of the last 5 steps; less the time in which it waited
     for other ranks. NaN if it does not know, as in its first step."""
     members: Sequence[int]
-    """The ranks themselves, in the order of all others here. A rank has the number that it had when
+    """The ranks themselves, in the order of the lists here. A rank has the number that it had when
     the model was wrapped, also once others are gone; one that has joined has a new one."""
     largest: Sequence[int]
     """Of each rank, the largest share that its sampler allows; 0: any."""

@@ -220,7 +220,7 @@ class Weighed(TorchDDP):
     _forward_weight = 1.0
     _counted = False
     _before_forward: Any = None
-    """The hook of ``sync_every`` or of ``peers``: a forward pass that does not come would have called
+    """The hook of ``sync_every`` or ``peers``: a forward pass that does not come would have called
     it."""
     _may_be_joined = False
     _received_sampler: Mapping[str, Any] | None = None
@@ -345,7 +345,7 @@ class Weighed(TorchDDP):
         return next(iter(_READERS.get(self, ())), None) if self._may_be_joined else None
 
     def _can_be_joined(self) -> bool:
-        """Whether the next forward pass is of a batch that the sampler has dealt, if there is one."""
+        """Whether the next pass trains a batch of the sampler, if there is one."""
         reader = self._only_reader()
         return reader is None or not reader.is_idle()
 
