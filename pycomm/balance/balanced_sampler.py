@@ -222,7 +222,6 @@ class BalancedSampler(Sampler[list[int]]):
         if self._begin is None:
             self._begin = now
             self._deals.start(now, self._order())
-        self._check_dealt(self._deals.next_batch)
         for batch in itertools.count(now):
             change = self._shares_of(batch)
             parts = self._deals.deal(batch, change, self._plan.losses)
@@ -343,7 +342,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def state_for(self, newcomers: int) -> dict[str, Any]:
         """For the model, to which processes join: what their samplers begin with."""
-        now = self._check_dealt(self._deals.next_batch)
+        now = self._now()
         members, least = len(self._plan.limits.most), self._limits.fewest[0]
         if (members + newcomers) * least > self._global_batch:
             raise ValueError(
@@ -427,8 +426,10 @@ class BalancedSampler(Sampler[list[int]]):
     def _is_complete(self, now: int) -> bool:
         if self._begin is None:
             return False
-        if now > self._deals.next_batch:  # some of them are another loader's
-            return now - self._begin >= len(self)
+        # Passes of another loader, or of before a restart, that have trained batches nobody pulled.
+        for batch in range(self._deals.next_batch, now):
+            if self._deals.deal(batch, self._plan.decided(batch), self._plan.losses) is None:
+                return True
         # An epoch of which ranks were lost has more batches.
         return not self._deals.has(now, self._plan.decided(now), self._plan.losses)
 

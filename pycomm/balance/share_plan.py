@@ -188,7 +188,7 @@ class SharePlan:
         if (opened := state["open"]) is not None:
             passes, samples, members = opened
             plan._open = StepRecord(
-                int(passes), [float(each) for each in samples], (), list(map(int, members))
+                int(passes), [float(each) for each in samples], (), list(map(int, members)), ()
             )
         return plan
 
