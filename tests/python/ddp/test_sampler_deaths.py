@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import json
 import logging
-import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +17,6 @@ import pytest
 from step_logs import Job
 
 from pycomm.balance.balanced_sampler import BalancedSampler
-from pycomm.balance.share_plan import SharePlan
-from pycomm.balance.step_log import StepRecord
-from pycomm.balance.whole_shares import Limits
-from pycomm.errors import UnsupportedError
 
 
 def samplers_of(job: Job, length: int, **options: Any) -> list[BalancedSampler]:

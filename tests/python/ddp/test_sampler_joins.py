@@ -7,7 +7,6 @@ a member from which step on and how many batches later that holds. It knows no s
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -158,7 +157,7 @@ def test_more_ranks_than_shares_are_refused() -> None:
     mine = sampler_of(job.logs[0], 24, global_batch=8, lookahead=2, min_batch=2)
     next(iter(mine))
     mine.state_for(2)
-    with pytest.raises(ValueError, match="global_batch=8 .* too small for 5 ranks, .* least 2"):
+    with pytest.raises(ValueError, match=r"global_batch=8 .* too small for 5 ranks, .* least 2"):
         mine.state_for(3)
 
 
@@ -210,7 +209,7 @@ class Indices:
         ]
 
     def returned(self, *, all_of_them: bool = False) -> list[int]:
-        """What comes back before the next batch."""
+        """The indices that come back before the next batch."""
         now = len(self.parts)
         spans: dict[tuple[int, int], list[int]] = {}
         for member, span in self.last.items():
@@ -451,8 +450,8 @@ def walks(seed: int, steps: int) -> Walk:
 
 
 def test_random_joins_and_deaths() -> None:
-    done = [walks(seed, 200) for seed in range(25)]
-    assert sum(walk.joined for walk in done) > 100 and sum(walk.gone for walk in done) > 100
+    done = [walks(seed, 200) for seed in range(10)]
+    assert min(sum(walk.joined for walk in done), sum(walk.gone for walk in done)) > 40
 
 
 @pytest.mark.parametrize("part", rings.first_of(range(20), 0))
