@@ -63,9 +63,11 @@ class Deals:
         return self._next
 
     def start(self, batch: int, order: torch.Tensor) -> None:
-        """This batch is the first of another epoch."""
+        """This batch is the first of another epoch. Indices that came back in the last one and do not
+        fill a batch there are dealt in this one."""
+        left = self._left[min(batch, self._next)]
         self._order = order
-        self._put(batch, Left(self._carried))
+        self._put(batch, Left((*left.returned, *self._carried)))
         self._carried = ()
 
     def resume(self, batch: int, order: torch.Tensor, left: Left, returned: Sequence[int]) -> None:

@@ -149,10 +149,16 @@ def plain_step(model: Any, optimizer: Any, data: Samples) -> None:
 
 
 def step_of(model: Any, net: Net, epoch: int, plan: Plan) -> dict[str, Any]:
-    """Which samples the averages hold, and how far they are from counting once each."""
+    """Which samples the averages hold, and how far they are from counting all alike.
+
+    One that comes back in the next epoch may meet itself there, in one batch.
+    """
     assert net.tally.grad is not None
-    counted = net.tally.grad.nonzero().flatten().tolist()
-    once = net.tally.grad[counted] * len(counted) / plan.accumulate
+    held = net.tally.grad.nonzero().flatten()
+    grad = net.tally.grad[held]
+    times = (grad / grad.min()).round().long() if len(held) > 0 else held
+    counted = held.repeat_interleave(times).tolist()
+    once = grad / times * len(counted) / plan.accumulate
     return {
         "step": model.elastic.step,
         "members": model.elastic.members,

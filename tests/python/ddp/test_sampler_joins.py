@@ -178,6 +178,7 @@ class Indices:
     def __init__(self, length: int, members: int, lookahead: int) -> None:
         self._length, self._lookahead = length, lookahead
         self.epoch = 0
+        self.back: list[int] = []  # what came back, which is dealt before the rest
         self.rest = self._order()
         self.parts: list[dict[int, list[int]]] = []  # of each batch, as it was dealt
         self.first = dict.fromkeys(range(members), 0)  # each member's first batch
@@ -225,32 +226,40 @@ class Indices:
 
     def deals(self, parts: dict[int, list[int]]) -> None:
         assert list(parts) == self.members()
-        self.rest[:0] = self.returned()
+        self.back[:0] = self.returned()
         dealt = [index for part in parts.values() for index in part]
-        taken, self.rest = self.rest[: len(dealt)], self.rest[len(dealt) :]
-        assert dealt == taken
+        again = self.back[: len(dealt)]
+        new = self.rest[: len(dealt) - len(again)]
+        assert dealt == again + new
+        del self.back[: len(again)], self.rest[: len(new)]
         self.parts.append(parts)
 
-    def ends(self, needed: int) -> None:
-        """The epoch, as there are not as many for the next batch."""
-        back = self.returned()
-        assert len(back) + len(self.rest) < needed
+    def has(self, needed: int) -> bool:
+        """Whether the epoch has as many for the next batch."""
+        return len(self.returned()) + len(self.back) + len(self.rest) >= needed
+
+    def ends(self) -> None:
+        """The epoch."""
         self.remainders += len(self.rest)
         self.epoch += 1
-        self.rest = self._order()  # what comes back does so as the next batch is dealt
+        self.rest = self._order()
 
-    def restarts(self, members: int) -> None:
-        """As other ranks, in the middle of an epoch."""
-        later = self.returned(all_of_them=True)
-        now = len(self.parts)
+    def restarts(self, members: int, batch: int) -> bool:
+        """As other ranks. Whether the epoch goes on, with all that came back; or the next one does."""
+        goes_on = self.has(batch)
         at_once = self.returned()
-        self.rest[:0] = [*later[len(at_once) :], *at_once]
-        self.parts = [{} for _ in range(now)]
+        later = self.returned(all_of_them=True)[len(at_once) :]
+        self.back[:0] = at_once
+        self.back = [*later, *self.back] if goes_on else [*self.back, *later]
+        self.parts = [{} for _ in self.parts]
         self.first, self.last = dict.fromkeys(range(members), 0), {}
+        if not goes_on:
+            self.ends()
+        return goes_on
 
     def check(self) -> None:
         """No index is lost, and none counts twice."""
-        waiting = len(self.returned(all_of_them=True)) + len(self.rest)
+        waiting = len(self.returned(all_of_them=True)) + len(self.back) + len(self.rest)
         dealt = (self.epoch + 1) * self._length
         assert sum(self.trained.values()) == dealt - waiting - self.remainders
         assert max(self.trained.values()) <= self.epoch + 1
@@ -281,7 +290,8 @@ class Walk:
             "lookahead": self.lookahead,
             "multiple_of": self.unit,
         }
-        self.joined = self.gone = self.steps = 0
+        self.joined = self.gone = 0
+        self.joins = pick.random() < 0.7
         ranks = pick.randint(1, 4)
         self.indices = Indices(self.length, ranks, self.lookahead)
         self.begin(Job(ranks))
@@ -333,7 +343,7 @@ class Walk:
         if not self.is_there():
             self.next_epoch()
             return
-        if not self.open and self.history.random() < 0.07:
+        if not self.open and self.joins and self.history.random() < 0.07:
             self.join()
         batches = {member: self.pulled[member].popleft() for member in self.followers()}
         shown = self.indices.members()
@@ -392,7 +402,6 @@ class Walk:
         ]
         self.job.train(sizes, seconds, passes=self.passes)
         self.open = []
-        self.steps += 1
         # One that is gone follows, to show what it would have been dealt.
         for member in self.pulls.sample(self.followers(), len(self.followers())):
             self.job.logs[member].returned()
@@ -409,7 +418,8 @@ class Walk:
 
     def next_epoch(self) -> None:
         members = self.indices.members()
-        self.indices.ends(min(self.batch, sum(self.most[each] for each in members)))
+        assert not self.indices.has(min(self.batch, sum(self.most[each] for each in members)))
+        self.indices.ends()
         if self.history.random() < 0.5:
             for member in self.followers():
                 self.samplers[member].set_epoch(self.indices.epoch)
@@ -420,10 +430,12 @@ class Walk:
         states = {json.dumps(self.samplers[each].state_dict()) for each in self.job.members}
         assert len(states) == 1
         job = Job(self.history.randint(1, 4))
-        self.indices.restarts(job.world_size)
+        goes_on = self.indices.restarts(job.world_size, self.batch)
         self.begin(job)
         for sampler in self.samplers.values():
             sampler.load_state_dict(json.loads(min(states)))
+            if not goes_on and job.world_size % 2:
+                sampler.set_epoch(self.indices.epoch)
         self.leave()
 
     def run(self, steps: int) -> None:
@@ -433,7 +445,7 @@ class Walk:
             if self.open:
                 continue
             self.indices.check()
-            if self.is_there() and action < 0.01:
+            if action < (0.01 if self.is_there() else 0.2):
                 self.restart()
             elif self.is_there() and action < 0.03:
                 self.leave()
