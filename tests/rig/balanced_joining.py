@@ -6,6 +6,7 @@ The averaged gradient of ``tally`` shows them: see death_training.py.
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import time
 from pathlib import Path
@@ -59,9 +60,19 @@ class Net(nn.Module):
         return loss
 
 
+def noted(folder: str) -> list[dict[str, Any]]:
+    """The passes and steps of each process that has trained, also if it was killed."""
+    found = []
+    for path in sorted(Path(folder).glob("*.notes")):
+        lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        passes = [line for line in lines if isinstance(line, list)]
+        found.append({"passes": passes, "steps": [x for x in lines if isinstance(x, dict)]})
+    return found
+
+
 def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
-    """Its passes and steps, and the error that has ended it, if any."""
-    found: dict[str, Any] = {"error": None, "passes": [], "steps": []}
+    """The error that has ended it, or its sampler's state at the end of the training."""
+    found: dict[str, Any] = {"error": None}
     try:
         _train(rank, plan, found)
     except Exception as caught:
@@ -80,7 +91,7 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: model.elastic.leave())
     mark("trains")
-    found["mine"] = model.elastic.members[model.elastic.rank]
+    mine = model.elastic.members[model.elastic.rank]
     data = Samples(plan.length)
     if plan.samples == "out":
         while not Path(plan.folder, "end").exists():
@@ -104,6 +115,8 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
     loader = DataLoader(
         data, batch_sampler=sampler, num_workers=workers, **(more if workers else {})
     )
+    passes = 0
+    notes = Path(plan.folder, f"{mine}.notes").open("w", buffering=1)
     epoch = 0 if plan.then == "begins anew" else sampler.stats().epoch
     while True:
         sampler.set_epoch(epoch)
@@ -116,12 +129,15 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
             counts = model.samples != 0
             loss.backward()
             time.sleep(plan.pause_s)
-            found["passes"].append(indices.tolist() if counts else [])
-            if counts and len(found["steps"]) > 0:
+            passes += 1
+            if counts:
                 mark("counts")
-            if len(found["passes"]) % plan.accumulate == 0:
-                found["steps"].append(step_of(model, net, epoch, plan))
-                mark(f"step {len(found['steps'])}")
+            reduces = passes % plan.accumulate == 0
+            step = [json.dumps(step_of(model, net, epoch, plan))] if reduces else []
+            own = json.dumps(indices.tolist() if counts else [])
+            notes.write("\n".join([own, *step, ""]))
+            if reduces:
+                mark(f"step {passes // plan.accumulate}")
                 optimizer.step()
                 net.zero_grad()
             if model.elastic.left:
@@ -131,7 +147,6 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
             break
         epoch += 1
     found["state"] = sampler.state_dict()
-    found["batches"] = sampler.stats().batches
 
 
 def forget_signals(worker: int) -> None:
@@ -161,7 +176,7 @@ def step_of(model: Any, net: Net, epoch: int, plan: Plan) -> dict[str, Any]:
     once = grad / times * len(counted) / plan.accumulate
     return {
         "step": model.elastic.step,
-        "members": model.elastic.members,
+        "members": list(model.elastic.members),
         "epoch": epoch,
         "counted": counted,
         "off": float((once - 1).abs().max()) if counted else 0.0,
