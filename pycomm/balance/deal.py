@@ -3,7 +3,8 @@
 A batch takes the next indices of the epoch's list, and its shares cut them among the ranks. If a
 rank is gone, nobody trains its part of the batches that had been dealt to it as well. From the
 first batch that is not, these indices are at the front of what is left of the list. So an epoch of
-which a rank is lost has more batches. If that batch is one of the next epoch, they come there.
+which a rank is lost has more batches. If that batch is one of the next epoch, they come there, and
+so do those that the epoch's last batch has not taken.
 
 Worked example: 12 samples in order, batches of 4, and two ranks with 2 each. Batch 0 is [0 1 |
 2 3]. The second rank dies in batch 1, [4 5 | 6 7], and is dealt batch 2, [8 9 | 10 11], as well.
@@ -63,8 +64,8 @@ class Deals:
         return self._next
 
     def start(self, batch: int, order: torch.Tensor) -> None:
-        """This batch is the first of another epoch. Indices that came back in the last one and do not
-        fill a batch there are dealt in this one."""
+        """This batch is the first of another epoch. Indices that came back and filled no batch of the
+        last one are dealt in this one."""
         left = self._left[min(batch, self._next)]
         self._order = order
         self._put(batch, Left((*left.returned, *self._carried)))

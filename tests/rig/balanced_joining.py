@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -116,7 +117,7 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
         data, batch_sampler=sampler, num_workers=workers, **(more if workers else {})
     )
     passes = 0
-    notes = Path(plan.folder, f"{mine}.notes").open("w", buffering=1)
+    notes = os.open(f"{plan.folder}/{mine}.notes", os.O_WRONLY | os.O_CREAT, 0o600)
     epoch = 0 if plan.then == "begins anew" else sampler.stats().epoch
     while True:
         sampler.set_epoch(epoch)
@@ -135,7 +136,7 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
             reduces = passes % plan.accumulate == 0
             step = [json.dumps(step_of(model, net, epoch, plan))] if reduces else []
             own = json.dumps(indices.tolist() if counts else [])
-            notes.write("\n".join([own, *step, ""]))
+            os.write(notes, "\n".join([own, *step, ""]).encode())
             if reduces:
                 mark(f"step {passes // plan.accumulate}")
                 optimizer.step()

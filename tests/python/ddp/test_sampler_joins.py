@@ -245,7 +245,7 @@ class Indices:
         self.rest = self._order()
 
     def restarts(self, members: int, batch: int) -> bool:
-        """As other ranks. Whether the epoch goes on, with all that came back; or the next one does."""
+        """As other ranks. Whether the epoch goes on, with all that came back."""
         goes_on = self.has(batch)
         at_once = self.returned()
         later = self.returned(all_of_them=True)[len(at_once) :]
