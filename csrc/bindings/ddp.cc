@@ -99,7 +99,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, passes of each rank, [(weight, last_compute_ns, trained) of each rank], members).
+/// A list of (step, passes of each rank, [(weight, last_compute_ns, trained, largest) of each rank], members).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -109,7 +109,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
   for (const PassWeights::Step& step : steps) {
     py::list rows;
     for (const PassWeights::Row& row : step.rows) {
-      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.trained));
+      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.trained, row.largest));
     }
     found.append(py::make_tuple(step.index, step.passes, rows, step.members));
   }
@@ -362,6 +362,7 @@ void bindReducer(py::module_& m) {
       .def("used_here", blocking(&Reducer::usedHere))
       .def("weight_unsynced", blocking(&Reducer::weightUnsynced))
       .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
+      .def("set_largest", blocking(&Reducer::setLargest), py::arg("largest"))
       .def("pending_weight", blocking(&Reducer::pendingWeight))
       .def("pass_without_batch", blocking(&Reducer::passWithoutBatch), py::arg("reduces"))
       .def("step_rows", stepRows, py::arg("since"))

@@ -19,14 +19,14 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kWords = 4; // of a row
+constexpr int64_t kWords = 5; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
 
 std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
   const auto* word = words.const_data_ptr<int64_t>();
   std::vector<PassWeights::Row> rows;
   for (int64_t at = 0; at < words.numel(); at += kWords) {
-    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2], word[at + 3]});
+    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2], word[at + 3], word[at + 4]});
   }
   return rows;
 }
@@ -327,6 +327,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
   row[1] = sum_.passes;
   row[2] = last_compute_ns_;
   row[3] = sum_.trained;
+  row[4] = largest_;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
   const CallTag about(CallTag::of("the weights of ranks"));

@@ -63,6 +63,7 @@ class PassWeights {
     int64_t passes = 0; ///< how many
     int64_t last_compute_ns = kUnknown; ///< how long the step before took, without waiting for other ranks
     int64_t trained = 0; ///< as `passes`, with those that were forgotten
+    int64_t largest = 0; ///< the largest share that its sampler allows; 0: any
   };
   static constexpr int64_t kUnknown = -1;
   struct Step {
@@ -156,6 +157,10 @@ class PassWeights {
   void setLastComputeNs(int64_t ns) noexcept {
     last_compute_ns_ = ns;
   }
+  /// See Row::largest.
+  void setLargest(int64_t largest) noexcept {
+    largest_ = largest;
+  }
 
   /// The weights of all passes that were reduced since parameters were averaged last: part of a checkpoint.
   [[nodiscard]] double unsynced() const noexcept {
@@ -233,6 +238,7 @@ class PassWeights {
   WaitClock::Instant gap_began_; ///< none in a pass, and before the first one
   std::deque<int64_t> gaps_ns_; ///< of the last steps, at most kGapsKept
   int64_t last_compute_ns_ = kUnknown; ///< of the step before
+  int64_t largest_ = 0;
   Step step_; ///< the one under way, once its rows are known
   std::deque<Step> steps_;
   int64_t shown_steps_ = 0; ///< step_count_ when forwardBegan() last returned true

@@ -361,6 +361,11 @@ void Reducer::setWeightUnsynced(double weight) {
   weights().setUnsynced(weight);
 }
 
+void Reducer::setLargest(int64_t largest) {
+  const Turn turn(*this);
+  weights().setLargest(largest);
+}
+
 PassWeights::Accumulated Reducer::weighed() {
   (void)weights();
   const std::lock_guard lock(shown_mutex_);

@@ -115,6 +115,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// See PassWeights::unsynced().
   [[nodiscard]] double weightUnsynced();
   void setWeightUnsynced(double weight);
+  /// See PassWeights::Row::largest.
+  void setLargest(int64_t largest);
   /// Steps on record.
   [[nodiscard]] int64_t weighedSteps();
   [[nodiscard]] PassWeights::Accumulated weighed();

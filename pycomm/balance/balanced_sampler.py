@@ -87,6 +87,12 @@ class BalancedSampler(Sampler[list[int]]):
     ``global_batch`` samples together again. What the dead rank had been dealt and has not trained
     is dealt again, in further batches.
 
+    With ``Elastic(peers=)`` processes may join. They get the members' position with the parameters:
+    make the sampler behind the model, before its first ``forward()``, and begin the loop with the
+    epoch ``sampler.stats().epoch``. From ``lookahead`` batches after the first step on, a process
+    that has joined has a share. Until then its batches are ``min_batch`` samples of the others,
+    which its loop puts through like any batch, and which count 0: ``model.samples`` is 0.
+
     Example::
 
         sampler = pycomm.BalancedSampler(dataset, global_batch=256, model=model)
@@ -115,8 +121,10 @@ class BalancedSampler(Sampler[list[int]]):
         TypeError: ``dataset`` is iterable or has no ``len()``; ``model`` keeps no record of steps.
         ValueError: An argument is out of range, no shares are allowed, or the dataset is shorter
             than one step.
-        ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all.
-        UnsupportedError: The model has lost ranks, with which to compare arguments.
+        ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all. Or
+            from the members', on a process that joins.
+        UnsupportedError: The model has lost ranks, with which to compare arguments, or others have
+            joined; or with ``Elastic(peers=)`` it has another ``BalancedSampler``.
 
     The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
     the model makes more passes than batches were dealt, or if only some ranks drop a pass.
@@ -159,31 +167,35 @@ class BalancedSampler(Sampler[list[int]]):
         self._shuffle = shuffle
         self._seed = seed
         self._lookahead = lookahead
-        most = self._compare(
-            {
-                "the length of the dataset": self._length,
-                "global_batch": global_batch,
-                "seed": seed,
-                "lookahead": lookahead,
-                "min_batch": min_batch,
-                "multiple_of": multiple_of,
-                "shuffle": int(shuffle),
-            },
-            max_batch or 0,
-        )
-        self._limits = Limits.of(
-            global_batch, unit=multiple_of, fewest=min_batch, most=[each or None for each in most]
-        )
-        self._plan = SharePlan(self._limits, lookahead)
+        self._arguments = {
+            "the length of the dataset": self._length,
+            "global_batch": global_batch,
+            "seed": seed,
+            "lookahead": lookahead,
+            "min_batch": min_batch,
+            "multiple_of": multiple_of,
+            "shuffle": int(shuffle),
+        }
+        self._deals = Deals(self._length)
         self._next_step = self._log.steps
         self._epoch = 0
-        self._deals = Deals(self._length)
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
         self._loaded_epoch = 0
         self._loaded_complete = False  # the state that was loaded is that of an epoch's end
         self._deal_nothing = False
+        self._must_begin = False  # with the members' epoch, as this process has joined
+        self._waits = False  # for its first share
+        self._limits: Limits
+        self._plan: SharePlan
+        if (received := self._log.received()) is not None:
+            self._join(received, max_batch)
+        else:
+            most = [each or None for each in self._compare(self._arguments, max_batch or 0)]
+            self._limits = Limits.of(global_batch, unit=multiple_of, fewest=min_batch, most=most)
+            self._plan = SharePlan(self._limits, lookahead)
         self._told = self._plan.newest
         self._told_advice = ""
+        self._log.allow(max_batch or 0)
         self._log.follow(self)
 
     @property
@@ -210,13 +222,16 @@ class BalancedSampler(Sampler[list[int]]):
         if self._begin is None:
             self._begin = now
             self._deals.start(now, self._order())
-        self._check_dealt(self._deals.next_batch)
         for batch in itertools.count(now):
             change = self._shares_of(batch)
             parts = self._deals.deal(batch, change, self._plan.losses)
             if parts is None:
                 return
-            yield parts[self._log.rank]
+            self._must_begin = False
+            mine = parts.get(self._log.rank)
+            if mine is None:  # it has joined: of the others, as there are no empty batches
+                mine = [*itertools.chain(*parts.values())][: self._limits.fewest[0]]
+            yield mine
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, on all ranks alike; in one that is under way it keeps the position.
@@ -226,8 +241,15 @@ class BalancedSampler(Sampler[list[int]]):
 
         Raises:
             ValueError: ``epoch`` is not a whole number from 0.
+            RuntimeError: This process has joined, and begins with another epoch than the members'.
         """
         _check_whole("epoch", epoch, 0)
+        if self._must_begin and epoch != self._epoch:
+            raise RuntimeError(
+                f"set_epoch({epoch}) of BalancedSampler in a process that has joined, and the "
+                f"members are in epoch {self._epoch}: it would deal other batches than they. Try: "
+                "for epoch in range(sampler.stats().epoch, epochs)"
+            )
         complete = self._is_complete(self._now())
         if epoch == self._epoch and (self._loaded_complete or not complete):
             self._deal_nothing = complete
@@ -271,7 +293,8 @@ class BalancedSampler(Sampler[list[int]]):
             "epoch": self._epoch,
             "cursor": self._cursor(),
             "left": self._left(),
-            "plan": self._plan.state(),
+            # Others that continue are numbered anew, and nobody knows which is which.
+            "plan": self._plan.state() if self._plan.has_all else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,6 +307,7 @@ class BalancedSampler(Sampler[list[int]]):
             ValueError: The state is of another dataset, ``global_batch``, ``seed`` or ``shuffle``;
                 nothing was changed.
             ConfigMismatchError: The ranks loaded different states; on all of them.
+            UnsupportedError: Ranks are gone or have joined.
         """
         saved = part_of(state, "options")
         mine = self._options()
@@ -316,6 +340,61 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._loaded_complete:
             self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
 
+    def state_for(self, newcomers: int) -> dict[str, Any]:
+        """For the model, to which processes join: what their samplers begin with."""
+        now = self._now()
+        members, least = len(self._plan.limits.most), self._limits.fewest[0]
+        if (members + newcomers) * least > self._global_batch:
+            raise ValueError(
+                f"global_batch={self._global_batch} of BalancedSampler is too small for "
+                f"{members + newcomers} ranks, each of which takes at least {least}"
+            )
+        return {
+            "arguments": self._arguments,
+            "most": list(self._limits.most),
+            "epoch": self._epoch,
+            "begin": self._begin,
+            "plan": self._plan.state(),
+            "deals": self._deals.state(now, self._plan.losses),
+        }
+
+    def _join(self, state: Mapping[str, Any], max_batch: int | None) -> None:
+        """Continues as the members' samplers, from what ``state_for()`` returned there."""
+        for name, mine in self._arguments.items():
+            if mine != (theirs := part_of(state, "arguments")[name]):
+                raise ConfigMismatchError(
+                    f"BalancedSampler differs from the members': {name} is {theirs} there and "
+                    f"{mine} in this process, which joins. Try: the same on all ranks; only "
+                    "max_batch may differ"
+                )
+        unit, fewest = self._arguments["multiple_of"], self._arguments["min_batch"]
+        self._limits = Limits.of(
+            self._global_batch, unit=unit, fewest=fewest, most=part_of(state, "most")
+        )
+        if max_batch is not None and max_batch // unit * unit < self._limits.fewest[0]:
+            raise ValueError(
+                f"max_batch={max_batch} is below the least share, {self._limits.fewest[0]}. Try: a "
+                "larger one"
+            )
+        self._plan = SharePlan.load(part_of(state, "plan"), self._limits, self._lookahead)
+        self._epoch = self._loaded_epoch = int(part_of(state, "epoch"))
+        self._begin = int(part_of(state, "begin"))
+        self._deals.load(self._order(), part_of(state, "deals"))
+        self._must_begin = self._waits = True
+
+    def is_idle(self) -> bool:
+        """For the model: whether its passes train no batch of this sampler now."""
+        self.read_steps()
+        return self._is_idle()
+
+    def has_share(self) -> bool:
+        """For the model: False in the first passes of a process that has joined."""
+        members = self._deals.shares_of(self._now()) if self._waits else None
+        if members is None:  # or the pass is another loader's
+            return True
+        self._waits = self._log.rank not in members
+        return not self._waits
+
     def _order(self) -> torch.Tensor:
         return epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
 
@@ -347,8 +426,10 @@ class BalancedSampler(Sampler[list[int]]):
     def _is_complete(self, now: int) -> bool:
         if self._begin is None:
             return False
-        if now > self._deals.next_batch:  # some of them are another loader's
-            return now - self._begin >= len(self)
+        # Passes of another loader, or of before a restart, that have trained batches nobody pulled.
+        for batch in range(self._deals.next_batch, now):
+            if self._deals.deal(batch, self._plan.decided(batch), self._plan.losses) is None:
+                return True
         # An epoch of which ranks were lost has more batches.
         return not self._deals.has(now, self._plan.decided(now), self._plan.losses)
 

@@ -3,7 +3,8 @@
 A batch takes the next indices of the epoch's list, and its shares cut them among the ranks. If a
 rank is gone, nobody trains its part of the batches that had been dealt to it as well. From the
 first batch that is not, these indices are at the front of what is left of the list. So an epoch of
-which a rank is lost has more batches. If that batch is one of the next epoch, they come there.
+which a rank is lost has more batches. If that batch is one of the next epoch, they come there, and
+so do those that the epoch's last batch has not taken.
 
 Worked example: 12 samples in order, batches of 4, and two ranks with 2 each. Batch 0 is [0 1 |
 2 3]. The second rank dies in batch 1, [4 5 | 6 7], and is dealt batch 2, [8 9 | 10 11], as well.
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,9 +64,11 @@ class Deals:
         return self._next
 
     def start(self, batch: int, order: torch.Tensor) -> None:
-        """This batch is the first of another epoch."""
+        """This batch is the first of another epoch. Indices that came back and filled no batch of the
+        last one are dealt in this one."""
+        left = self._left[min(batch, self._next)]
         self._order = order
-        self._put(batch, Left(self._carried))
+        self._put(batch, Left((*left.returned, *self._carried)))
         self._carried = ()
 
     def resume(self, batch: int, order: torch.Tensor, left: Left, returned: Sequence[int]) -> None:
@@ -111,6 +114,42 @@ class Deals:
         }
         self._put(batch + 1, Left(left.returned[total:], skipped))
         return self._parts[batch]
+
+    def shares_of(self, batch: int) -> Collection[int] | None:
+        """The members that have a part of this batch; None if it was not dealt."""
+        return self._parts.get(batch)
+
+    def state(self, batch: int, losses: Sequence[Loss]) -> dict[str, Any]:
+        """What ``load()`` continues from, before this batch: plain numbers, lists and dicts."""
+        left = self._left[batch]
+        untrained = {
+            number: [
+                [member, parts[member]]
+                for each in losses
+                if each.since <= number
+                for member in each.members
+                if member in parts
+            ]
+            for number, parts in self._parts.items()
+            if number < batch
+        }
+        return {
+            "batch": batch,
+            "carried": list(self._carried),
+            "returned": list(left.returned),
+            "skipped": left.skipped,
+            "parts": [[number, parts] for number, parts in untrained.items() if parts],
+        }
+
+    def load(self, order: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Continues as the ``Deals`` whose ``state()`` it was, in an epoch of this order."""
+        self.resume(
+            int(state["batch"]),
+            order,
+            Left(tuple(state["returned"]), int(state["skipped"])),
+            state["carried"],
+        )
+        self._parts = {number: dict(parts) for number, parts in state["parts"]}
 
     def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
         """What ``resume()`` continues from before this batch, and parts of earlier batches that

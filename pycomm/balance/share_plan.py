@@ -11,7 +11,8 @@ pulls batch 4 before batch 2 is trained: step 1 is on record, so that is early e
 
 A rank that is missing from a step is gone. Like all that a step decides, this holds from
 ``lookahead`` batches later on: until then batches are dealt to the rank that is gone as well, and
-nobody trains its part of them (``Loss``).
+nobody trains its part of them (``Loss``). A rank that is new in a step has joined. It has a share
+from the same batch on: until then batches are dealt to the others alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any, NamedTuple
 from pycomm.balance.step_log import StepRecord
 from pycomm.balance.step_times import Fit, StepTimes
 from pycomm.balance.whole_shares import Limits, best_shares, even_shares, step_seconds
-from pycomm.errors import UnsupportedError
 
 LEAST_GAIN = 0.02
 """Shares change for a predicted gain above this, so that each batch size is met rarely."""
@@ -72,7 +72,7 @@ class SharePlan:
         self._times = {member: StepTimes() for member in members}
         self._changes = [Change(0, even_shares(limits), members)]
         self._losses: list[Loss] = []
-        self._whole = True
+        self._has_all = True
         self._count = 0
         self._busy = _BUSY
         self._trained = 0
@@ -101,8 +101,13 @@ class SharePlan:
 
     @property
     def limits(self) -> Limits:
-        """Which shares are allowed to those who are left."""
+        """Which shares are allowed to the newest members."""
         return self._limits
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the members are those that it was made for, as they always were."""
+        return self._has_all
 
     @property
     def losses(self) -> list[Loss]:
@@ -116,21 +121,12 @@ class SharePlan:
         return known if len(known) == len(fits) else None
 
     def add(self, record: StepRecord) -> None:
-        """Takes the next record: it has the seconds of the step before it.
-
-        Raises:
-            UnsupportedError: A rank has joined; nothing was changed.
-        """
-        if joined := [each for each in record.members if each not in self._times]:
-            raise UnsupportedError(
-                f"BalancedSampler cannot deal to ranks that have joined ({joined}) yet. Try: save "
-                "its state, and restart the job with all ranks"
-            )
+        """Takes the next record: it has the seconds of the step before it."""
         if self._open is not None:
             self._close(self._open, dict(zip(record.members, record.last_seconds, strict=True)))
         self._open = record
-        if len(record.members) < len(self._times):
-            self._lose(record)
+        if list(record.members) != list(self._times):
+            self._change_members(record)
         self._trained += record.passes
 
     def interrupt(self) -> None:
@@ -151,37 +147,49 @@ class SharePlan:
         known = (each for each in reversed(self._changes) if each.batch <= batch)
         return next(known, self._changes[0])
 
-    def state(self) -> dict[str, Any] | None:
-        """What ``load`` continues from: plain numbers, strings, lists and dicts. None once ranks
-        are gone: those that continue are numbered anew, and nobody knows which is which."""
-        if not self._whole:
-            return None
+    def state(self) -> dict[str, Any]:
+        """What ``load`` continues from: plain numbers, strings, lists and dicts."""
         opened = self._open
         return {
+            "members": list(self._times),
+            "most": list(self._limits.most),
+            "has_all": self._has_all,
             "trained": self._trained,
             "timed": self._timed,
             "busy": self._busy,
             "count": self._count,
-            "changes": [[each.batch, list(each.shares)] for each in self._changes],
+            "changes": [
+                [each.batch, list(each.shares), list(each.members)] for each in self._changes
+            ],
+            "losses": [[list(each.members), each.since, each.until] for each in self._losses],
             "times": [times.state() for times in self._times.values()],
-            "open": None if opened is None else [opened.passes, list(opened.samples)],
+            "open": None
+            if opened is None
+            else [opened.passes, list(opened.samples), list(opened.members)],
         }
 
     @classmethod
     def load(cls, state: Mapping[str, Any], limits: Limits, lookahead: int) -> SharePlan:
-        """The plan whose ``state()`` it was; its limits and lookahead must be equal, too."""
-        plan = cls(limits, lookahead)
+        """The plan whose ``state()`` it was, made with the same arguments."""
+        plan = cls(limits.of_ranks(state["most"]), lookahead)
+        plan._has_all = bool(state["has_all"])
         plan._trained, plan._timed = int(state["trained"]), int(state["timed"])
         plan._count, plan._busy = int(state["count"]), int(state["busy"])
-        members = tuple(plan._times)
         plan._changes = [
-            Change(int(batch), tuple(int(share) for share in shares), members)
-            for batch, shares in state["changes"]
+            Change(int(batch), tuple(map(int, shares)), tuple(map(int, members)))
+            for batch, shares, members in state["changes"]
         ]
-        plan._times = dict(enumerate(StepTimes.load(each) for each in state["times"]))
+        plan._losses = [
+            Loss(tuple(map(int, members)), int(since), int(until))
+            for members, since, until in state["losses"]
+        ]
+        times = map(StepTimes.load, state["times"])
+        plan._times = dict(zip(map(int, state["members"]), times, strict=True))
         if (opened := state["open"]) is not None:
-            passes, samples = opened
-            plan._open = StepRecord(int(passes), [float(each) for each in samples], (), members)
+            passes, samples, members = opened
+            plan._open = StepRecord(
+                int(passes), [float(each) for each in samples], (), list(map(int, members)), ()
+            )
         return plan
 
     def _close(self, record: StepRecord, seconds: Mapping[int, float]) -> None:
@@ -189,7 +197,8 @@ class SharePlan:
         self._timed += record.passes
         changes = [self.decided(batch) for batch in batches]
         dealt = [dict(zip(each.members, each.shares, strict=True)) for each in changes]
-        sizes = {member: sum(each[member] for each in dealt) for member in record.members}
+        # One that has joined has no part of the batches before its first.
+        sizes = {member: sum(each.get(member, 0) for each in dealt) for member in record.members}
         in_samples = math.isclose(math.fsum(record.samples), sum(sizes.values()))
         for member, samples in zip(record.members, record.samples, strict=True):
             # Samples of another unit, such as tokens, say nothing about what is dealt.
@@ -204,20 +213,33 @@ class SharePlan:
             self._changes.pop(0)
         self._losses = [each for each in self._losses if each.until >= self._timed]
 
-    def _lose(self, record: StepRecord) -> None:
-        """Shares its samples out among those who are left: they have a step on record."""
-        before = list(self._times)
-        gone = tuple(each for each in before if each not in record.members)
+    def _change_members(self, record: StepRecord) -> None:
+        """Shares the samples out among those who have this step on record."""
+        most: dict[int, int | None] = dict(zip(self._times, self._limits.most, strict=True))
+        gone = tuple(each for each in most if each not in record.members)
         until = self._trained + record.passes - 1 + self._lookahead
-        self._losses.append(Loss(gone, self._trained, until))
-        self._whole = False
-        self._limits = self._limits.without([before.index(each) for each in gone])
-        self._times = {member: self._times[member] for member in record.members}
-        fits = self.fits()
-        shares = best_shares(fits, self._limits) if fits else even_shares(self._limits)
-        self._changes.append(Change(until, shares, tuple(self._times)))
+        if gone:
+            self._losses.append(Loss(gone, self._trained, until))
+        for member, largest in zip(record.members, record.largest, strict=True):
+            most.setdefault(member, largest or None)
+        self._has_all = False
+        self._limits = self._limits.of_ranks([most[member] for member in record.members])
+        self._times = {each: self._times.get(each, StepTimes()) for each in record.members}
+        self._changes.append(Change(until, self._likely_shares(), tuple(self._times)))
         self._count += 1
         self._busy = self._lookahead + _BUSY
+
+    def _likely_shares(self) -> tuple[int, ...]:
+        """The best ones. A rank that is not timed yet is taken for the mean of the others."""
+        fits = [times.fit() for times in self._times.values()]
+        known = [fit for fit in fits if fit is not None]
+        if not known:
+            return even_shares(self._limits)
+        mean = Fit(
+            math.fsum(fit.fixed for fit in known) / len(known),
+            math.fsum(fit.per_sample for fit in known) / len(known),
+        )
+        return best_shares([fit or mean for fit in fits], self._limits)
 
     def _decide(self, batch: int) -> None:
         # Of all, so no any() around it.

@@ -6,7 +6,7 @@ This is the whole of what ``BalancedSampler`` knows about a model, and it is rea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -25,8 +25,10 @@ class StepRecord:
     optimizer and the loader, as the median of the last 5 steps; less the time in which it waited
     for other ranks. NaN if it does not know, as in its first step."""
     members: Sequence[int]
-    """The ranks themselves, in the order of the two above. A rank has the number that it had when
-    the model was wrapped, also once others are gone."""
+    """The ranks themselves, in the order of the lists here. A rank has the number that it had when
+    the model was wrapped, also once others are gone; one that has joined has a new one."""
+    largest: Sequence[int]
+    """Of each rank, the largest share that its sampler allows; 0: any."""
 
 
 class StepReader(Protocol):
@@ -34,6 +36,17 @@ class StepReader(Protocol):
 
     def read_steps(self) -> None:
         """Takes the records that there are."""
+
+    def is_idle(self) -> bool:
+        """Whether the next pass trains no batch of it. All ranks say the same."""
+
+    def has_share(self) -> bool:
+        """Whether this rank has a share of the batch that the next pass trains. One that has joined
+        has none in its first passes, and the samples of these must not count."""
+
+    def state_for(self, newcomers: int) -> dict[str, Any]:
+        """What the samplers of so many processes that join begin with; between two steps. An error:
+        they cannot join now."""
 
     def __hash__(self) -> int: ...
 
@@ -75,11 +88,29 @@ class StepLog(Protocol):
 
     def follow(self, reader: StepReader) -> None:
         """Calls ``reader.read_steps()`` before records are dropped that it has not seen, between
-        backward passes, on the thread that trains. Keeps no reference to it that counts."""
+        backward passes, on the thread that trains. Keeps no reference to it that counts.
+
+        Raises:
+            UnsupportedError: Processes may join, and another reader follows already.
+        """
+
+    def allow(self, largest: int) -> None:
+        """Says the largest share that this rank allows, to all in each further step. 0: any."""
+
+    def received(self) -> Mapping[str, Any] | None:
+        """What ``StepReader.state_for`` returned on a member, if this process has joined, and none
+        follows yet. None: it has not, or one has followed.
+
+        Raises:
+            UnsupportedError: It has joined members that have no reader.
+        """
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks. Not
-        once ranks are gone."""
+        """Each rank's numbers, from -2**63 to 2**63 - 1, as many on all. Collective; blocks.
+
+        Raises:
+            UnsupportedError: Ranks are gone or have joined.
+        """
 
 
 def step_log_of(model: Any) -> StepLog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from pycomm.balance.step_times import Fit
 
@@ -15,11 +15,17 @@ _HALVINGS = 60
 class Limits:
     """Which shares are allowed. All of its numbers but ``unit`` are multiples of ``unit``."""
 
-    total: int
+    whole: int
+    """The samples of a step, if the ranks can take them."""
     unit: int
     fewest: tuple[int, ...]
     """Of each rank."""
     most: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The samples of a step."""
+        return min(self.whole, sum(self.most))
 
     @classmethod
     def of(cls, total: int, *, unit: int, fewest: int, most: Sequence[int | None]) -> Limits:
@@ -60,13 +66,11 @@ class Limits:
             )
         return cls(total, unit, (least,) * ranks, tuple(min(each, total) for each in limits))
 
-    def without(self, gone: Collection[int]) -> Limits:
-        """The limits of the others, if the ranks at these positions are gone. If they cannot take
-        the whole total, it shrinks to what they can."""
-        left = [rank for rank in range(len(self.most)) if rank not in gone]
-        most = tuple(self.most[rank] for rank in left)
-        fewest = tuple(self.fewest[rank] for rank in left)
-        return dataclasses.replace(self, total=min(self.total, sum(most)), fewest=fewest, most=most)
+    def of_ranks(self, most: Sequence[int | None]) -> Limits:
+        """The limits of other ranks, whose largest shares these are. None: no limit."""
+        units = (self.whole if each is None else each // self.unit * self.unit for each in most)
+        largest = tuple(min(each, self.whole) for each in units)
+        return dataclasses.replace(self, fewest=self.fewest[:1] * len(largest), most=largest)
 
 
 def even_shares(limits: Limits) -> tuple[int, ...]:
@@ -132,7 +136,7 @@ def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float, members: Seq
     shares = best_shares(fits, limits)
     now = step_seconds(fits, shares)
     worst = max(range(len(fits)), key=lambda rank: fits[rank].seconds(shares[rank]))
-    rest = limits.without([worst])
+    rest = limits.of_ranks([most for rank, most in enumerate(limits.most) if rank != worst])
     if rest.total < limits.total:
         return ""
     without = [fit for rank, fit in enumerate(fits) if rank != worst]

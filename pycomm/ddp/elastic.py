@@ -55,6 +55,7 @@ class Elastic:
         state: With ``peers``: what a process needs to go on as the others do, besides parameters
             and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
             ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
+            Not a ``BalancedSampler``: its position travels by itself.
         join: True: this process joins the training whose members have written ``peers``. Making the
             wrapper then blocks until it is a member, with all of ``state`` loaded. It never begins
             a training. Its own default group is of no use to the others: a group of itself alone.

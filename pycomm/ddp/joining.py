@@ -180,6 +180,7 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
     reducer = model.reducer
     reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
     reducer.set_passes(shared["passes"])
+    model._received_sampler = shared["sampler"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -189,12 +190,15 @@ def give_state(model: Any, args: object) -> None:
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
         return
+    if not model._can_be_joined():
+        return
     model.reducer.admit_newcomers()
     agreement = model._agreement
-    if agreement.newcomers() == 0:
+    newcomers = agreement.newcomers()
+    if newcomers == 0:
         return
     try:
-        state = _packed(model)
+        state = _packed(model, newcomers)
     except Exception as error:  # of a state_dict(): the training goes on
         logger.exception("the state for a process that wants to join could not be read")
         agreement.refuse(f"The members' state could not be read there: {error!r}.")
@@ -202,7 +206,7 @@ def give_state(model: Any, args: object) -> None:
         agreement.give(state)
 
 
-def _packed(model: Any) -> memoryview:
+def _packed(model: Any, newcomers: int) -> memoryview:
     order, agreed = model.reducer.order()
     parameters = model.module.named_parameters()
     packed = io.BytesIO()
@@ -217,6 +221,7 @@ def _packed(model: Any) -> memoryview:
                 "agreed": agreed,
                 "passes": model.reducer.passes(),
                 "steps": model.elastic.step,
+                "sampler": model._state_of_sampler(newcomers),
             },
         },
         packed,

@@ -125,7 +125,8 @@ class _WrapperLog:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._wrapper.process_group)
+        elastic = self._wrapper.elastic
+        return dist.get_rank(self._wrapper.process_group) if elastic is None else elastic._number
 
     @property
     def world_size(self) -> int:
@@ -148,25 +149,48 @@ class _WrapperLog:
         return [
             StepRecord(
                 passes=trained_alike(
-                    step, [trained for _, _, trained in rows], members or range(len(rows))
+                    step, [trained for _, _, trained, _ in rows], members or range(len(rows))
                 ),
-                samples=[weight for weight, _, _ in rows],
-                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns, _ in rows],
+                samples=[weight for weight, _, _, _ in rows],
+                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns, _, _ in rows],
                 members=members or range(len(rows)),
+                largest=[largest for _, _, _, largest in rows],
             )
             for step, _, rows, members in found
         ]
 
     def follow(self, reader: StepReader) -> None:
-        _READERS.setdefault(self._wrapper, weakref.WeakSet()).add(reader)
+        readers = _READERS.setdefault(self._wrapper, weakref.WeakSet())
+        if self._wrapper._may_be_joined and len(readers) > 0:
+            raise UnsupportedError(
+                "a second BalancedSampler of a model with Elastic(peers=): a process that joins "
+                "would not know whose batches it trains. Try: one sampler, kept over all epochs"
+            )
+        readers.add(reader)
+        self._wrapper._received_sampler = None
+
+    def allow(self, largest: int) -> None:
+        self._wrapper.reducer.set_largest(largest)
+
+    def received(self) -> Mapping[str, Any] | None:
+        state: Mapping[str, Any] | None = self._wrapper._received_sampler
+        elastic = self._wrapper.elastic
+        if state is None and elastic is not None and elastic._number >= self.world_size:
+            raise UnsupportedError(
+                "this process has joined a training whose members have no BalancedSampler, or has "
+                "made one already. Try: one on all members, made right after the model was "
+                "wrapped, and kept over all epochs; or the members' way to deal batches"
+            )
+        return state
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         group, elastic = self._wrapper.process_group, self._wrapper.elastic
-        if elastic is not None and elastic.size < self.world_size:
+        if elastic is not None and elastic.members != tuple(range(self.world_size)):
             raise UnsupportedError(
-                f"BalancedSampler compares its arguments over all {self.world_size} ranks, of "
-                f"which {elastic.size} are left. Try: make it, or load its state, right after the "
-                "model was wrapped, and keep it over all epochs"
+                f"BalancedSampler compares its arguments over all {self.world_size} ranks of the "
+                f"model's process group, and the members are now {list(elastic.members)}. Try: "
+                "make it, or load its state, right after the model was wrapped, and keep it over "
+                "all epochs. A process that has joined has the members' position"
             )
         slots = torch.zeros(self.world_size, len(numbers), dtype=torch.int64)
         slots[self.rank] = torch.tensor(numbers, dtype=torch.int64)
@@ -196,7 +220,12 @@ class Weighed(TorchDDP):
     _forward_weight = 1.0
     _counted = False
     _before_forward: Any = None
-    """The hook of ``sync_every``: a forward pass that does not come would have called it."""
+    """The hook of ``sync_every`` or ``peers``: a forward pass that does not come would have called
+    it."""
+    _may_be_joined = False
+    _received_sampler: Mapping[str, Any] | None = None
+    """What the members' ``BalancedSampler`` has sent, until one is made in this process, which has
+    joined."""
 
     @property
     def samples(self) -> float | None:
@@ -222,7 +251,7 @@ class Weighed(TorchDDP):
     def samples(self, number: float | None) -> None:
         self._check_weighs("model.samples")
         checked = None if number is None else check_samples("model.samples", number)
-        self.reducer.set_weight(checked)
+        self.reducer.set_weight(checked if self._has_share() else 0.0)
 
     def no_batch(self) -> None:
         """With ``weight="samples"``: forward and backward of a rank that has no batch in this step.
@@ -255,6 +284,7 @@ class Weighed(TorchDDP):
             )
         if self._before_forward is not None:
             self._before_forward(self, ())
+        self._check_sampler()
         # torch moves what forward gets to the device, and expects something.
         super()._pre_forward(torch.empty(0))  # type: ignore[no-untyped-call]
         if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
@@ -269,17 +299,10 @@ class Weighed(TorchDDP):
         """The steps of all ranks, for ``BalancedSampler``; None without ``weight="samples"``.
 
         Raises:
-            UnsupportedError: With ``sync_every``, if others may join, and for parameters on a CUDA
-                device.
+            UnsupportedError: With ``sync_every``, and for parameters on a CUDA device.
         """
         if self._weight is None:
             return None
-        elastic = getattr(self, "_elastic", None)
-        if elastic is not None and elastic.peers is not None:
-            raise UnsupportedError(
-                "BalancedSampler cannot deal to ranks that join yet, and Elastic(peers=) lets them "
-                "join. Try: leave peers= out, or a batch size of each rank's own"
-            )
         if self._sync_every > 1:
             raise UnsupportedError(
                 "BalancedSampler cannot follow a wrapper with sync_every yet, whose steps only the "
@@ -317,7 +340,37 @@ class Weighed(TorchDDP):
             for reader in _READERS.get(self, ()):
                 reader.read_steps()
 
+    def _only_reader(self) -> StepReader | None:
+        """The sampler, of a wrapper that others may join."""
+        return next(iter(_READERS.get(self, ())), None) if self._may_be_joined else None
+
+    def _can_be_joined(self) -> bool:
+        """Whether the next pass trains a batch of the sampler, if there is one."""
+        reader = self._only_reader()
+        return reader is None or not reader.is_idle()
+
+    def _state_of_sampler(self, newcomers: int) -> dict[str, Any] | None:
+        """For so many processes that join; None without a sampler."""
+        reader = self._only_reader()
+        return None if reader is None else reader.state_for(newcomers)
+
+    def _has_share(self) -> bool:
+        reader = self._only_reader()
+        return reader is None or reader.has_share()
+
+    def _check_sampler(self) -> None:
+        if self._received_sampler is not None:
+            raise RuntimeError(
+                "the members of this training deal their batches with a BalancedSampler, and this "
+                "process, which has joined, trains without one: others train its samples, too. "
+                "Try: make the BalancedSampler as they do, before the first forward pass"
+            )
+
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
+        self._check_sampler()
+        if not self._has_share():
+            self.reducer.set_weight(0.0)
+            return 0.0, "as BalancedSampler has no share for this process yet"
         said = self.samples
         if said is not None:
             return said, "as model.samples says"

@@ -194,6 +194,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._sync_every = sync_every
         self._weight = weight
         self._elastic = elastic
+        self._may_be_joined = elastic is not None and elastic.peers is not None
         self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = self._made_in_turn = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
@@ -222,7 +223,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
             self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
-        if elastic is not None and elastic.peers is not None:
+        if self._may_be_joined:
             from pycomm.ddp.joining import give_state
 
             self._before_forward = give_state
@@ -470,10 +471,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if self._elastic is not None:
             need_pycomm(self.process_group, "elastic=")
         names = names_of(self.module, parameters)
-        may_be_joined = self._elastic is not None and self._elastic.peers is not None
-        if self._check_ranks_agree or may_be_joined:
+        if self._check_ranks_agree or self._may_be_joined:
             self._check_ranks_agree = False
-            of_group = compared_options(self.process_group) if may_be_joined else {}
+            of_group = compared_options(self.process_group) if self._may_be_joined else {}
             self._description = check_same_on_all_ranks(
                 self.process_group,
                 self.device,

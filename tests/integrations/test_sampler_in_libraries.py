@@ -69,6 +69,12 @@ class GroupLog:
     def follow(self, reader: StepReader) -> None:
         """It keeps all."""
 
+    def allow(self, largest: int) -> None:
+        """Nobody joins, who would have to say it."""
+
+    def received(self) -> None:
+        """The same."""
+
     def records(self, since: int) -> Sequence[StepRecord]:
         return self._records[since:]
 
@@ -85,6 +91,7 @@ class GroupLog:
                 [each for each, _ in exchanged],
                 [each for _, each in exchanged],
                 range(self.world_size),
+                [0] * self.world_size,
             )
         )
         self._seconds = 1.0 + SPEEDS[self.rank] * samples

@@ -1,7 +1,7 @@
 """A constant global batch among ranks that die and join: no index is lost, and none counts twice.
 
-``BalancedSampler`` does not go with ``Elastic(peers=)`` yet. This has equal shares, and needs only
-what a program sees: the members before a step, and which indices its averages hold.
+``BalancedSampler`` deals by speed, ahead of training. This has equal shares, and needs only what a
+program sees: the members before a step, and which indices its averages hold.
 """
 
 from __future__ import annotations

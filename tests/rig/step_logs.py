@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pycomm.balance.step_log import StepReader, StepRecord
@@ -31,10 +31,11 @@ class Job:
     ) -> None:
         self.world_size = world_size
         self.members = list(range(world_size))
-        """Those that live: a test takes others out between two steps."""
+        """Those that live: a test takes others out between two steps. See ``join``, too."""
         self.records: list[StepRecord] = []
         self.logs = [RankLog(self, rank) for rank in range(world_size)]
-        self._seconds: Sequence[float] = [math.nan] * world_size  # by member, also of the dead
+        self.largest = [0] * world_size  # by member
+        self._seconds = [math.nan] * world_size  # by member, also of the dead
         self.gather = gather or (lambda rank, numbers: [list(numbers)] * world_size)
 
     def train(self, samples: Sequence[float], seconds: Sequence[float], *, passes: int = 1) -> None:
@@ -43,8 +44,22 @@ class Job:
         Samples and seconds are of all ranks, also of those that are dead.
         """
         numbers = [[each[member] for member in self.members] for each in (samples, self._seconds)]
-        self.records.append(StepRecord(passes, *numbers, list(self.members)))
-        self._seconds = seconds
+        largest = [self.largest[member] for member in self.members]
+        self.records.append(StepRecord(passes, *numbers, list(self.members), largest))
+        self._seconds = list(seconds)
+
+    def join(self, state: Mapping[str, Any] | None) -> RankLog:
+        """The log of a process that is a member from the next step on.
+
+        Args:
+            state: What the members' samplers begin with, see ``StepReader.state_for``.
+        """
+        log = RankLog(self, len(self.logs), first=len(self.records), received=state)
+        self.logs.append(log)
+        self.members.append(log.rank)
+        self.largest.append(0)
+        self._seconds.append(math.nan)
+        return log
 
     def returned(self) -> None:
         """On all ranks, backward has returned."""
@@ -61,8 +76,12 @@ class Job:
 class RankLog:
     """A ``StepLog``, and the model that has it."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(
+        self, job: Job, rank: int, *, first: int = 0, received: Mapping[str, Any] | None = None
+    ) -> None:
         self._job = job
+        self._first = first
+        self._received = received
         self.rank = rank
         self.world_size = job.world_size
         self.steps = 0
@@ -84,10 +103,16 @@ class RankLog:
     def follow(self, reader: StepReader) -> None:
         self._readers.append(reader)
 
+    def allow(self, largest: int) -> None:
+        self._job.largest[self.rank] = largest
+
+    def received(self) -> Mapping[str, Any] | None:
+        return self._received
+
     def records(self, since: int) -> Sequence[StepRecord]:
         if since < self.steps - KEPT:
             raise LookupError(f"the record of step {since} is no longer kept")
-        return self._job.records[since : self.steps]
+        return self._job.records[self._first + since : self._first + self.steps]
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._job.gather(self.rank, numbers)
@@ -123,6 +148,7 @@ class StoreLog:
                 [each for each, _ in exchanged],
                 [each for _, each in exchanged],
                 range(self.world_size),
+                [0] * self.world_size,
             )
         )
 
@@ -131,6 +157,12 @@ class StoreLog:
 
     def follow(self, reader: StepReader) -> None:
         """It keeps all."""
+
+    def allow(self, largest: int) -> None:
+        """Nobody joins, who would have to say it."""
+
+    def received(self) -> None:
+        """The same."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         return self._exchange(list(numbers))

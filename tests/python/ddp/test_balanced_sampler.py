@@ -397,6 +397,31 @@ def test_steps_of_another_loader_between_epochs_do_not_count(steps: int, when: s
     assert len(three.epoch()) == 8
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_few_of_them_are_so_too_however_far_loaders_have_run_ahead(steps: int) -> None:
+    three, whole = Three(), Three().epoch()
+    begin = three.epoch(2)
+    ahead = iter(three.samplers[1])
+    next(ahead), next(ahead)
+    train_others(three, steps)
+    three.state()  # is the same on all
+    rest = three.epoch()
+    assert [sorted(indices([step])) for step in begin + rest] == [
+        sorted(indices([step])) for step in whole[:2] + whole[2 + steps :]
+    ]
+
+
+def test_passes_that_a_checkpoint_brings_are_no_others() -> None:
+    """It was saved after passes that wait for a reduction, and the model's part was loaded, too."""
+    three, whole = Three(), Three().epoch()
+    three.epoch(3)
+    resumed = three.restarted()
+    for log in resumed.job.logs:
+        log.pending_passes = 1
+    iterators = [iter(sampler) for sampler in resumed.samplers]
+    assert sorted(indices([[next(each) for each in iterators]])) == sorted(indices([whole[4]]))
+
+
 def test_a_set_epoch_in_the_middle_of_one_leaves_its_loader() -> None:
     three = Three()
     three.epoch(3)

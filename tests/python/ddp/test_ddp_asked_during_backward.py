@@ -168,6 +168,7 @@ def refused_calls(work: Any) -> dict[str, tuple[Any, ...]]:
         "mark_forward": ([], True, 1.0),
         "set_weight": (1.0,),
         "set_weight_unsynced": (1.0,),
+        "set_largest": (1,),
         "pass_without_batch": (True,),
         "step_rows": (0,),
         "prepare_for_backward": ([],),

@@ -82,6 +82,6 @@ def test_a_rank_is_killed(
             running.kill(rank)
         results = running.collect(120)
     one = check(results, plan, dead)
-    assert f"over all {len(workers)} ranks, of which" in one["late"]  # each would need all others
+    assert f"arguments over all {len(workers)} ranks of the model's process group" in one["late"]
     left = tuple(rank for rank in range(len(workers)) if rank not in dead)
     assert one["stats"]["members"] == left
