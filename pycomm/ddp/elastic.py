@@ -19,6 +19,7 @@ from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._metrics.ddp_stats import wrappers
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
+from pycomm.ddp.peers import peers_in_force, peers_port
 from pycomm.ddp.weights import check_samples
 from pycomm.errors import InvalidArgumentError, UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
@@ -48,16 +49,19 @@ class Elastic:
             most one part of a group goes on. "accept": all who are left go on. If a network
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
-        peers: A file with which others join: rank 0 writes the members' handles to it at each
-            change. All members name the same one. A training that begins does not overwrite the
-            file of one that runs: all of its ranks raise ``InvalidArgumentError``, after rank 0 has
-            asked the members there for 2 s at most. None: nobody can join.
+        peers: Where others find the members, to join them. A file: rank 0 writes the members'
+            handles to it at each change, and all members name the same one. Or
+            "pycomm://alpha,beta:29600": one member on each of these hosts listens at this port and
+            tells them; the same text on all members. A training that begins takes neither the file
+            nor the port of one that runs: all of its ranks raise ``InvalidArgumentError``, after
+            rank 0 has asked the members there for 2 s at most. None: ``PYCOMM_PEERS``, and without
+            that nobody can join.
         state: With ``peers``: what a process needs to go on as the others do, besides parameters
             and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
             ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
-        join: True: this process joins the training whose members have written ``peers``. Making the
-            wrapper then blocks until it is a member, with all of ``state`` loaded. It never begins
-            a training. Its own default group is of no use to the others: a group of itself alone.
+        join: True: this process joins the training that it finds by ``peers``. Making the wrapper
+            then blocks until it is a member, with all of ``state`` loaded. It never begins a
+            training. Its own default group is of no use to the others: a group of itself alone.
         join_pause: Seconds for which members wait, between two steps, for newcomers to get the
             state. Those that do not are refused, or tried again if they were not reached.
         join_wait: Seconds for which a process with ``join`` waits to become a member.
@@ -91,7 +95,10 @@ class Elastic:
 
     def _check_joining(self) -> None:
         if self.peers is not None and not isinstance(self.peers, (str, os.PathLike)):
-            raise TypeError(f"Elastic.peers={self.peers!r} is not the name of a file")
+            raise TypeError(
+                f"Elastic.peers={self.peers!r} is neither the name of a file nor an address"
+            )
+        object.__setattr__(self, "peers", peers_in_force(self.peers))
         if not isinstance(self.join, bool):
             raise TypeError(f"Elastic.join={self.join!r} is neither True nor False")
         if not isinstance(self.state, (list, tuple)):
@@ -104,7 +111,10 @@ class Elastic:
                 )
         if self.peers is None and (self.join or self.state):
             what = "join=True" if self.join else "state="
-            raise ValueError(f"Elastic: {what} needs peers=, the file by which others join")
+            raise ValueError(
+                f"Elastic: {what} needs peers=, the file or the address by which others join, or "
+                "PYCOMM_PEERS"
+            )
         if self.peers is not None and not self.state:
             raise ValueError(
                 "Elastic: peers= needs state=, with the optimizer and all else that a newcomer has "
@@ -115,8 +125,11 @@ class Elastic:
         object.__setattr__(self, "join_pause", pause)
         object.__setattr__(self, "join_wait", wait)
         object.__setattr__(self, "state", tuple(self.state))
-        if self.peers is not None:
-            object.__setattr__(self, "peers", os.fspath(self.peers))
+
+    @property
+    def peers_port(self) -> str | None:
+        """``peers`` if it is an address: then it is the same on all members, as no file has to be."""
+        return self.peers if self.peers is not None and peers_port(self.peers) else None
 
 
 class ElasticGroup:
@@ -385,17 +398,24 @@ def make_group(group: Any, elastic: Elastic) -> Any:
             f"{dist.get_world_size(group)} ranks: no step could begin"
         )
     made = elastic_group(group)
-    refusal = ""
-    if elastic.peers is not None and not elastic.join and dist.get_rank(group) == 0:
-        from pycomm.ddp.joining import check_peers_file
+    refusal, offer = "", None
+    if elastic.peers is not None and not elastic.join:
+        from pycomm.ddp import joining
 
-        refusal = check_peers_file(made, elastic.peers)
+        if dist.get_rank(group) == 0:
+            refusal = joining.check_peers(made, elastic.peers)
+        if elastic.peers_port is not None:
+            offer, why = joining.offer_port(made, elastic.peers_port)
+            refusal = refusal or why
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (reconfigure_handle(made), refusal), group=group)
-    if said[0][1]:
+    dist.all_gather_object(said, (reconfigure_handle(made), refusal, offer), group=group)
+    refusal = next((refusal for _, refusal, _ in said if refusal), "")
+    if not refusal and offer is not None:
+        refusal = joining.port_trouble(elastic.peers_port, [offer for *_, offer in said])
+    if refusal:
         dist.destroy_process_group(made)
-        raise InvalidArgumentError(said[0][1])
-    reconfigure(1, [handle for handle, _ in said], group=made)
+        raise InvalidArgumentError(refusal)
+    reconfigure(1, [handle for handle, *_ in said], group=made)
     if not _warned and dist.get_rank() == 0:
         logger.warning(
             "elastic=: steps of the wrapped model survive the death of ranks. The process group "
@@ -429,6 +449,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
         join_pause_ms=max(1, round(elastic.join_pause * 1000)),
         join_wait_ms=max(1, round(elastic.join_wait * 1000)),
         description=description,
-        peers_path=elastic.peers or "",
+        peers_path="" if elastic.peers_port else elastic.peers or "",
+        has_port=elastic.peers_port is not None,
         joins=joins,
     )

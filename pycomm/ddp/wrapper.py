@@ -487,6 +487,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "elastic": self._elastic,
                     "state": [type(each).__name__ for each in getattr(self._elastic, "state", ())],
                     "join_pause": getattr(self._elastic, "join_pause", None),
+                    "peers": getattr(self._elastic, "peers_port", None),
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,

@@ -27,7 +27,7 @@ class Plan:
     """How a rank trains."""
 
     peers: str
-    """The file of handles."""
+    """The file of handles, or an address; "": PYCOMM_PEERS."""
     last: int
     """It ends some steps after a member of this number, or a later one, has come."""
     join: bool = False
@@ -118,7 +118,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             bucket_cap_mb=0.02,
             accumulate=plan.passes,
             elastic=pycomm.Elastic(
-                peers=plan.peers,
+                peers=plan.peers or None,
                 state=[optimizer, scheduler, ballast],
                 join=plan.join,
                 **dict(plan.settings),
