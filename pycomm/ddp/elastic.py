@@ -6,14 +6,14 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm._group.creation import native_backend
+from pycomm._group.creation import group_timeout, native_backend
 from pycomm._group.queries import elastic_group
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._metrics.ddp_stats import wrappers
@@ -26,6 +26,7 @@ from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
 logger = logging.getLogger("pycomm")
 _warned = False
+_LONGEST_PAUSE_MS = 2**31 - 1
 _LONGEST_DESCRIPTION = 500_000  # characters: it travels in one message of 2 MiB
 
 
@@ -63,7 +64,9 @@ class Elastic:
             then blocks until it is a member, with all of ``state`` loaded. It never begins a
             training. Its own default group is of no use to the others: a group of itself alone.
         join_pause: Seconds for which members wait, between two steps, for newcomers to get the
-            state. Those that do not are refused, or tried again if they were not reached.
+            state. Those that do not are refused, or tried again if they were not reached. None:
+            members stop for newcomers where all of them call ``model.elastic.join_point()``, and
+            nowhere else, for as long as the state takes, up to the group's ``timeout``.
         join_wait: Seconds for which a process with ``join`` waits to become a member.
 
     Raises:
@@ -77,7 +80,7 @@ class Elastic:
     peers: str | None = dataclasses.field(default=None, repr=False)
     state: Sequence[Any] = dataclasses.field(default=(), repr=False)
     join: bool = dataclasses.field(default=False, repr=False)
-    join_pause: float = dataclasses.field(default=10.0, repr=False)
+    join_pause: float | None = dataclasses.field(default=10.0, repr=False)
     join_wait: float = dataclasses.field(default=60.0, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,9 +123,12 @@ class Elastic:
                 "Elastic: peers= needs state=, with the optimizer and all else that a newcomer has "
                 "to get from the others: state=[optimizer]"
             )
-        pause = timeout_seconds("Elastic.join_pause", self.join_pause)
+        if self.join_pause is not None:
+            pause = timeout_seconds("Elastic.join_pause", self.join_pause)
+            object.__setattr__(self, "join_pause", pause)
+        elif self.peers is None:
+            raise ValueError("Elastic: join_pause=None needs peers=: else nobody joins")
         wait = timeout_seconds("Elastic.join_wait", self.join_wait)
-        object.__setattr__(self, "join_pause", pause)
         object.__setattr__(self, "join_wait", wait)
         object.__setattr__(self, "state", tuple(self.state))
 
@@ -144,8 +150,16 @@ class ElasticGroup:
             torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
     """
 
-    def __init__(self, reducer: Any, *, weighs: bool = False, steps_before: int = 0) -> None:
+    def __init__(
+        self,
+        reducer: Any,
+        *,
+        weighs: bool = False,
+        steps_before: int = 0,
+        join_point: Callable[[], None] | None = None,
+    ) -> None:
         self._reducer = reducer
+        self._join_point = join_point
         self._weighs = weighs
         self._steps_before = steps_before  # of the others, before this process joined
         rank, members = reducer.members()
@@ -296,6 +310,43 @@ class ElasticGroup:
         self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
         return self.leader
 
+    def join_point(self) -> None:
+        """With ``join_pause=None``: processes that wait to join become members here.
+
+        All members call it behind the same step, before the next forward pass. If a process waits
+        and all members reach it, they stop here until it has their state: up to the group's
+        ``timeout``, 1800 s by default. If none waits, it returns at once. Give processes that join
+        a ``join_wait`` in which the members come to such a place. ::
+
+            for epoch in range(epochs):
+                for batch, labels in loader:
+                    ...  # a step
+                model.elastic.join_point()
+
+        A process that joins begins with the step behind this place. If it dies meanwhile, or a
+        member does, the others go on, and those that still wait come in at the next one.
+
+        Nothing on a rank that has ``left``.
+
+        Raises:
+            UnsupportedError: ``join_pause`` is not None, or there is no ``peers``.
+            InvalidArgumentError: It was called between the passes of a step.
+            CollectiveMismatchError: The end of the next step raises it on all members, if some have
+                called this and others not. If a process waits, those who call this may raise it
+                here.
+            QuorumLostError, LeftBehindError: As in ``backward()``.
+
+        Threads: that of the training. Blocks, without the interpreter's lock.
+
+        Cost: some microseconds if no process waits.
+        """
+        if self._join_point is None:
+            raise UnsupportedError(
+                "model.elastic.join_point() needs Elastic(peers=..., join_pause=None): with a "
+                "join_pause members stop for processes that join before any forward pass"
+            )
+        self._join_point()
+
     def _last_samples(self) -> float:
         if not self._weighs or (steps := self._reducer.weighed_steps()) == 0:
             return 1.0
@@ -433,6 +484,9 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
     ``description``: of the model and its options; a process that joins must have the same.
     """
     joins = None
+    pause_s = elastic.join_pause
+    if pause_s is None:
+        pause_s = group_timeout(group).total_seconds()
     if len(description) > _LONGEST_DESCRIPTION:
         digest = hashlib.sha256(description.encode()).hexdigest()
         description = f"{description[:_LONGEST_DESCRIPTION]}\noption\tall of the model\t{digest}"
@@ -446,7 +500,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
         min_ranks=elastic.min_ranks,
         accept_split_brain=elastic.split_brain == "accept",
         quorum_wait_ms=max(1, round(elastic.quorum_wait * 1000)),
-        join_pause_ms=max(1, round(elastic.join_pause * 1000)),
+        join_pause_ms=max(1, min(round(pause_s * 1000), _LONGEST_PAUSE_MS)),
         join_wait_ms=max(1, round(elastic.join_wait * 1000)),
         description=description,
         peers_path="" if elastic.peers_port else elastic.peers or "",

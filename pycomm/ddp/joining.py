@@ -273,7 +273,17 @@ def give_state(model: Any, args: object) -> None:
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
         return
-    model.reducer.admit_newcomers()
+    _admit(model, at_join_point=False)
+
+
+def admit_at_join_point(model: Any) -> None:
+    """The same where the program calls ``join_point()``."""
+    if not model.elastic.left:
+        _admit(model, at_join_point=True)
+
+
+def _admit(model: Any, *, at_join_point: bool) -> None:
+    model.reducer.admit_newcomers(at_join_point)
     agreement = model._agreement
     if agreement.newcomers() == 0:
         return

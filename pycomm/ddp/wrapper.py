@@ -7,7 +7,9 @@ sends and averages gradients, is pycomm's own: it can send fewer bytes than the 
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -222,7 +224,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
             self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
-        if elastic is not None and elastic.peers is not None:
+        if elastic is not None and elastic.peers is not None and elastic.join_pause is not None:
             from pycomm.ddp.joining import give_state
 
             self._before_forward = give_state
@@ -500,6 +502,14 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         check_parameters(names, parameters, sparse if over_pycomm else [False] * len(names))
         return parameters, sparse
 
+    def _join_point(self) -> Callable[[], None] | None:
+        elastic = self._elastic
+        if elastic is None or elastic.peers is None or elastic.join_pause is not None:
+            return None
+        from pycomm.ddp.joining import admit_at_join_point
+
+        return functools.partial(admit_at_join_point, weakref.proxy(self))
+
     def _ddp_init_helper(
         self,
         parameters: list[nn.Parameter],
@@ -572,6 +582,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                 self.reducer,
                 weighs=self._weight is not None,
                 steps_before=received.get("steps", 0),
+                join_point=self._join_point(),
             )
         self.logger = native.DdpLogger(self.reducer)
         self.logger.set_construction_data_and_log(

@@ -817,8 +817,8 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
     }
   }
   const std::string why = "The members' state has " + std::to_string(bytes.size()) + " bytes, of which " +
-      std::to_string(given) + " reached this process within their join_pause=" + secondsOf(config_.join_pause_ms) +
-      " s. They go on without it. Try: a longer join_pause on the members.";
+      std::to_string(given) + " reached this process within the " + secondsOf(config_.join_pause_ms) +
+      " s for which they wait (join_pause, or at a join_point() the group's timeout). They go on without it. Try: longer ones on the members.";
   refuseOne(to, why);
   return record(ErrorCode::PeerUnresponsive, why, "");
 }

@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
         ({"peers": "file", "state": [3]}, TypeError, "an object of int, which has no state_dict"),
         ({"peers": "file", "state": nn.Linear(1, 1)}, TypeError, "not a list"),
         ({"join_pause": -1}, ValueError, "join_pause"),
+        ({"join_pause": None}, ValueError, "join_pause=None needs peers="),
         ({"join_wait": "1"}, ValueError, "join_wait"),
         ({"global_batch": 4}, TypeError, "global_batch"),
     ],
