@@ -18,7 +18,17 @@ namespace {
 
 constexpr int kSignalCheckMs = 100;
 /// What a commit round carries, as maxima.
-enum CommitWord : size_t { kStep, kMinusStep, kLeaves, kDoesNotAdmit, kRound, kMinusRound, kPoints, kMinusPoints, kCommitWords };
+enum CommitWord : size_t {
+  kStep,
+  kMinusStep,
+  kLeaves,
+  kDoesNotAdmit,
+  kRound,
+  kMinusRound,
+  kPoints,
+  kMinusPoints,
+  kCommitWords
+};
 
 /// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
 /// rank dies meanwhile.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from pycomm._settings import PEERS_VARIABLE
+from pycomm import options
 
 PREFIX = "pycomm://"
 _LAST_PORT = 65535
@@ -51,7 +51,7 @@ def peers_in_force(peers: str | os.PathLike[str] | None) -> str | None:
     Raises:
         ValueError: As ``peers_port()``.
     """
-    found = os.fspath(peers) if peers is not None else os.environ.get(PEERS_VARIABLE, "").strip()
+    found = os.fspath(peers) if peers is not None else options.peers()
     if found:
         peers_port(found)
     return found or None

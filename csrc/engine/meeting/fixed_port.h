@@ -28,7 +28,7 @@ struct FixedPort {
   /// Where this process has to listen: at those of all addresses that are this host's. If there are any, also where its door listens: a name
   /// may lead to another interface, and on its own host often leads to loopback only. None: this host is not one of the hosts.
   [[nodiscard]] std::vector<SocketAddress> addressesHere(const MemberHandle& self, Deadline deadline) const;
-  /// Of whoever listens at this address: for knock().
+  /// Of the process that listens at this address: for knock().
   [[nodiscard]] static MemberHandle listenerAt(const SocketAddress& address, const MemberHandle& self);
 };
 

@@ -142,7 +142,7 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
 
 namespace {
 
-/// What one member, or whoever has its port, says to a process that wants to join.
+/// The answer of one member, or of the process that has its port, to a process that wants to join.
 struct Answer {
   std::optional<AgreementDriver::Notice> notice;
   std::string why; ///< there is none

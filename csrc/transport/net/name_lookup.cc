@@ -75,8 +75,7 @@ std::vector<SocketAddress> NameLookups::find(const std::string& host, Deadline d
   lock.unlock();
   log(LogLevel::Warn,
       "no name server has answered yet what the address of \"" + host +
-          "\" is, so this rank goes on without it. Try: getent hosts " + host +
-          "; or set PYCOMM_SOCKET_IFNAME");
+          "\" is, so this rank goes on without it. Try: getent hosts " + host + "; or set PYCOMM_SOCKET_IFNAME");
   return {};
 }
 

@@ -628,8 +628,7 @@ TEST(FixedPort, TheNextMemberTakesItWhenOneHasLeft) {
 TEST(FixedPort, AnswersOneQuestion) {
   const FoundAtPort host(1);
   const Visitor from = host.stranger.members.visitor();
-  const MemberHandle to =
-      FixedPort::listenerAt(SocketAddress::loopback(AddressFamily::IPv4, host.at.port), from.self);
+  const MemberHandle to = FixedPort::listenerAt(SocketAddress::loopback(AddressFamily::IPv4, host.at.port), from.self);
   const ProcessId member = host.members.handle(0).incarnation;
   const std::string self = from.self.text();
   const AbortToken none;

@@ -30,7 +30,11 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
         ({"state": [nn.Linear(1, 1)]}, ValueError, "state= needs peers="),
         ({"peers": "file"}, ValueError, "peers= needs state="),
         ({"peers": 3, "state": [nn.Linear(1, 1)]}, TypeError, "peers=3"),
-        ({"peers": "pycomm://a,b"}, ValueError, "peers='pycomm://a,b' is not allowed: use pycomm://"),
+        (
+            {"peers": "pycomm://a,b"},
+            ValueError,
+            "peers='pycomm://a,b' is not allowed: use pycomm://",
+        ),
         ({"peers": "pycomm://a:1,b:2"}, ValueError, "one port for all"),
         ({"peers": "pycomm://a:0"}, ValueError, "is not allowed"),
         ({"peers": "pycomm://a:65536"}, ValueError, "is not allowed"),

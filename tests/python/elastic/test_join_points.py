@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_processes_join_where_the_program_says(options: dict[str, Any], tmp_path
     for value in values[2:]:
         assert value["steps"][0]["step"] % EVERY == 0, value["steps"][0]
     sizes = [len(step["members"]) for step in values[0]["steps"]]
-    changes = [step for step, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False), 1) if a != b]
+    changes = [step for step, (a, b) in enumerate(itertools.pairwise(sizes), 1) if a != b]
     assert changes and all(step % EVERY == 0 for step in changes), changes
 
 
@@ -114,7 +115,9 @@ def test_members_that_call_it_at_other_steps_raise(tmp_path: Path) -> None:
     for rank, error in enumerate(errors):
         assert error.is_a("CollectiveMismatchError"), error.text
         assert "do not call join_point() at the same step" in error.text, error.text
-        assert f"called it {rank + 1} times since the last one, and others from 1 to 2" in error.text
+        assert (
+            f"called it {rank + 1} times since the last one, and others from 1 to 2" in error.text
+        )
 
 
 def calls(rank: int, world_size: int, peers: str) -> tuple[str, float]:

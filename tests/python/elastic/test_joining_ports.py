@@ -67,7 +67,7 @@ def taken_after(pids: Sequence[int], port: int, since: float) -> float:
 
 
 def pids_of(*running: Ranks) -> list[int]:
-    return [process.pid for each in running for process in each.processes]
+    return [process.pid for each in running for process in each.processes.values()]
 
 
 @pytest.mark.time_bound
