@@ -330,7 +330,7 @@ class ElasticGroup:
 
         Raises:
             UnsupportedError: ``join_pause`` is not None, or there is no ``peers``.
-            InvalidArgumentError: It was called between the passes of a step.
+            InvalidArgumentError: It was called between the passes of a step with ``accumulate``.
             CollectiveMismatchError: The end of the next step raises it on all members, if some have
                 called this and others not. If a process waits, those who call this may raise it
                 here.

@@ -128,10 +128,14 @@ def calls(rank: int, world_size: int, peers: str) -> tuple[str, float]:
         net = torch.nn.Linear(3, 3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         elastic = pycomm.Elastic(peers=peers, state=[optimizer], **settings)
-        return pycomm.DistributedDataParallel(net, elastic=elastic)
+        return pycomm.DistributedDataParallel(net, accumulate=2, elastic=elastic)
+
+    def backward(model: Any) -> None:
+        model(torch.ones(2, 3)).sum().backward()
 
     def step(model: Any) -> None:
-        model(torch.ones(2, 3)).sum().backward()
+        backward(model)
+        backward(model)
 
     paused = wrap()
     with pytest.raises(pycomm.errors.UnsupportedError) as refused:
@@ -147,8 +151,7 @@ def calls(rank: int, world_size: int, peers: str) -> tuple[str, float]:
             model.elastic.join_point()
         times.append((time.perf_counter() - began_s) / 100)
     step(model)
-    with model.no_sync():
-        step(model)
+    backward(model)
     with pytest.raises(pycomm.errors.InvalidArgumentError, match="between the passes"):
         model.elastic.join_point()
     return str(refused.value), sorted(times)[len(times) // 2]

@@ -234,18 +234,20 @@ def test_a_stranger_with_a_secret_is_told_that_the_members_have_none(tmp_path: P
 @pytest.mark.namespaces
 def test_the_other_host_answers_when_the_first_one_has_lost_its_member(tmp_path: Path) -> None:
     """A name leads to loopback on its own host, as Debian writes it, and from others to eth0."""
-    plan = Plan("pycomm://alpha,beta:29600", 2)
+    plan = Plan("pycomm://alpha,beta:29600", 3)
     with two_hosts() as (alpha, beta):
         first = Trainer(alpha, "first", plan, tmp_path)
         first.wait_for_mark("step 10")
         second = Trainer(beta, "second", joining(plan), tmp_path)
         second.wait_for_mark("trains")
+        third = Trainer(beta, "third", joining(plan), tmp_path)
+        third.wait_for_mark("trains")
         first.process.kill()
         first.process.wait()
-        third = Trainer(alpha, "third", joining(plan), tmp_path)
-        ended = [each.ended(90) for each in (second, third)]
+        fourth = Trainer(alpha, "fourth", joining(plan), tmp_path)
+        ended = [each.ended(60) for each in (second, third, fourth)]
     values = check(ended)  # type: ignore[arg-type]
-    assert values[0]["steps"][-1]["members"] == (1, 2)
+    assert values[0]["steps"][-1]["members"] == (1, 2, 3)
 
 
 @pytest.mark.namespaces
