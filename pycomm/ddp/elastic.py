@@ -134,7 +134,7 @@ class Elastic:
 
     @property
     def peers_port(self) -> str | None:
-        """``peers`` if it is an address: then it is the same on all members, as no file has to be."""
+        """``peers`` if it is an address: the same on all members, as no file has to be."""
         return self.peers if self.peers is not None and peers_port(self.peers) else None
 
 
