@@ -22,7 +22,7 @@ from torch import nn
 import pycomm
 
 parser = argparse.ArgumentParser()
-parser.add_argument("peers", help="the file by which processes find the members")
+parser.add_argument("peers", help="by which processes find the members: a file, or an address")
 parser.add_argument("--join", action="store_true")
 parser.add_argument("--steps", type=int, default=1000)
 parser.add_argument("--pause", type=float, default=0.0, help="seconds of work per step")

@@ -27,6 +27,7 @@ __all__: list[str] = [
     "all_reduce_as",
     "arm_fault_points",
     "ask_members",
+    "ask_port",
     "await_future",
     "backend_error",
     "begin_process_end",
@@ -55,6 +56,7 @@ __all__: list[str] = [
     "name_collected",
     "named_done_callback",
     "named_then",
+    "offer_port",
     "post_notice",
     "rank_hosts",
     "reconfigure",
@@ -229,7 +231,7 @@ class Reducer:
     def _update_process_group(
         self, new_process_group: torch.distributed.distributed_c10d.ProcessGroup
     ) -> None: ...
-    def admit_newcomers(self) -> None: ...
+    def admit_newcomers(self, at_join_point: bool = False) -> None: ...
     def ask_to_leave(self) -> None: ...
     def bucket_names(self) -> list[list[str]]: ...
     def check_hook_may_be_set(self) -> None: ...
@@ -346,6 +348,12 @@ def ask_members(
     handles: collections.abc.Sequence[str],
     timeout_ms: int,
 ) -> typing.Any: ...
+def ask_port(
+    backend: torch._C._distributed_c10d.Backend,
+    hosts: collections.abc.Sequence[str],
+    port: int,
+    timeout_ms: int,
+) -> typing.Any: ...
 def await_future(future: torch.Future[typing.Any]) -> None: ...
 def backend_error(
     backend: torch._C._distributed_c10d.Backend,
@@ -400,6 +408,12 @@ def named_done_callback(
 def named_then(
     future: torch.Future[typing.Any], callback: typing.Any, promise: Promise
 ) -> torch.Future[typing.Any]: ...
+def offer_port(
+    backend: torch._C._distributed_c10d.Backend,
+    hosts: collections.abc.Sequence[str],
+    port: int,
+    timeout_ms: int,
+) -> tuple[str, list[tuple[str, str]]]: ...
 def post_notice(
     store: torch.distributed.distributed_c10d.Store,
     group_name: str,
@@ -448,6 +462,7 @@ def step_agreement(
     join_wait_ms: int = 60000,
     description: str = "",
     peers_path: str = "",
+    has_port: bool = False,
     joins: collections.abc.Sequence[str] | None = None,
 ) -> ElasticGroup: ...
 def sum_decoded(

@@ -420,6 +420,7 @@ FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no 
 # No settings: those are printed, and published to the other ranks. Two to choose from at most.
 SECRET_FILE_VARIABLE = "PYCOMM_SECRET_FILE"
 SECRET_VARIABLE = "PYCOMM_SECRET"
+PEERS_VARIABLE = "PYCOMM_PEERS"  # of one training, and not of a group: pycomm.Elastic(peers=...)
 # Of the part after PYCOMM_: difflib's ratio of names that are one name misspelled.
 _NEAR = 0.75
 # Names of a secret with two letters exchanged, or another word behind: a job whose secret is not
@@ -440,7 +441,7 @@ def _meant_by(name: str) -> str | None:
     """The variable that is probably meant; None if the name resembles none."""
     stem = _stem(name)
     names = {setting.field: setting.variable for setting in SETTINGS}
-    names |= {_stem(variable): variable for variable in variables()}
+    names |= {_stem(variable): variable for variable in [*variables(), PEERS_VARIABLE]}
     if stem in _OTHER_WORDS:
         return names[_OTHER_WORDS[stem]]
     if any(word in stem for word in _LIKE_SECRET):
@@ -464,7 +465,7 @@ def _words(stem: str) -> set[str]:
 def variable_error(name: str) -> str:
     """The text about an unknown name. It offers the known one that the name resembles."""
     if meant := _meant_by(name):
-        known = [*variables(), SECRET_FILE_VARIABLE, SECRET_VARIABLE]
+        known = [*variables(), SECRET_FILE_VARIABLE, SECRET_VARIABLE, PEERS_VARIABLE]
         return f"{name} is not a variable of pycomm{_offer(meant, known)}"
     return f"{name} is not a variable of pycomm, and has no effect"
 
@@ -476,7 +477,7 @@ def _stem(name: str) -> str:
 def unknown_variables(environ: Iterable[str]) -> list[str]:
     """The ``PYCOMM_*`` names in ``environ`` that pycomm does not know, sorted."""
     known = {*variables(), *_BUILD_VARIABLES, FAULT_VARIABLE}
-    known |= {SECRET_FILE_VARIABLE, SECRET_VARIABLE}
+    known |= {SECRET_FILE_VARIABLE, SECRET_VARIABLE, PEERS_VARIABLE}
     return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
 
 

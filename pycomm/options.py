@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pycomm._settings import (
     FAULT_VARIABLE,
     OFF,
+    PEERS_VARIABLE,
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
     SETTINGS,
@@ -309,6 +310,11 @@ def fault_points() -> str:
     """The faults of a test: "site:nth:action", several separated by commas. See
     csrc/base/fault_point.h; an ordinary build raises for anything but ""."""
     return os.environ.get(FAULT_VARIABLE, "").strip()
+
+
+def peers() -> str:
+    """``PYCOMM_PEERS``: what ``pycomm.Elastic(peers=...)`` is if a program does not set it."""
+    return os.environ.get(PEERS_VARIABLE, "").strip()
 
 
 def secret_file(environ: Mapping[str, str] | None = None) -> str:

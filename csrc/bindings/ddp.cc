@@ -418,7 +418,7 @@ void bindReducer(py::module_& m) {
       .def("set_buffers", blocking(&Reducer::setBuffers), py::arg("buffers"))
       .def("members", blocking(&Reducer::members))
       .def("leads", blocking(&Reducer::leads))
-      .def("admit_newcomers", blocking(&Reducer::admitNewcomers))
+      .def("admit_newcomers", blocking(&Reducer::admitNewcomers), py::arg("at_join_point") = false)
       .def("sum_of_members", blocking(&Reducer::sumOfMembers), py::arg("values"))
       .def("ask_to_leave", blocking(&Reducer::askToLeave))
       .def("has_left", blocking(&Reducer::hasLeft))

@@ -117,6 +117,7 @@ std::shared_ptr<ElasticGroup> open(
     int join_wait_ms,
     std::string description,
     std::string peers_path,
+    bool has_port,
     const std::optional<std::vector<std::string>>& joins) {
   auto pycomm = ours(backend);
   const WithoutGil no_gil;
@@ -129,23 +130,21 @@ std::shared_ptr<ElasticGroup> open(
     config.join_wait_ms = join_wait_ms;
     config.description = std::move(description);
     config.peers_path = std::move(peers_path);
+    config.has_port = has_port;
     return joins ? ElasticGroup::join(std::move(pycomm), group, *joins, config)
                  : std::make_shared<ElasticGroup>(std::move(pycomm), group, config);
   });
 }
 
-// What the first member says that answers, and its handles; or why none does.
-py::object askMembers(
-    const c10::intrusive_ptr<c10d::Backend>& backend,
-    const std::vector<std::string>& handles,
-    int timeout_ms) {
+// What the first member says that answers, and its handles; or why none does. `whom`: handles, or a FixedPort.
+template <typename Whom>
+py::object ask(const c10::intrusive_ptr<c10d::Backend>& backend, const Whom& whom, int timeout_ms) {
   const auto pycomm = ours(backend);
   std::string missing;
   const auto notice = [&] {
     const WithoutGil no_gil;
-    return raising([&] {
-      return AgreementDriver::ask(handles, pycomm->members()->visitor(), Deadline::after(timeout_ms), missing);
-    });
+    return raising(
+        [&] { return AgreementDriver::ask(whom, pycomm->members()->visitor(), Deadline::after(timeout_ms), missing); });
   }();
   if (!notice) {
     return py::str(missing);
@@ -155,6 +154,38 @@ py::object askMembers(
     members.append(member.text());
   }
   return py::make_tuple(notice->description, members);
+}
+
+py::object askMembers(
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    const std::vector<std::string>& handles,
+    int timeout_ms) {
+  return ask(backend, handles, timeout_ms);
+}
+
+py::object askPort(
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    const std::vector<std::string>& hosts,
+    uint16_t port,
+    int timeout_ms) {
+  return ask(backend, FixedPort{hosts, port}, timeout_ms);
+}
+
+// This host, and by address at which this process is to be found there: why it is not yet, or "".
+std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPort(
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    const std::vector<std::string>& hosts,
+    uint16_t port,
+    int timeout_ms) {
+  const auto pycomm = ours(backend);
+  const WithoutGil no_gil;
+  return raising([&] {
+    std::vector<std::pair<std::string, std::string>> offers;
+    for (const Door::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
+      offers.emplace_back(offer.address.text(), offer.busy);
+    }
+    return std::make_pair(pycomm->members()->visitor().self.host.wireText(), offers);
+  });
 }
 
 py::object pull(ElasticGroup& group) {
@@ -219,8 +250,11 @@ void bindElastic(py::module_& m) {
       py::arg("join_wait_ms") = 60000,
       py::arg("description") = "",
       py::arg("peers_path") = "",
+      py::arg("has_port") = false,
       py::arg("joins") = py::none());
   m.def("ask_members", &askMembers, py::arg("backend"), py::arg("handles"), py::arg("timeout_ms"));
+  m.def("ask_port", &askPort, py::arg("backend"), py::arg("hosts"), py::arg("port"), py::arg("timeout_ms"));
+  m.def("offer_port", &offerPort, py::arg("backend"), py::arg("hosts"), py::arg("port"), py::arg("timeout_ms"));
 }
 
 } // namespace pycomm

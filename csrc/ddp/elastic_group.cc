@@ -17,8 +17,18 @@ namespace pycomm {
 namespace {
 
 constexpr int kSignalCheckMs = 100;
-/// What a commit round carries, as maxima. The rest is room for what members will have to agree on at a step.
-enum CommitWord : size_t { kStep, kMinusStep, kLeaves, kDoesNotAdmit, kRound, kMinusRound, kCommitWords = 8 };
+/// What a commit round carries, as maxima.
+enum CommitWord : size_t {
+  kStep,
+  kMinusStep,
+  kLeaves,
+  kDoesNotAdmit,
+  kRound,
+  kMinusRound,
+  kPoints,
+  kMinusPoints,
+  kCommitWords
+};
 
 /// Whether an error of a bucket can be what a death, or the end of an epoch, does to it. All others are the program's, also if a
 /// rank dies meanwhile.
@@ -183,6 +193,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
     AgreementDriver::Wish agreed;
     const auto failure = commitRound(round, *wish, agreed);
     if (!failure && driver_->committed(present_.number, agreed)) {
+      join_points_ = 0;
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
@@ -194,6 +205,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
     beforeWait();
     if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs))) {
       if (verdict->counts) {
+        join_points_ = 0;
         return Outcome::CommitLast;
       }
       (void)takeOver(*verdict->again);
@@ -216,6 +228,8 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(
   (*words)[kDoesNotAdmit] = wish.admits ? 0 : 1;
   (*words)[kRound] = kind;
   (*words)[kMinusRound] = -kind;
+  (*words)[kPoints] = join_points_;
+  (*words)[kMinusPoints] = -join_points_;
   const BufferView bytes(reinterpret_cast<std::byte*>(words->data()), sizeof *words);
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
@@ -237,9 +251,18 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(
   if ((*words)[kRound] != kind || (*words)[kMinusRound] != -kind) {
     throw Error(
         ErrorCode::CollectiveMismatch,
-        "The members of an elastic group are at different places of their programs: some end a step, others call mean() "
-        "or confirm(), or begin a forward pass.",
-        "call mean(), confirm() and forward passes with gradients at the same places on all members");
+        "The members of an elastic group are at different places of their programs: some end a step, others call mean(), "
+        "confirm() or join_point(), or begin a forward pass.",
+        "call mean(), confirm(), join_point() and forward passes with gradients at the same places on all members");
+  }
+  if ((*words)[kPoints] != join_points_ || (*words)[kMinusPoints] != -join_points_) {
+    throw Error(
+        ErrorCode::CollectiveMismatch,
+        "The members of an elastic group do not call join_point() at the same step: before this one, number " +
+            std::to_string(step) + ", this rank has called it " + std::to_string(join_points_) +
+            " times since the last one, and others from " + std::to_string(-(*words)[kMinusPoints]) + " to " +
+            std::to_string((*words)[kPoints]) + " times.",
+        "call join_point() behind the same steps on all members, as at the end of each epoch");
   }
   agreed.leaves = (*words)[kLeaves] != 0;
   agreed.admits = (*words)[kDoesNotAdmit] == 0;

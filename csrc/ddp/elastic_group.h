@@ -49,6 +49,9 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] bool admissionIsDue() const override {
     return driver_->admissionIsDue();
   }
+  void joinPoint() override {
+    ++join_points_;
+  }
   void leave() override {
     driver_->leave();
   }
@@ -97,6 +100,7 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
+  int64_t join_points_ = 0; ///< that this rank has passed since the last round
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
   uint64_t pulled_view_ = 0; ///< and its members
 };

@@ -199,9 +199,18 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
 
 // If the members change meanwhile, some may not know that it was due: all go on without it, and are asked again. Between the passes of a step,
 // where a mean may have made it due, it waits for the next step: a newcomer has none of those passes.
-void Reducer::admitNewcomers() {
+void Reducer::admitNewcomers(bool at_join_point) {
   raising([&] {
     const Turn turn(*this);
+    if (agreement_ != nullptr && at_join_point) {
+      if (midway()) {
+        throw Error(
+            ErrorCode::InvalidArgument,
+            "join_point() was called between the passes of a step.",
+            "call it behind a step, before the next forward pass");
+      }
+      agreement_->joinPoint();
+    }
     if (agreement_ == nullptr || !agreement_->admissionIsDue() || midway()) {
       return;
     }

@@ -44,6 +44,10 @@ class StepAgreement {
     return false;
   }
 
+  /// The program is at a place where it lets processes join. All members are there as often between two rounds: the next end() throws
+  /// CollectiveMismatch where they were not.
+  virtual void joinPoint() {}
+
   /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are
   /// 0, 1, 2, ... and {0, 2} says that 1 has gone.
   [[nodiscard]] virtual std::vector<int> members() const = 0;

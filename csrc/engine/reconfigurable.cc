@@ -252,6 +252,20 @@ std::shared_ptr<Door> Reconfigurable::openDoor() {
   });
 }
 
+std::vector<Door::Offer> Reconfigurable::offer(const FixedPort& port, Deadline deadline) {
+  if (self_.addresses.empty()) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "PYCOMM_SECURITY=require, and there is no secret: this process may open no port at which others find it",
+        "run on one host: python -m pycomm secret --generate, and copy the file to the others");
+  }
+  const std::shared_ptr<const Secret>& secret = config_.security.secret;
+  return door_->offer(
+      incarnation_,
+      port.addressesHere(self_, deadline),
+      secret == nullptr ? nullptr : std::make_shared<const TlsContext>(secret, FixedPort::kProcess));
+}
+
 Reconfigurable::Plan Reconfigurable::plan(int64_t uuid, const std::vector<std::string>& handles) {
   if (handles.empty()) {
     refuse("the list of handles is empty", "pass one handle for each member, this one's among them");

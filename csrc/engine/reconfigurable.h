@@ -53,6 +53,12 @@ class Reconfigurable {
   void receive(std::weak_ptr<Door::Mailbox> mailbox) {
     door_->receive(incarnation_, std::move(mailbox));
   }
+  /// Lets processes find this one at that port, if this host is one of its hosts (none: it is not): see Door::offer(). Waits for name servers
+  /// until the deadline. Throws Error(InvalidArgument) if this process may have no port, and Error(ShutDown).
+  [[nodiscard]] std::vector<Door::Offer> offer(const FixedPort& port, Deadline deadline);
+  void withdraw() noexcept {
+    door_->withdraw(incarnation_);
+  }
   /// How this process goes to other members' doors. As long as this lives.
   [[nodiscard]] Visitor visitor() const {
     return {*door_, self_, config_.transport != Transport::Tcp};

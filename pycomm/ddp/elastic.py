@@ -6,25 +6,27 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm._group.creation import native_backend
+from pycomm._group.creation import group_timeout, native_backend
 from pycomm._group.queries import elastic_group
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._metrics.ddp_stats import wrappers
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
+from pycomm.ddp.peers import peers_in_force, peers_port
 from pycomm.ddp.weights import check_samples
 from pycomm.errors import InvalidArgumentError, UnsupportedError
 from pycomm.sync_batch_norm import SYNC_BATCH_NORMS
 
 logger = logging.getLogger("pycomm")
 _warned = False
+_LONGEST_PAUSE_MS = 2**31 - 1
 _LONGEST_DESCRIPTION = 500_000  # characters: it travels in one message of 2 MiB
 
 
@@ -48,19 +50,24 @@ class Elastic:
             most one part of a group goes on. "accept": all who are left go on. If a network
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
-        peers: A file with which others join: rank 0 writes the members' handles to it at each
-            change. All members name the same one. A training that begins does not overwrite the
-            file of one that runs: all of its ranks raise ``InvalidArgumentError``, after rank 0 has
-            asked the members there for 2 s at most. None: nobody can join.
+        peers: Where others find the members, to join them. A file: rank 0 writes the members'
+            handles to it at each change, and all members name the same one. Or
+            "pycomm://alpha,beta:29600": one member on each of these hosts listens at this port and
+            tells them; the same text on all members. A training that begins takes neither the file
+            nor the port of one that runs: all of its ranks raise ``InvalidArgumentError``, after
+            rank 0 has asked the members there for 2 s at most. None: ``PYCOMM_PEERS``, and without
+            that nobody can join.
         state: With ``peers``: what a process needs to go on as the others do, besides parameters
             and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
             ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
             Not a ``BalancedSampler``: its position travels by itself.
-        join: True: this process joins the training whose members have written ``peers``. Making the
-            wrapper then blocks until it is a member, with all of ``state`` loaded. It never begins
-            a training. Its own default group is of no use to the others: a group of itself alone.
+        join: True: this process joins the training that it finds by ``peers``. Making the wrapper
+            then blocks until it is a member, with all of ``state`` loaded. It never begins a
+            training. Its own default group is of no use to the others: a group of itself alone.
         join_pause: Seconds for which members wait, between two steps, for newcomers to get the
-            state. Those that do not are refused, or tried again if they were not reached.
+            state. Those that do not are refused, or tried again if they were not reached. None:
+            members stop for newcomers where all of them call ``model.elastic.join_point()``, and
+            nowhere else, for as long as the state takes, up to the group's ``timeout``.
         join_wait: Seconds for which a process with ``join`` waits to become a member.
 
     Raises:
@@ -74,7 +81,7 @@ class Elastic:
     peers: str | None = dataclasses.field(default=None, repr=False)
     state: Sequence[Any] = dataclasses.field(default=(), repr=False)
     join: bool = dataclasses.field(default=False, repr=False)
-    join_pause: float = dataclasses.field(default=10.0, repr=False)
+    join_pause: float | None = dataclasses.field(default=10.0, repr=False)
     join_wait: float = dataclasses.field(default=60.0, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +99,10 @@ class Elastic:
 
     def _check_joining(self) -> None:
         if self.peers is not None and not isinstance(self.peers, (str, os.PathLike)):
-            raise TypeError(f"Elastic.peers={self.peers!r} is not the name of a file")
+            raise TypeError(
+                f"Elastic.peers={self.peers!r} is neither the name of a file nor an address"
+            )
+        object.__setattr__(self, "peers", peers_in_force(self.peers))
         if not isinstance(self.join, bool):
             raise TypeError(f"Elastic.join={self.join!r} is neither True nor False")
         if not isinstance(self.state, (list, tuple)):
@@ -105,19 +115,28 @@ class Elastic:
                 )
         if self.peers is None and (self.join or self.state):
             what = "join=True" if self.join else "state="
-            raise ValueError(f"Elastic: {what} needs peers=, the file by which others join")
+            raise ValueError(
+                f"Elastic: {what} needs peers=, the file or the address by which others join, or "
+                "PYCOMM_PEERS"
+            )
         if self.peers is not None and not self.state:
             raise ValueError(
                 "Elastic: peers= needs state=, with the optimizer and all else that a newcomer has "
                 "to get from the others: state=[optimizer]"
             )
-        pause = timeout_seconds("Elastic.join_pause", self.join_pause)
+        if self.join_pause is not None:
+            pause = timeout_seconds("Elastic.join_pause", self.join_pause)
+            object.__setattr__(self, "join_pause", pause)
+        elif self.peers is None:
+            raise ValueError("Elastic: join_pause=None needs peers=: else nobody joins")
         wait = timeout_seconds("Elastic.join_wait", self.join_wait)
-        object.__setattr__(self, "join_pause", pause)
         object.__setattr__(self, "join_wait", wait)
         object.__setattr__(self, "state", tuple(self.state))
-        if self.peers is not None:
-            object.__setattr__(self, "peers", os.fspath(self.peers))
+
+    @property
+    def peers_port(self) -> str | None:
+        """``peers`` if it is an address: the same on all members, as no file has to be."""
+        return self.peers if self.peers is not None and peers_port(self.peers) else None
 
 
 class ElasticGroup:
@@ -132,8 +151,16 @@ class ElasticGroup:
             torch.save(model.module.state_dict(), f"step-{model.elastic.step}.pt")
     """
 
-    def __init__(self, reducer: Any, *, weighs: bool = False, steps_before: int = 0) -> None:
+    def __init__(
+        self,
+        reducer: Any,
+        *,
+        weighs: bool = False,
+        steps_before: int = 0,
+        join_point: Callable[[], None] | None = None,
+    ) -> None:
         self._reducer = reducer
+        self._join_point = join_point
         self._weighs = weighs
         self._steps_before = steps_before  # of the others, before this process joined
         rank, members = reducer.members()
@@ -284,6 +311,43 @@ class ElasticGroup:
         self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
         return self.leader
 
+    def join_point(self) -> None:
+        """With ``join_pause=None``: processes that wait to join become members here.
+
+        All members call it behind the same step, before the next forward pass. If a process waits
+        and all members reach it, they stop here until it has their state: up to the group's
+        ``timeout``, 1800 s by default. If none waits, it returns at once. Give processes that join
+        a ``join_wait`` in which the members come to such a place. ::
+
+            for epoch in range(epochs):
+                for batch, labels in loader:
+                    ...  # a step
+                model.elastic.join_point()
+
+        A process that joins begins with the step behind this place. If it dies meanwhile, or a
+        member does, the others go on, and those that still wait come in at the next one.
+
+        Nothing on a rank that has ``left``.
+
+        Raises:
+            UnsupportedError: ``join_pause`` is not None, or there is no ``peers``.
+            InvalidArgumentError: It was called between the passes of a step with ``accumulate``.
+            CollectiveMismatchError: The end of the next step raises it on all members, if some have
+                called this and others not. If a process waits, those who call this may raise it
+                here.
+            QuorumLostError, LeftBehindError: As in ``backward()``.
+
+        Threads: that of the training. Blocks, without the interpreter's lock.
+
+        Cost: some microseconds if no process waits.
+        """
+        if self._join_point is None:
+            raise UnsupportedError(
+                "model.elastic.join_point() needs Elastic(peers=..., join_pause=None): with a "
+                "join_pause members stop for processes that join before any forward pass"
+            )
+        self._join_point()
+
     def _last_samples(self) -> float:
         if not self._weighs or (steps := self._reducer.weighed_steps()) == 0:
             return 1.0
@@ -386,17 +450,24 @@ def make_group(group: Any, elastic: Elastic) -> Any:
             f"{dist.get_world_size(group)} ranks: no step could begin"
         )
     made = elastic_group(group)
-    refusal = ""
-    if elastic.peers is not None and not elastic.join and dist.get_rank(group) == 0:
-        from pycomm.ddp.joining import check_peers_file
+    refusal, offer = "", None
+    if elastic.peers is not None and not elastic.join:
+        from pycomm.ddp import joining
 
-        refusal = check_peers_file(made, elastic.peers)
+        if dist.get_rank(group) == 0:
+            refusal = joining.check_peers(made, elastic.peers)
+        if elastic.peers_port is not None:
+            offer, why = joining.offer_port(made, elastic.peers_port)
+            refusal = refusal or why
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (reconfigure_handle(made), refusal), group=group)
-    if said[0][1]:
+    dist.all_gather_object(said, (reconfigure_handle(made), refusal, offer), group=group)
+    refusal = next((refusal for _, refusal, _ in said if refusal), "")
+    if not refusal and offer is not None:
+        refusal = joining.port_trouble(elastic.peers_port, [offer for *_, offer in said])
+    if refusal:
         dist.destroy_process_group(made)
-        raise InvalidArgumentError(said[0][1])
-    reconfigure(1, [handle for handle, _ in said], group=made)
+        raise InvalidArgumentError(refusal)
+    reconfigure(1, [handle for handle, *_ in said], group=made)
     if not _warned and dist.get_rank() == 0:
         logger.warning(
             "elastic=: steps of the wrapped model survive the death of ranks. The process group "
@@ -414,6 +485,9 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
     ``description``: of the model and its options; a process that joins must have the same.
     """
     joins = None
+    pause_s = elastic.join_pause
+    if pause_s is None:
+        pause_s = group_timeout(group).total_seconds()
     if len(description) > _LONGEST_DESCRIPTION:
         digest = hashlib.sha256(description.encode()).hexdigest()
         description = f"{description[:_LONGEST_DESCRIPTION]}\noption\tall of the model\t{digest}"
@@ -427,9 +501,10 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
         min_ranks=elastic.min_ranks,
         accept_split_brain=elastic.split_brain == "accept",
         quorum_wait_ms=max(1, round(elastic.quorum_wait * 1000)),
-        join_pause_ms=max(1, round(elastic.join_pause * 1000)),
+        join_pause_ms=max(1, min(round(pause_s * 1000), _LONGEST_PAUSE_MS)),
         join_wait_ms=max(1, round(elastic.join_wait * 1000)),
         description=description,
-        peers_path=elastic.peers or "",
+        peers_path="" if elastic.peers_port else elastic.peers or "",
+        has_port=elastic.peers_port is not None,
         joins=joins,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pycomm._group.creation import native_backend
 from pycomm._group.model_check import first_difference
 from pycomm._native import loader
 from pycomm.ddp.elastic import Elastic
+from pycomm.ddp.peers import peers_port
 from pycomm.ddp.weights import weighed_of
 from pycomm.errors import (
     ConfigMismatchError,
@@ -30,87 +31,168 @@ from pycomm.errors import (
 logger = logging.getLogger("pycomm")
 _ASK_MS = 5000
 _ASK_BEFORE_MS = 2000
+_ASK_NEIGHBOR_MS = 500
+_LOOK_UP_MS = 2000
 _PAUSE_S = 0.1
+_OTHER_PORT = (
+    "Try: another port, outside of PYCOMM_PORT_RANGE; `ss -ltnp` on that host shows who has it"
+)
 
 
 def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
     """Handles of the members, as one of them has said.
 
     Raises:
-        JoinRefusedError: Their model or options differ from ``description``, or the file is none.
+        JoinRefusedError: Their model, options or secret differ, or the file is none of handles.
         RendezvousTimeoutError: No member has answered within ``join_wait``.
     """
-    backend = native_backend(group)
-    assert elastic.peers is not None
+    peers = elastic.peers
+    assert peers is not None
     deadline_s = time.monotonic() + elastic.join_wait
     while True:
-        handles, why = _read(elastic.peers)
-        if handles:
-            left_ms = round((deadline_s - time.monotonic()) * 1000)
-            try:
-                answer = loader.native.ask_members(backend, handles, max(1, min(left_ms, _ASK_MS)))
-            except InvalidArgumentError as error:
+        left_ms = round((deadline_s - time.monotonic()) * 1000)
+        try:
+            answer = _ask(group, peers, max(1, min(left_ms, _ASK_MS)))
+        except InvalidArgumentError as error:
+            raise JoinRefusedError(
+                f"{peers} is not a file of handles, as members of an elastic training "
+                f"write it: {error}. Try: the peers= of the members"
+            ) from error
+        except (ConfigMismatchError, VersionMismatchError) as error:
+            raise JoinRefusedError(
+                f"this process cannot join an elastic training: {error}"
+            ) from error
+        if not isinstance(answer, str):
+            theirs, members = answer
+            if theirs != description:
                 raise JoinRefusedError(
-                    f"{elastic.peers} is not a file of handles, as members of an elastic training "
-                    f"write it: {error}. Try: the peers= of the members"
-                ) from error
-            except (ConfigMismatchError, VersionMismatchError) as error:
-                raise JoinRefusedError(
-                    f"this process cannot join an elastic training: {error}"
-                ) from error
-            if not isinstance(answer, str):
-                theirs, members = answer
-                if theirs != description:
-                    raise JoinRefusedError(
-                        "this process cannot join an elastic training: "
-                        + first_difference(theirs, description, "the members", "this process")
-                        + ". Try: the members' model and options"
-                    )
-                return list(members)
-            why = f"{elastic.peers} names {answer}"
+                    "this process cannot join an elastic training: "
+                    + first_difference(theirs, description, "the members", "this process")
+                    + ". Try: the members' model and options"
+                )
+            return list(members)
         if time.monotonic() >= deadline_s:
+            where = "run on these hosts" if peers_port(peers) else "write the same file"
             raise RendezvousTimeoutError(
                 f"no member of an elastic training answered within join_wait={elastic.join_wait:g} "
-                f"s (timed out): {why}. Try: see whether the members run, write the same file, and "
-                "are reached from this host; a process that is to begin a training is made without "
+                f"s (timed out): {answer}. Try: see whether the members run, {where}, and are "
+                "reached from this host; a process that is to begin a training is made without "
                 "join=True"
             )
         time.sleep(_PAUSE_S)
 
 
-def check_peers_file(group: Any, path: str) -> str:
-    """Why a training must not begin with this file: that is another one's. "" if it may.
-
-    Asks the members that the file names, for 2 s at most. Rank 0 of a training calls it.
-    """
-    handles, _ = _read(path)
+def _ask(group: Any, peers: str, timeout_ms: int) -> tuple[str, list[str]] | str:
+    """What the first member says that answers, and the handles of all; or why none does."""
+    backend = native_backend(group)
+    answer: tuple[str, list[str]] | str
+    if (at := peers_port(peers)) is not None:
+        answer = loader.native.ask_port(backend, at.hosts, at.port, timeout_ms)
+        return f"nobody at {peers} ({answer})" if isinstance(answer, str) else answer
+    handles, why = _read(peers)
     if not handles:
+        return why
+    answer = loader.native.ask_members(backend, handles, timeout_ms)
+    return f"{peers} names {answer}" if isinstance(answer, str) else answer
+
+
+def check_peers(group: Any, peers: str) -> str:
+    """Why a training must not begin with this file or port: it is another one's. "" if it may.
+
+    Asks the members there for 2 s at most. Rank 0 of a training calls it.
+    """
+    at_port = peers_port(peers) is not None
+    if not at_port and not _read(peers)[0]:
         return ""
     try:
-        answer = loader.native.ask_members(native_backend(group), handles, _ASK_BEFORE_MS)
+        answer = _ask(group, peers, _ASK_BEFORE_MS)
     except InvalidArgumentError as error:
         return (
-            f"Elastic.peers={path!r} exists and is no file of handles, and it would be overwritten "
-            f"({error}). Try: another name"
+            f"Elastic.peers={peers!r} exists and is no file of handles, and it would be "
+            f"overwritten ({error}). Try: another name"
         )
     except (ConfigMismatchError, VersionMismatchError) as error:  # nobody there can be asked
+        what = "port" if at_port else "file, or remove this one if its training has ended"
         return (
-            f"Elastic.peers={path!r} names members that cannot be asked ({error}). Try: another "
-            "file, or remove this one if its training has ended"
+            f"Elastic.peers={peers!r} leads to processes that cannot be asked ({error}). Try: "
+            f"another {what}"
         )
-    if isinstance(answer, str):
+    if not isinstance(answer, str):
+        what = "port" if at_port else "file"
+        return (
+            f"Elastic.peers={peers!r} is the {what} of an elastic training that runs: one of its "
+            f"{len(answer[1])} members has answered. Try: join=True to become a member, another "
+            f"{what} for another training, or end that one first"
+        )
+    if not at_port:
         logger.warning(
             "elastic=: %s names members that do not answer (%s). A training begins with this file, "
             "and overwrites it.",
-            path,
-            answer,
+            peers,
+            answer.removeprefix(f"{peers} names "),
         )
-        return ""
-    return (
-        f"Elastic.peers={path!r} is the file of an elastic training that runs: one of its "
-        f"{len(answer[1])} members has answered. Try: join=True to become a member, another file "
-        "for another training, or end that one first"
-    )
+    return ""
+
+
+Offer = tuple[str, Sequence[tuple[str, str]]]
+"""A host, and of each of its addresses where members are found: why this process is not, or ""."""
+
+
+def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
+    """Lets others find this process at the port, if it runs on one of the hosts.
+
+    Of a port that another process has, this one takes it when that ends. The second: why it may
+    have none at all.
+    """
+    at = peers_port(peers)
+    assert at is not None
+    try:
+        return loader.native.offer_port(native_backend(group), at.hosts, at.port, _LOOK_UP_MS), ""
+    except InvalidArgumentError as error:
+        return ("", ()), f"Elastic.peers={peers!r}: {error}"
+
+
+def port_trouble(peers: str | None, offers: Sequence[Offer]) -> str:
+    """Why others would not find this training there; "" if they do. ``offers``: of all ranks."""
+    tried = [(rank, host, *one) for rank, (host, each) in enumerate(offers) for one in each]
+    held = {(host, address) for _, host, address, why in tried if not why}
+    if not tried:
+        return (
+            f"Elastic.peers={peers!r}: no rank runs on one of these hosts, so nobody would answer "
+            "there. Try: hosts on which ranks run, by names that lead to their own addresses "
+            "(getent hosts NAME)"
+        )
+    for rank, host, address, why in tried:
+        if (host, address) not in held:
+            return (
+                f"Elastic.peers={peers!r}: rank {rank} cannot listen at {address}, nor can another "
+                f"rank of its host: {why}. {_OTHER_PORT}"
+            )
+    return ""
+
+
+def _be_found(group: Any, peers: str) -> None:
+    """Of a process that has joined: it listens at the port, or another member of its host does."""
+    (_, tried), why = offer_port(group, peers)
+    at = peers_port(peers)
+    assert at is not None
+    for address, trouble in tried:
+        if trouble and not why:
+            host = address.rpartition(":")[0].strip("[]")
+            try:
+                found = loader.native.ask_port(
+                    native_backend(group), [host], at.port, _ASK_NEIGHBOR_MS
+                )
+            except ConfigMismatchError as error:
+                found = str(error)
+            why = f"{trouble}; {found}" if isinstance(found, str) else ""
+    if why:
+        logger.warning(
+            "elastic=: nobody can find this training at port %d of this host: %s. %s",
+            at.port,
+            why,
+            _OTHER_PORT,
+        )
 
 
 def _read(path: str) -> tuple[list[str], str]:
@@ -134,6 +216,8 @@ def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
     while (state := agreement.pull()) is not None:
         shared = _load(state, model)
         agreement.loaded()
+    if (peers := model._elastic.peers_port) is not None:
+        _be_found(model._own_group, peers)
     return shared
 
 
@@ -190,9 +274,19 @@ def give_state(model: Any, args: object) -> None:
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
         return
+    _admit(model, at_join_point=False)
+
+
+def admit_at_join_point(model: Any) -> None:
+    """The same where the program calls ``join_point()``."""
+    if not model.elastic.left:
+        _admit(model, at_join_point=True)
+
+
+def _admit(model: Any, *, at_join_point: bool) -> None:
     if not model._can_be_joined():
         return
-    model.reducer.admit_newcomers()
+    model.reducer.admit_newcomers(at_join_point)
     agreement = model._agreement
     newcomers = agreement.newcomers()
     if newcomers == 0:

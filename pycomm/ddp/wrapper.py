@@ -7,7 +7,9 @@ sends and averages gradients, is pycomm's own: it can send fewer bytes than the 
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -223,7 +225,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
             self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
-        if self._may_be_joined:
+        if self._may_be_joined and elastic is not None and elastic.join_pause is not None:
             from pycomm.ddp.joining import give_state
 
             self._before_forward = give_state
@@ -487,6 +489,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                     "elastic": self._elastic,
                     "state": [type(each).__name__ for each in getattr(self._elastic, "state", ())],
                     "join_pause": getattr(self._elastic, "join_pause", None),
+                    "peers": getattr(self._elastic, "peers_port", None),
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,
@@ -498,6 +501,14 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         over_pycomm = pycomm_backend(self.process_group) is not None
         check_parameters(names, parameters, sparse if over_pycomm else [False] * len(names))
         return parameters, sparse
+
+    def _join_point(self) -> Callable[[], None] | None:
+        elastic = self._elastic
+        if elastic is None or elastic.peers is None or elastic.join_pause is not None:
+            return None
+        from pycomm.ddp.joining import admit_at_join_point
+
+        return functools.partial(admit_at_join_point, weakref.proxy(self))
 
     def _ddp_init_helper(
         self,
@@ -571,6 +582,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                 self.reducer,
                 weighs=self._weight is not None,
                 steps_before=received.get("steps", 0),
+                join_point=self._join_point(),
             )
         self.logger = native.DdpLogger(self.reducer)
         self.logger.set_construction_data_and_log(

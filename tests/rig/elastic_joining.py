@@ -27,7 +27,7 @@ class Plan:
     """How a rank trains."""
 
     peers: str
-    """The file of handles."""
+    """The file of handles, or an address; "": PYCOMM_PEERS."""
     last: int
     """It ends some steps after a member of this number, or a later one, has come."""
     join: bool = False
@@ -58,6 +58,10 @@ class Plan:
     """Seconds that it takes to read a part of the state."""
     waits_for: str = ""
     """A file: a founder makes no further step from its tenth one on before it is there."""
+    points: int = 0
+    """``join_pause=None``: it calls ``join_point()`` behind every so many steps."""
+    point_times: tuple[int, int] = (-1, 1)
+    """A rank that calls it so often there."""
     fails: bool = False
     """A process that joins raises when it is a member, and keeps the exception for a minute."""
 
@@ -118,7 +122,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             bucket_cap_mb=0.02,
             accumulate=plan.passes,
             elastic=pycomm.Elastic(
-                peers=plan.peers,
+                peers=plan.peers or None,
                 state=[optimizer, scheduler, ballast],
                 join=plan.join,
                 **dict(plan.settings),
@@ -166,6 +170,12 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
                 model.elastic.mean(torch.tensor([float(mine)]))
                 model.elastic.confirm()
             asked_s = max(asked_s, time.monotonic() - began_s)
+            if plan.points and model.elastic.step % plan.points == 0:
+                mark(f"point {step}")
+                began_s = time.monotonic()
+                for _ in range(plan.point_times[1] if rank == plan.point_times[0] else 1):
+                    model.elastic.join_point()
+                asked_s = max(asked_s, time.monotonic() - began_s)
             steps.append(
                 {
                     "step": step,

@@ -38,14 +38,10 @@ std::optional<int64_t> numberIn(const std::string& text) {
 class Door::Ears final : public Loop::Handler, public Loop::Ticker {
  public:
   Ears(Door& door, std::vector<Listener> listeners) : door_(door) {
-    AcceptorConfig config;
-    config.group = kDoorGroup;
-    config.size = 1; // with config.rank = -1 the visitor's rank 0 fits
-    config.tls = door.tls_;
-    config.any_process = true; // which member it is, it says when it enters
     for (Listener& listener : listeners) {
-      config.nonce = listener.address().isUnix() ? door.unixNonce(door.addressed({}), door.tls_.get()) : door.nonce_;
-      acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
+      const uint64_t nonce =
+          listener.address().isUnix() ? door.unixNonce(door.addressed({}), door.tls_.get()) : door.nonce_;
+      acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), configOf(nonce, door.tls_)));
     }
     for (const auto& acceptor : acceptors_) {
       door_.control_.watch(acceptor->fd(), EPOLLIN, *this);
@@ -57,13 +53,41 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
     for (const auto& acceptor : acceptors_) {
       door_.control_.unwatch(acceptor->fd());
     }
+    for (const Port& port : ports_) {
+      leave(port);
+    }
+  }
+
+  /// Of a port that another process has: why.
+  [[nodiscard]] std::string offer(
+      const ProcessId& of,
+      const SocketAddress& address,
+      const std::shared_ptr<const TlsContext>& tls) {
+    ports_.push_back({of, address, tls, nullptr});
+    try_again_ = Clock::now() + kOfferAgain;
+    return take(ports_.back());
+  }
+  void withdraw(const ProcessId& of) noexcept {
+    std::erase_if(ports_, [&](const Port& port) {
+      if (port.of == of) {
+        leave(port);
+      }
+      return port.of == of;
+    });
   }
 
   void onReady(uint32_t) override {
     const TimePoint now = Clock::now();
     for (const auto& acceptor : acceptors_) {
       for (Accepted& accepted : acceptor->poll(now)) {
-        door_.admit(std::move(accepted));
+        door_.admit(std::move(accepted), {});
+      }
+    }
+    for (const Port& port : ports_) {
+      if (port.acceptor != nullptr) {
+        for (Accepted& accepted : port.acceptor->poll(now)) {
+          door_.admit(std::move(accepted), port.of);
+        }
       }
     }
   }
@@ -78,15 +102,54 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
   }
 
  private:
+  /// Of offer().
+  struct Port {
+    ProcessId of;
+    SocketAddress address;
+    std::shared_ptr<const TlsContext> tls;
+    std::unique_ptr<Acceptor> acceptor; ///< null: another process has it
+  };
+
+  [[nodiscard]] static AcceptorConfig configOf(uint64_t nonce, const std::shared_ptr<const TlsContext>& tls) {
+    AcceptorConfig config;
+    config.nonce = nonce;
+    config.group = kDoorGroup;
+    config.size = 1; // with config.rank = -1 the visitor's rank 0 fits
+    config.tls = tls;
+    config.any_process = true; // which member it is, it says when it enters
+    return config;
+  }
+  std::string take(Port& port) {
+    try {
+      Listener listener = Listener::bind(port.address, {port.address.port(), port.address.port()});
+      listener.deferSilent();
+      auto acceptor = std::make_unique<Acceptor>(std::move(listener), configOf(FixedPort::kNonce, port.tls));
+      door_.control_.watch(acceptor->fd(), EPOLLIN, *this);
+      port.acceptor = std::move(acceptor);
+      log(LogLevel::Info, "processes that want to join find this one at " + port.address.text());
+      return "";
+    } catch (const Error& error) {
+      const ErrorRecord& record = error.record();
+      return record.cause.empty() ? record.summary : record.cause;
+    }
+  }
+  void leave(const Port& port) const noexcept {
+    if (port.acceptor != nullptr) {
+      door_.control_.unwatch(port.acceptor->fd());
+    }
+  }
+
   Door& door_; ///< holds this
   std::vector<std::unique_ptr<Acceptor>> acceptors_;
+  std::vector<Port> ports_;
+  TimePoint try_again_; ///< to take those that other processes have
 };
 
 /// One process that has said Hello.
 class Door::Session final : public Loop::Handler {
  public:
-  Session(Door& door, uint64_t number, std::unique_ptr<Link> link)
-      : door_(door), number_(number), link_(std::move(link)), since_(Clock::now()) {
+  Session(Door& door, uint64_t number, std::unique_ptr<Link> link, ProcessId found)
+      : found(std::move(found)), door_(door), number_(number), link_(std::move(link)), since_(Clock::now()) {
     door_.control_.watch(link_->fd(), EPOLLIN, *this);
   }
   ~Session() override {
@@ -142,6 +205,7 @@ class Door::Session final : public Loop::Handler {
     return tls == nullptr ? std::nullopt : std::optional<ProcessId>(tls->peer());
   }
 
+  const ProcessId found; ///< the incarnation at whose fixed port it came; else empty
   std::shared_ptr<Instance> instance; ///< that it has entered
   int rank = -1;
   std::weak_ptr<Mailbox> mailbox; ///< or to which it brings messages
@@ -214,6 +278,9 @@ TimePoint Door::Ears::nextTick() const noexcept {
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
   }
+  for (const Port& port : ports_) {
+    next = std::min(next, port.acceptor != nullptr ? port.acceptor->nextDeadline() : try_again_);
+  }
   for (const auto& [number, session] : door_.sessions_) {
     next = std::min(next, session->patience());
   }
@@ -222,6 +289,14 @@ TimePoint Door::Ears::nextTick() const noexcept {
 
 void Door::Ears::tick(TimePoint now) {
   onReady(0);
+  if (now >= try_again_) {
+    try_again_ = now + kOfferAgain;
+    for (Port& port : ports_) {
+      if (port.acceptor == nullptr) {
+        (void)take(port);
+      }
+    }
+  }
   std::vector<uint64_t> slow;
   for (const auto& [number, session] : door_.sessions_) {
     if (now >= session->patience()) {
@@ -322,9 +397,44 @@ void Door::remove(const ProcessId& incarnation) noexcept {
   if (forkCount() != forks_) {
     return;
   }
+  withdraw(incarnation);
   const std::lock_guard<std::mutex> lock(mutex_);
   here_.erase(incarnation);
   mailboxes_.erase(incarnation);
+}
+
+std::vector<Door::Offer> Door::offer(
+    const ProcessId& incarnation,
+    const std::vector<SocketAddress>& addresses,
+    const std::shared_ptr<const TlsContext>& tls) {
+  std::vector<Offer> offers;
+  control_.run([&] {
+    if (ears_ == nullptr) {
+      throw Error(ErrorCode::ShutDown, "the process group was destroyed while its ports were being opened");
+    }
+    ears_->withdraw(incarnation); // of an earlier call
+    for (const SocketAddress& address : addresses) {
+      offers.push_back({address, ears_->offer(incarnation, address, tls)});
+    }
+  });
+  return offers;
+}
+
+void Door::withdraw(const ProcessId& incarnation) noexcept {
+  if (forkCount() != forks_) {
+    return;
+  }
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!closed_) { // before the last task of close()
+      control_.post([this, incarnation]() noexcept {
+        if (ears_ != nullptr) {
+          ears_->withdraw(incarnation);
+        }
+      });
+    }
+  } catch (const std::exception&) { // no memory for the task: the ports stay until the door closes
+  }
 }
 
 void Door::receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox) {
@@ -362,13 +472,13 @@ void Door::call(const ProcessId& incarnation, std::shared_ptr<Instance> instance
   }
 }
 
-void Door::admit(Accepted accepted) {
+void Door::admit(Accepted accepted, const ProcessId& found) {
   if (sessions_.size() >= kMaxSessions) {
     log(LogLevel::Warn, "too many processes are at the door: a connection was dropped, and tries again");
     return;
   }
   const uint64_t number = next_session_++;
-  auto session = std::make_unique<Session>(*this, number, std::move(accepted.link));
+  auto session = std::make_unique<Session>(*this, number, std::move(accepted.link), found);
   Session& fresh = *session;
   sessions_.emplace(number, std::move(session));
   fresh.onReady(0); // what came with the Hello
@@ -473,9 +583,10 @@ std::shared_ptr<Door::Mailbox> Door::mailboxOf(const ProcessId& to, std::string&
   return mailbox;
 }
 
-std::string Door::answerWho(const std::vector<std::string>& request) const {
+std::string Door::answerWho(const Session& session, const std::vector<std::string>& request) const {
   std::string why;
-  const std::shared_ptr<Mailbox> mailbox = request.size() == 2 ? mailboxOf(request[1], why) : nullptr;
+  const std::shared_ptr<Mailbox> mailbox =
+      request.size() == 2 ? mailboxOf(session.found.empty() ? request[1] : session.found, why) : nullptr;
   if (mailbox == nullptr) {
     return why.empty() ? packWords({door_answer::kGone}) : why;
   }
@@ -488,11 +599,14 @@ std::string Door::answerWho(const std::vector<std::string>& request) const {
 std::string Door::answer(Session& session, const std::vector<std::string>& request) {
   namespace ask = door_request;
   const std::string& what = request.front();
+  if (what == ask::kWho) {
+    return answerWho(session, request);
+  }
+  if (!session.found.empty()) { // all else is asked of a process that one knows
+    return packWords({door_answer::kGone});
+  }
   if (what == ask::kAgree || what == ask::kGive) {
     return introduce(session, request);
-  }
-  if (what == ask::kWho) {
-    return answerWho(request);
   }
   if (!session.from.empty()) {
     const std::shared_ptr<Mailbox> mailbox = session.mailbox.lock();

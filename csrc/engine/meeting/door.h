@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -11,6 +12,7 @@
 
 #include "base/deadline.h"
 #include "engine/loop/event_loop.h"
+#include "engine/meeting/fixed_port.h"
 #include "engine/meeting/instance.h"
 #include "transport/net/acceptor.h"
 #include "transport/net/listener.h"
@@ -80,6 +82,21 @@ class Door final {
   /// Messages for this incarnation go there from now on, until it is removed, for as long as the mailbox lives.
   void receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox);
 
+  /// An address at which this incarnation is to be found: see FixedPort.
+  struct Offer {
+    SocketAddress address;
+    std::string busy; ///< why this process does not listen there yet; empty: it does
+  };
+  /// Listens there, too, until withdraw() or remove(). One process at a time has a port: where another one has it, this one tries again every
+  /// kOfferAgain. `tls`: null without a secret; else FixedPort::kProcess is its own id.
+  static constexpr std::chrono::milliseconds kOfferAgain{500};
+  [[nodiscard]] std::vector<Offer> offer(
+      const ProcessId& incarnation,
+      const std::vector<SocketAddress>& addresses,
+      const std::shared_ptr<const TlsContext>& tls);
+  /// Leaves the ports of offer() to others, soon. Idempotent. Does nothing in a child of fork().
+  void withdraw(const ProcessId& incarnation) noexcept;
+
   /// The number in a Hello over a Unix socket, which is not in TLS: with a secret, only its holders know it.
   [[nodiscard]] static uint64_t unixNonce(const MemberHandle& handle, const TlsContext* tls);
   /// How a process introduces itself at a door.
@@ -94,13 +111,14 @@ class Door final {
   };
 
   Door(EventLoop& control, const Config& config);
-  void admit(Accepted accepted);
+  /// `found`: the incarnation at whose fixed port it came; else empty.
+  void admit(Accepted accepted, const ProcessId& found);
   void drop(uint64_t session) noexcept;
   /// The answer to a request, packed.
   [[nodiscard]] std::string answer(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::string letIn(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::string introduce(Session& session, const std::vector<std::string>& request);
-  [[nodiscard]] std::string answerWho(const std::vector<std::string>& request) const;
+  [[nodiscard]] std::string answerWho(const Session& session, const std::vector<std::string>& request) const;
   [[nodiscard]] std::shared_ptr<Mailbox> mailboxOf(const ProcessId& to, std::string& why) const;
   [[nodiscard]] std::shared_ptr<Instance> find(
       const ProcessId& to,

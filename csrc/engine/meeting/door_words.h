@@ -32,7 +32,7 @@ inline constexpr std::string_view kFail = "fail"; ///< an ErrorRecord: kHere, or
 inline constexpr std::string_view kAgree =
     "agree"; ///< to, from, the handle of `from`: kHere, and from then on this process says kSay only
 inline constexpr std::string_view kSay = "say"; ///< a message of the agreement: kHere
-inline constexpr std::string_view kWho = "who"; ///< to: kHere and Mailbox::notice()
+inline constexpr std::string_view kWho = "who"; ///< to, which is "" at a fixed port: kHere and Mailbox::notice()
 inline constexpr std::string_view kGive =
     "give"; ///< to, from, the handle of `from`: kHere, and from then on this process says kState only
 inline constexpr std::string_view kState = "state"; ///< of a newcomer, a part of the members' state: kHere or kNone

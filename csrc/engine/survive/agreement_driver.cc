@@ -219,7 +219,7 @@ void AgreementDriver::close() noexcept {
     }
   });
   changed_.notify_all();
-  guarded([&] { inbox_->announce({}); });
+  guarded([&] { admitNobody(); });
   if (groups_thread_.joinable()) {
     groups_thread_.join();
   }
@@ -368,7 +368,7 @@ bool AgreementDriver::committed(uint64_t epoch, const Wish& all) {
     inbox_->put(Boundary{epoch, committed == Committed::Admits});
   }
   if (ledger_.hasLeft()) {
-    inbox_->announce({});
+    admitNobody();
   }
   return true;
 }
@@ -435,7 +435,7 @@ void AgreementDriver::failWith(ErrorRecord record) {
     error_ = error_ ? error_ : std::move(record);
   }
   changed_.notify_all();
-  inbox_->announce({}); // nobody can join here any more
+  admitNobody();
 }
 
 // ---- the agreement's thread

@@ -59,8 +59,11 @@ class AgreementDriver final : public Engine::Maker {
     int join_pause_ms = 10000;
     int join_wait_ms = 60000;
     std::string description; ///< of the model and its options: newcomers must have the same
-    std::string
-        peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: nobody can join
+    std::string peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: none
+    bool has_port = false; ///< members are found at a FixedPort: the caller has Reconfigurable::offer()
+    [[nodiscard]] bool mayBeJoined() const noexcept {
+      return has_port || !peers_path.empty();
+    }
   };
 
   /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
@@ -85,6 +88,13 @@ class AgreementDriver final : public Engine::Maker {
   };
   [[nodiscard]] static std::optional<Notice> ask(
       const std::vector<std::string>& handles,
+      const Visitor& from,
+      Deadline deadline,
+      std::string& missing);
+  /// The same of members that are found at a port. Asks each address of its hosts in turn, and none that has answered once more. Throws
+  /// Error(ConfigMismatch) if none answers, and one of them has another secret or is of another job.
+  [[nodiscard]] static std::optional<Notice> ask(
+      const FixedPort& at,
       const Visitor& from,
       Deadline deadline,
       std::string& missing);
@@ -329,6 +339,7 @@ class AgreementDriver final : public Engine::Maker {
   // ---- any thread
   void post(Job job);
   void failWith(ErrorRecord record);
+  void admitNobody(); ///< from now on
   struct Giving;
   [[nodiscard]] std::optional<ErrorRecord> giveTo(
       const MemberHandle& to,

@@ -140,12 +140,61 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
 
 // ---- the newcomer
 
+namespace {
+
+/// The answer of one member, or of the process that has its port, to a process that wants to join.
+struct Answer {
+  std::optional<AgreementDriver::Notice> notice;
+  std::string why; ///< there is none
+  bool is_other = false; ///< the process there has another secret, or is of another job
+};
+
+/// `incarnation`: "" at a fixed port.
+Answer askOne(const MemberHandle& to, std::string_view incarnation, const Visitor& from, Deadline patience) {
+  const AbortToken none;
+  Answer answer;
+  answer.why = "it has no elastic training that can be joined";
+  try {
+    const Knocked knocked = knock(to, from, patience, none);
+    if (knocked.link == nullptr) {
+      answer.why = knocked.why;
+      answer.is_other = knocked.another_listens;
+      return answer;
+    }
+    const auto words = askDoor(*knocked.link, {door_request::kWho, incarnation}, patience, none);
+    if (words.front() == door_answer::kHere && words.size() > 2) {
+      AgreementDriver::Notice notice{words[1], {}};
+      for (size_t i = 2; i < words.size(); ++i) {
+        notice.members.push_back(MemberHandle::parse(words[i]));
+      }
+      answer.notice = std::move(notice);
+    } else if (words.front() == door_answer::kGone) {
+      answer.why = "it is a later process";
+    }
+  } catch (const Error& error) {
+    answer.why = error.record().summary;
+  }
+  return answer;
+}
+
+/// For one of `left` that are still to be asked: also the last one of many is, if all others are on hosts that are gone.
+Deadline shareOf(Deadline deadline, size_t left) {
+  const int share = deadline.remainingMs(kLongestAskMs) / static_cast<int>(left);
+  return Deadline::at(
+      std::min(deadline.instant(), Deadline::after(std::clamp(share, kShortestAskMs, kJoinAskMs)).instant()));
+}
+
+void note(std::string& missing, const std::string& whom, const std::string& why) {
+  missing += (missing.empty() ? "" : "; ") + whom + ": " + printable(why, kMaxFirstDoorFrame);
+}
+
+} // namespace
+
 std::optional<AgreementDriver::Notice> AgreementDriver::ask(
     const std::vector<std::string>& handles,
     const Visitor& from,
     Deadline deadline,
     std::string& missing) {
-  const AbortToken none;
   for (size_t i = 0; i < handles.size() && !deadline.expired(); ++i) {
     const MemberHandle to = MemberHandle::parse(handles[i]);
     if (to.key_id != from.self.key_id) { // all members have the same
@@ -157,30 +206,40 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
           "the members have " + secret(to.key_id) + ", and this process has " + secret(from.self.key_id),
           "give all hosts the same secret file, or none");
     }
-    std::string why = "it has no elastic training that can be joined";
-    try {
-      // Also the last one of many is asked, if all others are on a host that is gone.
-      const int share = deadline.remainingMs(kLongestAskMs) / static_cast<int>(handles.size() - i);
-      const Deadline patience = Deadline::at(
-          std::min(deadline.instant(), Deadline::after(std::clamp(share, kShortestAskMs, kJoinAskMs)).instant()));
-      const Knocked knocked = knock(to, from, patience, none);
-      if (knocked.link == nullptr) {
-        why = knocked.why;
-      } else {
-        const auto answer = askDoor(*knocked.link, {door_request::kWho, to.incarnation}, patience, none);
-        if (answer.front() == door_answer::kHere && answer.size() > 2) {
-          Notice notice{answer[1], {}};
-          for (size_t i = 2; i < answer.size(); ++i) {
-            notice.members.push_back(MemberHandle::parse(answer[i]));
-          }
-          return notice;
-        }
-        why = answer.front() == door_answer::kGone ? "it is a later process" : why;
-      }
-    } catch (const Error& error) {
-      why = error.record().summary;
+    Answer answer = askOne(to, to.incarnation, from, shareOf(deadline, handles.size() - i));
+    if (answer.notice) {
+      return std::move(answer.notice);
     }
-    missing += (missing.empty() ? "" : "; ") + to.who() + ": " + printable(why, kMaxFirstDoorFrame);
+    note(missing, to.who(), answer.why);
+  }
+  return std::nullopt;
+}
+
+std::optional<AgreementDriver::Notice> AgreementDriver::ask(
+    const FixedPort& at,
+    const Visitor& from,
+    Deadline deadline,
+    std::string& missing) {
+  bool is_other = false;
+  for (size_t i = 0; i < at.hosts.size(); ++i) {
+    const std::string& host = at.hosts[i];
+    const Deadline share = shareOf(deadline, at.hosts.size() - i);
+    const std::vector<SocketAddress> addresses = at.addressesOf(host, share);
+    if (addresses.empty()) {
+      note(missing, host, "this name has no address");
+    }
+    for (size_t k = 0; k < addresses.size(); ++k) {
+      const MemberHandle to = FixedPort::listenerAt(addresses[k], from.self);
+      Answer answer = askOne(to, "", from, shareOf(share, addresses.size() - k));
+      if (answer.notice) {
+        return std::move(answer.notice);
+      }
+      is_other = is_other || answer.is_other;
+      note(missing, host + " (" + addresses[k].text() + ")", answer.why);
+    }
+  }
+  if (is_other) {
+    throw Error(ErrorCode::ConfigMismatch, missing, "the members' secret file, and a port that no other job uses");
   }
   return std::nullopt;
 }
@@ -341,7 +400,7 @@ bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
     return message.kind != Kind::Join || agreement_->view().has(message.from);
   }
   if (message.kind == Kind::Join) {
-    if (config_.peers_path.empty() || now < from.not_before) {
+    if (!config_.mayBeJoined() || now < from.not_before) {
       return false;
     }
     from.heard = now;
@@ -573,8 +632,13 @@ std::string AgreementDriver::welcome(const View& view) {
   return fresh;
 }
 
+void AgreementDriver::admitNobody() {
+  inbox_->announce({});
+  members_.withdraw(); // another member of this host takes the port
+}
+
 void AgreementDriver::announce(const View& view) {
-  if (config_.peers_path.empty()) {
+  if (!config_.mayBeJoined()) {
     return;
   }
   std::vector<std::string> notice = {config_.description};
@@ -753,8 +817,8 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
     }
   }
   const std::string why = "The members' state has " + std::to_string(bytes.size()) + " bytes, of which " +
-      std::to_string(given) + " reached this process within their join_pause=" + secondsOf(config_.join_pause_ms) +
-      " s. They go on without it. Try: a longer join_pause on the members.";
+      std::to_string(given) + " reached this process within the " + secondsOf(config_.join_pause_ms) +
+      " s for which they wait (join_pause, or at a join_point() the group's timeout). They go on without it. Try: longer ones on the members.";
   refuseOne(to, why);
   return record(ErrorCode::PeerUnresponsive, why, "");
 }

@@ -75,9 +75,13 @@ std::vector<SocketAddress> NameLookups::find(const std::string& host, Deadline d
   lock.unlock();
   log(LogLevel::Warn,
       "no name server has answered yet what the address of \"" + host +
-          "\" is, so the interface of this rank is chosen without it. Try: getent hosts " + host +
-          "; or set PYCOMM_SOCKET_IFNAME");
+          "\" is, so this rank goes on without it. Try: getent hosts " + host + "; or set PYCOMM_SOCKET_IFNAME");
   return {};
+}
+
+NameLookups& nameLookups() {
+  static NameLookups& lookups = *new NameLookups();
+  return lookups;
 }
 
 } // namespace pycomm

@@ -46,4 +46,7 @@ class NameLookups {
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
+/// Of all groups of this process. Never destroyed: a name server may answer while the process ends.
+[[nodiscard]] NameLookups& nameLookups();
+
 } // namespace pycomm

@@ -251,12 +251,6 @@ std::vector<Member> membersOf(
   return members;
 }
 
-/// Of all groups of this process. Never destroyed: a name server may answer while the process ends.
-NameLookups& nameLookups() {
-  static NameLookups& lookups = *new NameLookups();
-  return lookups;
-}
-
 Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   AddressPolicy policy;
   policy.spec = config.spec;

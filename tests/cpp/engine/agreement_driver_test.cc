@@ -227,6 +227,9 @@ class Members {
   [[nodiscard]] Engine& engine(size_t i) const {
     return *engines_[i];
   }
+  [[nodiscard]] Reconfigurable& reconfigurable(size_t i) const {
+    return *members_[i];
+  }
 
   std::vector<std::shared_ptr<AgreementDriver>> drivers;
 
@@ -540,6 +543,121 @@ TEST(AgreementDriver, MembersWithAnotherSecretAreNotAsked) {
         (void)AgreementDriver::ask({closed.text()}, stranger.members.visitor(), Deadline::after(3000), missing);
       }),
       ErrorCode::ConfigMismatch);
+}
+
+// ---- the same without a handle: at a port that all know
+
+/// Members of one host, which are to be found at a port of it.
+class FoundAtPort {
+ public:
+  explicit FoundAtPort(int count) : members(count, config()) {
+    for (size_t i = 0; i < members.drivers.size(); ++i) {
+      const auto offers = members.reconfigurable(i).offer(at, Deadline::after(5000));
+      EXPECT_EQ(offers.size(), 1U);
+      busy.push_back(offers.empty() ? "not offered" : offers.front().busy);
+    }
+  }
+  /// How many members there are, as the one says that answers; 0 if none does.
+  size_t ask() {
+    missing.clear();
+    const auto notice = AgreementDriver::ask(at, stranger.members.visitor(), Deadline::after(5000), missing);
+    EXPECT_TRUE(!notice || notice->description == "a model");
+    return notice ? notice->members.size() : 0;
+  }
+  /// The same as soon as one answers.
+  size_t waitForAnswer() {
+    const TimePoint began = Clock::now();
+    size_t found = 0;
+    for (const Deadline end = Deadline::after(10'000); found == 0 && !end.expired();) {
+      found = ask();
+    }
+    EXPECT_LT(Clock::now() - began, 2 * Door::kOfferAgain) << missing; // which a busy machine may double
+    return found;
+  }
+
+  const FixedPort at{{"127.0.0.1"}, Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}).address().port()};
+  Members members;
+  Alone stranger;
+  std::vector<std::string> busy; ///< by member: why it does not listen there
+  std::string missing; ///< who has not answered
+
+ private:
+  static AgreementDriver::Config config() {
+    AgreementDriver::Config config;
+    config.has_port = true;
+    config.description = "a model";
+    return config;
+  }
+};
+
+TEST(FixedPort, OneMemberOfAHostAnswersThereForAll) {
+  FoundAtPort host(3);
+  EXPECT_EQ(host.busy[0], "");
+  for (const size_t i : {1U, 2U}) {
+    EXPECT_NE(host.busy[i].find("EADDRINUSE"), std::string::npos) << host.busy[i];
+  }
+  EXPECT_EQ(host.ask(), 3U);
+  const FixedPort elsewhere{{"not-a-host"}, host.at.port};
+  EXPECT_TRUE(host.members.reconfigurable(0).offer(elsewhere, Deadline::after(100)).empty());
+}
+
+TEST(FixedPort, TheNextMemberTakesItWhenOneHasEnded) {
+  FoundAtPort host(3);
+  host.members.drivers[0]->close(); // its group, and the program, may live on
+  EXPECT_GE(host.waitForAnswer(), 2U); // three until the others have noticed
+  host.members.drivers[1]->close();
+  EXPECT_GE(host.waitForAnswer(), 1U);
+  host.members.drivers[2]->close();
+  std::this_thread::sleep_for(2 * Door::kOfferAgain);
+  EXPECT_EQ(host.ask(), 0U);
+  EXPECT_NE(host.missing.find("127.0.0.1 (127.0.0.1:"), std::string::npos) << host.missing;
+}
+
+TEST(FixedPort, TheNextMemberTakesItWhenOneHasLeft) {
+  FoundAtPort host(2);
+  host.members.drivers[0]->leave();
+  (void)host.members.begin();
+  for (const auto& driver : host.members.drivers) {
+    (void)driver->finished(1);
+  }
+  host.members.commit(1, {.leaves = true, .admits = false});
+  EXPECT_TRUE(host.members.drivers[0]->hasLeft());
+  EXPECT_GE(host.waitForAnswer(), 1U);
+}
+
+// All else is asked at the door of a process that one knows.
+TEST(FixedPort, AnswersOneQuestion) {
+  const FoundAtPort host(1);
+  const Visitor from = host.stranger.members.visitor();
+  const MemberHandle to = FixedPort::listenerAt(SocketAddress::loopback(AddressFamily::IPv4, host.at.port), from.self);
+  const ProcessId member = host.members.handle(0).incarnation;
+  const std::string self = from.self.text();
+  const AbortToken none;
+  const Knocked knocked = knock(to, from, Deadline::after(5000), none);
+  ASSERT_NE(knocked.link, nullptr) << knocked.why;
+  const auto ask = [&](const std::vector<std::string_view>& words) {
+    return askDoor(*knocked.link, words, Deadline::after(5000), none).front();
+  };
+  EXPECT_EQ(ask({door_request::kAgree, member, from.self.incarnation, self}), door_answer::kGone);
+  EXPECT_EQ(ask({door_request::kSay, "a message"}), door_answer::kGone);
+  EXPECT_EQ(ask({door_request::kEnter, member, from.self.incarnation, "instance", "1", "0"}), door_answer::kGone);
+  EXPECT_EQ(ask({door_request::kWho}), door_answer::kGone);
+  EXPECT_EQ(ask({door_request::kWho, ""}), door_answer::kHere);
+  const Knocked at_door = knock(host.members.handle(0), from, Deadline::after(5000), none);
+  ASSERT_NE(at_door.link, nullptr) << at_door.why;
+  EXPECT_EQ(askDoor(*at_door.link, {door_request::kWho, ""}, Deadline::after(5000), none).front(), door_answer::kGone);
+}
+
+TEST(FixedPort, AnotherPrograms) {
+  Alone stranger;
+  std::string missing;
+  const Listener silent = Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {});
+  const FixedPort at{{"127.0.0.1", "not-a-host"}, silent.address().port()};
+  const TimePoint began = Clock::now();
+  EXPECT_FALSE(AgreementDriver::ask(at, stranger.members.visitor(), Deadline::after(1500), missing));
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+  EXPECT_NE(missing.find("127.0.0.1 (" + silent.address().text() + "): "), std::string::npos) << missing;
+  EXPECT_NE(missing.find("not-a-host: this name has no address"), std::string::npos) << missing;
 }
 
 TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {

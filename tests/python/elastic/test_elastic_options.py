@@ -30,9 +30,22 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(200)]
         ({"state": [nn.Linear(1, 1)]}, ValueError, "state= needs peers="),
         ({"peers": "file"}, ValueError, "peers= needs state="),
         ({"peers": 3, "state": [nn.Linear(1, 1)]}, TypeError, "peers=3"),
+        (
+            {"peers": "pycomm://a,b"},
+            ValueError,
+            "peers='pycomm://a,b' is not allowed: use pycomm://",
+        ),
+        ({"peers": "pycomm://a:1,b:2"}, ValueError, "one port for all"),
+        ({"peers": "pycomm://a:0"}, ValueError, "is not allowed"),
+        ({"peers": "pycomm://a:65536"}, ValueError, "is not allowed"),
+        ({"peers": "pycomm://a,,b:29600"}, ValueError, "is not allowed"),
+        ({"peers": "pycomm://fd77::10:29600"}, ValueError, "is not allowed"),
+        ({"peers": "pycomm://a:29600/job"}, ValueError, "is not allowed"),
+        ({"peers": "pycomm://:29600"}, ValueError, "is not allowed"),
         ({"peers": "file", "state": [3]}, TypeError, "an object of int, which has no state_dict"),
         ({"peers": "file", "state": nn.Linear(1, 1)}, TypeError, "not a list"),
         ({"join_pause": -1}, ValueError, "join_pause"),
+        ({"join_pause": None}, ValueError, "join_pause=None needs peers="),
         ({"join_wait": "1"}, ValueError, "join_wait"),
         ({"global_batch": 4}, TypeError, "global_batch"),
     ],
@@ -52,6 +65,56 @@ def test_settings() -> None:
     settings = pycomm.Elastic(min_ranks=2, split_brain="accept", quorum_wait=3)
     assert (settings.min_ranks, settings.split_brain, settings.quorum_wait) == (2, "accept", 3.0)
     assert settings == pycomm.Elastic(min_ranks=2, split_brain="accept", quorum_wait=3.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "port"),
+    [
+        ("pycomm://alpha,beta:29600", (("alpha", "beta"), 29600)),
+        ("pycomm://alpha , beta.example:1", (("alpha", "beta.example"), 1)),
+        ("pycomm://10.0.0.1,[fd77::10]:65535", (("10.0.0.1", "fd77::10"), 65535)),
+        ("run/peers", None),
+        ("pycomm:/file", None),
+    ],
+)
+def test_addresses_and_files_of_peers(text: str, port: Any) -> None:
+    from pycomm.ddp.peers import peers_port
+
+    assert peers_port(text) == port
+
+
+def test_the_variable_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands for an argument that is not there, and is checked as that is."""
+    import pycomm
+
+    state = [nn.Linear(1, 1)]
+    monkeypatch.setenv("PYCOMM_PEERS", "pycomm://alpha,beta:29600")
+    assert pycomm.Elastic(state=state).peers == "pycomm://alpha,beta:29600"
+    assert pycomm.Elastic(state=state).peers_port == "pycomm://alpha,beta:29600"
+    assert pycomm.Elastic(state=state, peers="file").peers == "file"
+    assert pycomm.Elastic(state=state, peers="file").peers_port is None
+    with pytest.raises(ValueError, match="peers= needs state="):
+        pycomm.Elastic()
+    monkeypatch.setenv("PYCOMM_PEERS", "pycomm://alpha")
+    with pytest.raises(ValueError, match="peers='pycomm://alpha' is not allowed"):
+        pycomm.Elastic(state=state)
+    monkeypatch.setenv("PYCOMM_PEERS", "")
+    assert pycomm.Elastic().peers is None
+
+
+def test_a_port_that_would_not_be_found_is_refused() -> None:
+    from pycomm.ddp.joining import port_trouble
+
+    peers, busy = "pycomm://a,b:1", "EADDRINUSE"
+    assert "no rank runs on one of these hosts" in port_trouble(peers, [("a", ()), ("b", ())])
+    assert port_trouble(peers, [("a", [("10.0.0.1:1", "")]), ("c", ())]) == ""
+    others = [("a", [("10.0.0.1:1", busy)]), ("a", [("10.0.0.1:1", "")])]
+    assert port_trouble(peers, others) == ""
+    taken = [*others, ("b", [("10.0.0.2:1", ""), ("127.0.0.1:1", busy)])]
+    assert "rank 2 cannot listen at 127.0.0.1:1" in port_trouble(peers, taken)
+    # The address of one host says nothing of another one's.
+    alike = [("a", [("127.0.0.1:1", "")]), ("b", [("127.0.0.1:1", busy)])]
+    assert "rank 1 cannot listen at 127.0.0.1:1" in port_trouble(peers, alike)
 
 
 def refusals(rank: int, world_size: int) -> None:

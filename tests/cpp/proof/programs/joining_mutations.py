@@ -78,7 +78,7 @@ MUTATIONS = [
     _rule(
         "a member that has ended answers those who want to join",
         "agreement_driver.cc",
-        "  guarded([&] { inbox_->announce({}); });\n",
+        "  guarded([&] { admitNobody(); });\n",
         "",
         "AgreementDriver.AnswersNobodyOnceItHasEnded",
     ),
@@ -116,6 +116,27 @@ MUTATIONS = [
         "    if (closed) { // by now",
         "    if (false) { // by now",
         "PeersFile.ReplacesNothingOnceItIsClosed",
+    ),
+    _rule(
+        "a member that has left keeps its port",
+        _JOIN,
+        "  members_.withdraw(); // another member",
+        "  // another member",
+        "FixedPort.TheNextMemberTakesItWhenOneHasLeft",
+    ),
+    _rule(
+        "nobody takes a port that was another member's",
+        "door.cc",
+        "      if (port.acceptor == nullptr) {\n        (void)take(port);\n      }\n",
+        "",
+        "FixedPort.TheNextMemberTakesItWhenOneHasEnded",
+    ),
+    _rule(
+        "a port that all know lets visitors in",
+        "door.cc",
+        "  if (!session.found.empty()) { // all else",
+        "  if (false) { // all else",
+        "FixedPort.AnswersOneQuestion",
     ),
 ]
 
