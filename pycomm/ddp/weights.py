@@ -166,6 +166,12 @@ class _WrapperLog:
                 "a second BalancedSampler of a model with Elastic(peers=): a process that joins "
                 "would not know whose batches it trains. Try: one sampler, kept over all epochs"
             )
+        if self._wrapper._may_be_joined and self._wrapper._elastic.join_pause is None:
+            raise UnsupportedError(
+                "a BalancedSampler of a model with Elastic(join_pause=None): between two epochs it "
+                "has no batches in which a process that joins could get a share. Try: a join_pause "
+                "in seconds, with which processes join in the middle of an epoch"
+            )
         readers.add(reader)
         self._wrapper._received_sampler = None
 
