@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import pycomm
 
-gc.freeze()  # else each end looks through torch's million objects for what is left, for half a second
+gc.freeze()  # else each end looks through torch's million objects, for half a second
 
 def loop(step, forgiving):
     local.tensor = torch.ones(1000)
