@@ -64,8 +64,8 @@ class Deals:
         return self._next
 
     def start(self, batch: int, order: torch.Tensor) -> None:
-        """This batch is the first of another epoch. Indices that came back and filled no batch of the
-        last one are dealt in this one."""
+        """This batch is the first of another epoch. It begins with indices that came back, and
+        that no batch of the last one has taken."""
         left = self._left[min(batch, self._next)]
         self._order = order
         self._put(batch, Left((*left.returned, *self._carried)))

@@ -40,6 +40,8 @@ class Plan:
     """What it does once it has made its sampler: "loads", "makes another", "begins anew"."""
     says: bool = False
     """It sets ``model.samples`` itself."""
+    most: int | None = None
+    """"max_batch" of a process that joins."""
     pause_s: float = 0.003
 
     @property
@@ -99,7 +101,11 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
             plain_step(model, optimizer, data)
         return
     sampler = pycomm.BalancedSampler(
-        data, global_batch=plan.global_batch, model=model, lookahead=plan.lookahead
+        data,
+        global_batch=plan.global_batch,
+        model=model,
+        lookahead=plan.lookahead,
+        max_batch=plan.most if plan.join else None,
     )
     if plan.then == "loads":
         sampler.load_state_dict(sampler.state_dict())
@@ -148,6 +154,7 @@ def _train(rank: int, plan: Plan, found: dict[str, Any]) -> None:
             break
         epoch += 1
     found["state"] = sampler.state_dict()
+    found["most"] = sampler._plan.limits.most
 
 
 def forget_signals(worker: int) -> None:

@@ -108,10 +108,15 @@ def check_newcomer(process: dict[str, Any], steps: dict[int, dict[str, Any]], pl
         assert set(mine) <= set(steps[step["step"]]["counted"])
 
 
-CASES = [Plan(""), Plan("", accumulate=2), Plan("", says=True), Plan("", workers=(2, 0))]
+CASES = [
+    Plan("", most=4),
+    Plan("", accumulate=2),
+    Plan("", says=True),
+    Plan("", workers=(2, 0)),
+]
 
 
-@pytest.mark.parametrize("case", rings.first_of(CASES, 2), ids=["one", "two", "says", "other"])
+@pytest.mark.parametrize("case", rings.first_of(CASES, 2), ids=["most", "two", "says", "other"])
 def test_a_process_joins_and_gets_a_share(case: Plan, tmp_path: Path) -> None:
     plan = dataclasses.replace(case, folder=str(tmp_path))
     with start(2, plan) as running:
@@ -121,7 +126,9 @@ def test_a_process_joins_and_gets_a_share(case: Plan, tmp_path: Path) -> None:
             (tmp_path / "end").touch()
             results = [*running.collect(90), *newcomer.collect(90)]
     notes = check(results, plan)
-    assert notes[2]["steps"][0]["members"] == [0, 1, 2] and any(notes[2]["passes"])
+    assert notes[2]["steps"][0]["members"] == [0, 1, 2]
+    assert 0 < max(map(len, notes[2]["passes"])) <= (plan.most or plan.global_batch)
+    assert {result.value["most"] for result in results} == {(24, 24, plan.most or 24)}
 
 
 @pytest.mark.parametrize("seed", rings.first_of(range(10), 2))
