@@ -197,7 +197,7 @@ void bindElastic(py::module_& m) {
           "changes",
           [](const StepAgreement& steps) {
             const elastic::Changes changes = steps.changes();
-            return py::make_tuple(changes.left, changes.lost, changes.joined);
+            return std::tuple(changes.left, changes.lost, changes.joined);
           })
       .def("close", [](StepAgreement& steps) { steps.close(); }, py::call_guard<WithoutGil>());
   py::class_<ElasticGroup, StepAgreement, std::shared_ptr<ElasticGroup>>(m, "ElasticGroup")
