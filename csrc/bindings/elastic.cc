@@ -3,6 +3,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -33,7 +34,7 @@ py::object objectOf(const std::exception_ptr& error) {
 }
 
 /// An agreement that Python implements: an object with begin(), which returns a bool, end(error), which returns whether to sum again,
-/// members() and close(). Nobody leaves it in order.
+/// members(), changes(), three numbers, and close(). Nobody leaves it in order.
 class PythonAgreement final : public StepAgreement {
  public:
   explicit PythonAgreement(py::object implementation) : implementation_(std::move(implementation)) {}
@@ -64,8 +65,10 @@ class PythonAgreement final : public StepAgreement {
   [[nodiscard]] bool hasLeft() const override {
     return false;
   }
-  [[nodiscard]] int leavers() const override {
-    return 0;
+  [[nodiscard]] elastic::Changes changes() const override {
+    const py::gil_scoped_acquire gil;
+    const auto [left, lost, joined] = implementation_.attr("changes")().cast<std::tuple<int, int, int>>();
+    return {left, lost, joined};
   }
   void close() noexcept override {
     if (!mayTakeGil()) {
@@ -221,7 +224,12 @@ void bindElastic(py::module_& m) {
       .def(
           "leave", [](StepAgreement& steps) { raising([&] { steps.leave(); }); }, py::call_guard<WithoutGil>())
       .def("has_left", [](const StepAgreement& steps) { return raising([&] { return steps.hasLeft(); }); })
-      .def("leavers", &StepAgreement::leavers)
+      .def(
+          "changes",
+          [](const StepAgreement& steps) {
+            const elastic::Changes changes = steps.changes();
+            return std::tuple(changes.left, changes.lost, changes.joined);
+          })
       .def("close", [](StepAgreement& steps) { steps.close(); }, py::call_guard<WithoutGil>());
   py::class_<ElasticGroup, StepAgreement, std::shared_ptr<ElasticGroup>>(m, "ElasticGroup")
       .def("pull", &pull)

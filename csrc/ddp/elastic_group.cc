@@ -203,12 +203,14 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   }
   for (;;) {
     beforeWait();
-    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs))) {
+    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs), round)) {
       if (verdict->counts) {
         join_points_ = 0;
         return Outcome::CommitLast;
       }
-      (void)takeOver(*verdict->again);
+      if (verdict->again) { // else begin() waits for the next members
+        (void)takeOver(*verdict->again);
+      }
       return Outcome::Redo;
     }
     checkSignals();

@@ -58,8 +58,8 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] bool hasLeft() const override {
     return driver_->hasLeft();
   }
-  [[nodiscard]] int leavers() const override {
-    return present_.leavers;
+  [[nodiscard]] elastic::Changes changes() const override {
+    return present_.changes;
   }
   void close() noexcept override;
 

@@ -6,7 +6,6 @@
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -100,17 +99,12 @@ void Reducer::adoptMembers() {
   // The old one lives until nothing of it is left in the buckets.
   const ReducerGroup old = std::exchange(group_, ReducerGroup::withItsBackend(group_.get(), params_));
   reports_.changeRanks(group_.rank(), group_.job());
-  std::vector<int> members = agreement_->members();
-  const auto missingIn = [](const std::vector<int>& some, const std::vector<int>& others) {
-    return std::count_if(some.begin(), some.end(), [&others](int member) {
-      return std::find(others.begin(), others.end(), member) == others.end();
-    });
-  };
-  const int64_t left = agreement_->leavers() - std::exchange(stats_.left_ranks, agreement_->leavers());
-  stats_.lost_ranks += missingIn(members_, members) - left;
-  stats_.joined_ranks += missingIn(members, members_);
-  members_changed_ = members_changed_ || members != members_; // the same ones may have met again
-  members_ = std::move(members);
+  const elastic::Changes changes = agreement_->changes();
+  stats_.left_ranks = changes.left;
+  stats_.lost_ranks = changes.lost;
+  stats_.joined_ranks = changes.joined;
+  members_changed_ = members_changed_ || changes != elastic::Changes(); // the same ones may have met again
+  members_ = agreement_->members();
   rank_ = group_.rank();
   ++stats_.epochs;
   stats_.meeting_ns += agreement_->meetingNs();

@@ -22,7 +22,7 @@ class StepAgreement {
   enum class Outcome {
     Commit, ///< all members have finished the step, with the same bits: it counts
     CommitLast, ///< the same, and it is the last one of these members: begin() waits for the next ones, and returns true
-    Redo, ///< the group has other members: sum all buckets again, in the new group, and call end() again
+    Redo, ///< the group has other members: sum all buckets again, in the new group, and call end() again. Not of an Admission: go on without it
   };
 
   /// Before a step launches anything: waits until it may begin (min_ranks). True if the members have changed since the last call of
@@ -62,8 +62,9 @@ class StepAgreement {
   virtual void leave() = 0;
   /// Whether it has: the step that end() has committed was this rank's last, and begin() throws. Any thread.
   [[nodiscard]] virtual bool hasLeft() const = 0;
-  /// How many members have left in order, as of the last call of begin() or end().
-  [[nodiscard]] virtual int leavers() const = 0;
+  /// How many members are gone and have come since the wrapper was made, as of the last call of begin() or end(). Also counts a process that
+  /// has joined and is gone again since the call before: members() does not show it, but it shows others that were faster.
+  [[nodiscard]] virtual elastic::Changes changes() const = 0;
 
   /// Leaves the group at once. begin() and end() throw from now on.
   virtual void close() noexcept = 0;

@@ -404,13 +404,17 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
     settle(now);
     return;
   }
-  Suspicion& suspicion = suspects_[peer];
-  if (!isHard(suspicion.code)) { // else a link of a dead process breaks, too
-    suspicion.code = code;
-  }
-  suspicion.nonce = nonce_;
   if (code == ErrorCode::ConnectionReset) {
     ++resets_[peer];
+  }
+  // The connection that broke is one of the group that ends, and the next group makes its own: an answer to a ping of this agreement says more.
+  const bool is_late = phase_ == Phase::Agreeing && !isHard(code) && view_.has(peer);
+  if (!is_late || !reached(peer)) {
+    Suspicion& suspicion = suspects_[peer];
+    if (!isHard(suspicion.code)) { // else a link of a dead process breaks, too
+      suspicion.code = code;
+    }
+    suspicion.nonce = std::max(suspicion.nonce, is_late ? nonce_ - 1 : nonce_);
   }
   if (view_.has(peer)) {
     if (phase_ == Phase::Agreeing && isHard(code)) {

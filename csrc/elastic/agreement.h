@@ -97,6 +97,11 @@ class Agreement {
   void leave() noexcept {
     leaving_ = true;
   }
+  /// This process will call close(): until then it helps the others to a quorum, and is in no next view. Else it might decide one in which
+  /// only itself is left, as the others suspect it already.
+  void retire() noexcept {
+    raised_ = true;
+  }
   /// This process leaves at once, and says so.
   void close(TimePoint now);
   /// The newcomer can be reached from here.

@@ -70,6 +70,10 @@ class StepLedger {
   }
   /// The commit round of this epoch has ended well, with what it says of all: what the step changes may be shown.
   [[nodiscard]] Committed commit(uint64_t epoch, const Wish& all) noexcept;
+  /// The next round was an Admission, and its epoch has ended before it: it is not made again.
+  void drop() noexcept {
+    state_.launched = false;
+  }
   /// Whether the last round of the present epoch says that all members admit. They make an Admission before their next forward pass.
   [[nodiscard]] bool admissionIsDue() const noexcept {
     return admission_is_due_;

@@ -28,6 +28,17 @@ int View::position(const Incarnation& of) const noexcept {
   return at == members.end() ? -1 : static_cast<int>(at - members.begin());
 }
 
+void Changes::count(const View& before, const View& next) noexcept {
+  for (size_t i = 0; i < before.members.size(); ++i) {
+    if (!next.has(before.members[i])) {
+      ++(next.left.test(i) ? left : lost);
+    }
+  }
+  for (const Incarnation& member : next.members) {
+    joined += before.has(member) ? 0 : 1;
+  }
+}
+
 int votesOf(const MemberSet& voters) noexcept {
   return static_cast<int>(2 * voters.count()) + (voters.test(0) ? 1 : 0);
 }

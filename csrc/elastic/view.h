@@ -45,6 +45,17 @@ struct View {
   friend bool operator==(const View&, const View&) = default;
 };
 
+/// How many members are gone and how many have come, in all views that this process has been a member of.
+struct Changes {
+  int left = 0; ///< in order
+  int lost = 0; ///< otherwise
+  int joined = 0;
+
+  /// The view after `before` is `next`.
+  void count(const View& before, const View& next) noexcept;
+  friend bool operator==(const Changes&, const Changes&) = default;
+};
+
 /// Votes that these voters have. Each has two, and the lowest-ranked voter of the view one more, which decides between two halves. The
 /// order does not depend on who is dead: two halves that know of different deaths must not both win.
 [[nodiscard]] int votesOf(const MemberSet& voters) noexcept;

@@ -35,6 +35,9 @@ class Scripted:
     def members(self) -> list[int]:
         return list(range(self._size))
 
+    def changes(self) -> tuple[int, int, int]:
+        return (0, 0, 0)
+
     def close(self) -> None:
         pass
 

@@ -189,6 +189,7 @@ void AgreementDriver::close() noexcept {
   if (std::exchange(closed_, true)) {
     return;
   }
+  inbox_->retire(); // before the others can notice anything
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_jobs_ = true;
@@ -391,11 +392,15 @@ bool AgreementDriver::isOver(const Epoch& epoch) const {
   return failure && Agreement::changesMembers(failure->code);
 }
 
-std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch, Deadline deadline) {
+std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(
+    uint64_t epoch,
+    Deadline deadline,
+    elastic::Round round) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto counts = [this] { return ledger_.state().committed >= launched_; };
-  const auto again = [&] { return view_.epoch > epoch && mayBegin(); };
+  const bool is_step = round != elastic::Round::Admission;
+  const auto again = [&] { return view_.epoch > epoch && (mayBegin() || !is_step); };
   if (!waitFor(lock, deadline, [&] { return counts() || error_ || again(); })) {
     return std::nullopt;
   }
@@ -407,6 +412,10 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch,
     throw Error(*error_);
   }
   undelivered_ = false;
+  if (!is_step) {
+    ledger_.drop();
+    return Verdict{};
+  }
   ledger_.launch();
   return Verdict{false, present_};
 }
@@ -444,6 +453,9 @@ void AgreementDriver::run() noexcept {
   try {
     for (;;) {
       Inbox::Taken taken = inbox_->take();
+      if (taken.retiring) {
+        agreement_->retire();
+      }
       for (Event& event : taken.events) {
         catchUp();
         handle(std::move(event), Clock::now());
@@ -758,6 +770,7 @@ void AgreementDriver::seal(const Agreement::Action& action) {
     meeting = meeting_;
   }
   stopGiving(why);
+  PYCOMM_FAULT_POINT("survive.stop_giving");
   if (meeting != nullptr) {
     meeting->abort(why); // without the lock, as it may wait for the planes of a group
   }
@@ -775,8 +788,9 @@ void AgreementDriver::install(const View& view) {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
     over_ = false;
-    leavers_ +=
-        before.members.empty() ? 0 : static_cast<int>(view.left.count()); // a newcomer counts from its first view on
+    if (!before.members.empty()) { // a newcomer counts from its first view on
+      changes_.count(before, view);
+    }
     end.view = before;
     if (present_) {
       end.old = std::exchange(present_, std::nullopt)->met;
@@ -1034,7 +1048,7 @@ void AgreementDriver::meetNow(const Job& job) {
     late = view_.epoch != job.view.epoch || over_;
     closes = error_.has_value();
     if (!failure && !late && !closes) {
-      made.leavers = leavers_;
+      made.changes = changes_;
       present_ = made;
     }
   }

@@ -115,7 +115,7 @@ class AgreementDriver final : public Engine::Maker {
     Reconfigurable::Met met;
     std::vector<int> members; ///< by rank: the rank that each had in the first epoch
     int64_t meeting_ns = 0; ///< how long meet() took, of those after the first
-    int leavers = 0; ///< how many members have left in order so far
+    elastic::Changes changes; ///< so far, also in epochs that the training thread has not seen
   };
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
@@ -133,10 +133,13 @@ class AgreementDriver final : public Engine::Maker {
   /// After a failure in that epoch.
   struct Verdict {
     bool counts = false; ///< the step is committed
-    std::optional<Epoch> again; ///< else: it is launched again in this epoch
+    std::optional<Epoch> again; ///< else: it is launched again in this epoch; null for an Admission, which is dropped
   };
   /// Waits until the members have agreed on the step, or the deadline: then nullopt. Only if `isOver()`, else it would wait for a failure.
-  [[nodiscard]] std::optional<Verdict> verdict(uint64_t epoch, Deadline deadline);
+  [[nodiscard]] std::optional<Verdict> verdict(
+      uint64_t epoch,
+      Deadline deadline,
+      elastic::Round round = elastic::Round::Step);
   /// Whether the epoch has ended, or is about to, because its members change.
   [[nodiscard]] bool isOver(const Epoch& epoch) const;
   /// Steps that are committed.
@@ -405,7 +408,7 @@ class AgreementDriver final : public Engine::Maker {
   elastic::StepLedger ledger_;
   elastic::View view_;
   bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided
-  int leavers_ = 0; ///< so far
+  elastic::Changes changes_; ///< so far
   std::optional<Epoch> present_; ///< of view_; nothing: its group is being made
   std::optional<ErrorRecord> error_; ///< why nothing more happens here
   std::deque<Job> jobs_;

@@ -794,6 +794,9 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
   const Deadline deadline = Deadline::at(giving.until);
   size_t given = 0;
   try {
+    if (deadline.expired()) { // a door that answers at once would take the state all the same, and get no reason
+      throw Error(ErrorCode::Timeout, "the members have gone on");
+    }
     const std::unique_ptr<Link> link = openToGive(to, deadline, abort);
     const std::string step = std::to_string(steps());
     const std::string view = std::to_string(static_cast<int64_t>(giving.view));

@@ -71,6 +71,11 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
     const std::lock_guard<std::mutex> lock(mutex_);
     putLocked(std::move(event), most);
   }
+  void retire() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    retiring_ = true;
+    ring();
+  }
   void leave() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     leaving_ = true;
@@ -79,13 +84,14 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
 
   struct Taken {
     std::deque<Event> events;
-    bool leaving = false;
+    bool retiring = false; ///< before these events
+    bool leaving = false; ///< behind them
   };
   [[nodiscard]] Taken take() {
     uint64_t rung = 0;
     (void)::read(wake_.get(), &rung, sizeof rung);
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(events_, {}), leaving_};
+    return {std::exchange(events_, {}), retiring_, leaving_};
   }
   [[nodiscard]] int fd() const noexcept {
     return wake_.get();
@@ -113,6 +119,7 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
   State state_; ///< its parts so far
   size_t state_nbytes_ = 0; ///< when it is complete
   std::deque<Event> events_;
+  bool retiring_ = false;
   bool leaving_ = false;
 };
 

@@ -221,9 +221,9 @@ class World {
   Event& after(Us delay, Event::Kind kind, int p, int other = -1, uint64_t n = 0, int64_t m = 0) {
     return at(now_us_ + delay, kind, p, other, n, m);
   }
-  void giveReason(const Process& process) {
+  void giveReason(const Process& process, bool of_connection = false) {
     oracle_.reason(process.view);
-    if (process.agreeing) {
+    if (process.agreeing && !of_connection) { // the next members make connections of their own
       oracle_.lateReason(process.view);
     }
   }
@@ -584,7 +584,7 @@ void World::handleOf(Process& process, const Event& event) {
         const auto code = static_cast<ErrorCode>(event.m);
         say("process " + std::to_string(event.p) + " sees " + errorCodeName(code) + " of process " +
             std::to_string(event.other));
-        giveReason(process);
+        giveReason(process, code == ErrorCode::ConnectionReset);
         agreement.failed(code, of(event.other).self, now());
       }
       return;
@@ -775,7 +775,7 @@ void World::installs(int p, const View& view) {
         break;
       }
       if (process.round == Round::Admission) { // all go on without it
-        process.ledger.launch();
+        process.ledger.drop();
         goAhead(p);
       } else {
         launchAll(p, process.round);

@@ -373,6 +373,21 @@ TEST(Agreement, NothingIsPromisedBeforeTheSeal) {
   EXPECT_EQ(group.installed[1].size(), 1U);
 }
 
+// The others suspect a process that closes, before its goodbye comes: it has closed its group.
+TEST(Agreement, AMemberThatClosesLeavesNobodyBehind) {
+  Group group(2);
+  group.members[1].retire();
+  group.members[0].failed(ErrorCode::PeerLeft, Group::idOf(1), group.now);
+  group.run();
+  group.pass(500);
+  group.members[1].close(group.now);
+  group.run();
+  group.pass(500);
+  EXPECT_FALSE(group.raised[0]);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  EXPECT_EQ(group.installed[0][0].members, ids({0}));
+}
+
 TEST(Agreement, AProposerThatSealsLastIsAMember) {
   Group group(5);
   group.seals = false;
@@ -404,6 +419,35 @@ TEST(Agreement, ABrokenConnectionTriesTheSameMembersAgainTwice) {
     EXPECT_EQ(group.installed[1].back().members, times == 1 ? ids({0, 1, 2}) : ids({0, 1}));
   }
   EXPECT_EQ(group.raised[2]->error, Error::LeftBehind);
+}
+
+// One member may notice a broken connection after another has told it that the epoch is over.
+TEST(Agreement, AConnectionThatBreaksWhileMembersAgreeEndsNoLaterEpoch) {
+  for (const bool answered : {false, true}) {
+    Group group(2);
+    group.seals = false;
+    group.members[1].failed(ErrorCode::ConnectionReset, Group::idOf(0), group.now);
+    if (answered) {
+      group.run(); // member 0 has the pong of member 1
+    } else {
+      for (Action& action : group.members[1].takeActions()) {
+        group.act(1, action); // member 0 agrees
+      }
+    }
+    group.members[0].failed(ErrorCode::ConnectionReset, Group::idOf(1), group.now);
+    group.run();
+    for (Agreement& member : group.members) {
+      member.sealed(group.now);
+    }
+    group.run();
+    for (const std::vector<View>& installed : group.installed) {
+      ASSERT_EQ(installed.size(), 1U);
+      EXPECT_EQ(installed.back().members, ids({0, 1}));
+    }
+    for (const Agreement& member : group.members) {
+      EXPECT_TRUE(member.mayBegin());
+    }
+  }
 }
 
 // Links between processes may break after the end of one was seen.
@@ -673,6 +717,20 @@ TEST(Agreement, ANewcomerThatEndsWhileItIsAdmittedDoesNotCount) {
 }
 
 // The decision that makes it a member may be overtaken by the first question of the next epoch.
+// The kernel says so once only, and the newcomer is asked for no promise before it has loaded.
+TEST(Agreement, ANewcomerThatKnowsOfTheEndOfAMemberBeginsWithThat) {
+  Group group(2);
+  group.join(1);
+  group.pass(50);
+  group.stop(1);
+  group.members[2].certified(Group::idOf(1), group.records[1], group.now);
+  group.load(2, 1);
+  group.pass(50);
+  ASSERT_EQ(group.installed[2].size(), 2U);
+  EXPECT_EQ(group.installed[2][0].members, ids({0, 1, 2}));
+  EXPECT_EQ(group.installed[2][1].members, ids({0, 2}));
+}
+
 TEST(Agreement, ANewcomerPromisesOnlyWhereItMayBeAdmitted) {
   Group group(1);
   Agreement::Config config;

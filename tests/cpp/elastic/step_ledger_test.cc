@@ -151,6 +151,16 @@ TEST(StepLedger, AnAdmissionThatNotAllWantAnyMoreStopsNobody) {
   EXPECT_FALSE(ledger.admissionIsDue());
 }
 
+TEST(StepLedger, NothingIsLaunchedOnceAnAdmissionIsDropped) {
+  StepLedger ledger;
+  (void)make(ledger, Round::Step, kAdmits);
+  ledger.launch();
+  EXPECT_EQ(ledger.install(viewOf(1, 1)), Outcome::Redo);
+  ledger.drop();
+  EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
+  EXPECT_EQ(ledger.install(viewOf(2, 1)), Outcome::Nothing);
+}
+
 TEST(StepLedger, NoAdmissionIsDueInTheNextEpoch) {
   StepLedger ledger;
   EXPECT_EQ(make(ledger, Round::Step, kAdmits), Committed::GoesOn);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -100,8 +101,41 @@ def test_shapes_that_differ_are_an_error_on_all_ranks() -> None:
     run_ranks(2, shapes_differ, timeout_s=100, preload=TORCH_DDP).check()
 
 
-def reports(rank: int, world_size: int, dies: tuple[int, int, str]) -> dict[str, Any]:
-    """Steps and the mean of each; a rank dies in one of them, or beside it."""
+def rounds_differ(rank: int, world_size: int) -> str:
+    """What confirm() raises if the agreement of rank 1 takes its round for one of a step."""
+    import pycomm
+    from pycomm._group.creation import native_backend
+    from pycomm._native import loader
+
+    def opened(group: Any) -> Any:
+        """Of which Python sees steps only."""
+        return loader.native.step_agreement(
+            native_backend(group),
+            group,
+            min_ranks=1,
+            accept_split_brain=False,
+            quorum_wait_ms=10000,
+        )
+
+    with agreeing(opened) if rank == 1 else contextlib.nullcontext():
+        model = wrap(Net(), elastic=pycomm.Elastic())
+    try:
+        model.elastic.confirm()
+    except pycomm.errors.CollectiveMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_step_that_meets_a_mean_is_an_error_on_all_ranks() -> None:
+    for raised in run_ranks(2, rounds_differ, timeout_s=100, preload=TORCH_DDP).check().values():
+        assert "at different places of their programs" in raised
+
+
+def reports(rank: int, world_size: int, dies: tuple[int, int, str] | None) -> dict[str, Any]:
+    """30 steps and the mean of each; a rank dies in one of them, or beside it.
+
+    None: it is killed from outside, and 30 steps come after that, however long it takes.
+    """
     import pycomm
 
     model = pycomm.DistributedDataParallel(Net(), elastic=pycomm.Elastic())
@@ -110,8 +144,10 @@ def reports(rank: int, world_size: int, dies: tuple[int, int, str]) -> dict[str,
         if (rank, step, where) == dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    found = []
-    for step in range(30):
+    found: list[tuple[float, tuple[int, ...]]] = []
+    left = 30
+    while left > 0:
+        step = len(found)
         model.zero_grad()
         model(batch_of(rank, step)).square().mean().backward()
         mark(f"step {step}")
@@ -120,6 +156,7 @@ def reports(rank: int, world_size: int, dies: tuple[int, int, str]) -> dict[str,
         die(step, "after")
         found.append((bits[0].item(), model.elastic.members))
         assert torch.equal(bits, bits[:1].expand(64))
+        left -= dies is not None or model.elastic.size < world_size
     stats = model.stats()
     assert stats.agreeing_seconds > 0 and stats.meeting_seconds > 0
     return {"found": found, "members": model.elastic.members, "stats": stats}
@@ -144,7 +181,7 @@ def test_a_rank_dies_beside_a_mean(dead: int, where: str) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("turn", rings.first_of(range(4)))
 def test_a_rank_is_killed_at_any_moment(turn: int) -> None:
-    with start_ranks(3, reports, args=((-1, -1, ""),), preload=TORCH_DDP) as running:
+    with start_ranks(3, reports, args=(None,), preload=TORCH_DDP) as running:
         running.wait_for_mark(1, "step 5")
         time.sleep(0.004 * turn)
         running.kill(1)

@@ -13,7 +13,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ddp_rig import wrap
-from elastic_rig import Net, agreeing, batch_of
+from elastic_rig import Net, Scripted, agreeing, batch_of
 from torch import nn
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(200)]
@@ -74,6 +74,38 @@ def test_no_rank_errs_if_the_only_batch_has_died(begun: bool) -> None:
         assert seen == [(1, 1, True), (2, 2, True), (3, 3, False), (4, 4, True)]
 
 
+class SkipsAnEpoch(Scripted):
+    """A process has joined, and is gone, before this rank begins its second step."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group, lambda _: 0)
+        self._steps_begun = 0
+
+    def begin(self) -> bool:
+        super().begin()
+        self._steps_begun += 1
+        return self._steps_begun == 2
+
+    def changes(self) -> tuple[int, int, int]:
+        return (0, 1, 1) if self._steps_begun >= 2 else (0, 0, 0)
+
+
+def no_batch_after_a_skipped_epoch(rank: int, world_size: int) -> tuple[int, int, int]:
+    import pycomm
+
+    with agreeing(SkipsAnEpoch):
+        model = wrap(Net(), weight="samples", elastic=pycomm.Elastic())
+    with pytest.raises(ValueError, match="no rank has any samples"):
+        model.no_batch()
+    model.no_batch()  # ranks that were a member beside the other process do not raise
+    stats = model.stats()
+    return stats.left_ranks, stats.lost_ranks, stats.joined_ranks
+
+
+def test_a_rank_that_skips_an_epoch_knows_that_members_have_changed() -> None:
+    assert run(no_batch_after_a_skipped_epoch) == [(0, 1, 1)] * 3
+
+
 # --- who leads after a commit -------------------------------------------------------------------
 
 
@@ -100,6 +132,10 @@ class DiesAtCommit:
     def members(self) -> list[int]:
         members: list[int] = self._inner.members()
         return members
+
+    def changes(self) -> tuple[int, int, int]:
+        left, lost, joined = self._inner.changes()
+        return (left, lost, joined)
 
     def close(self) -> None:
         self._inner.close()

@@ -213,9 +213,17 @@ MUTATIONS = [
         "M6",
         "the end of a connection is a certificate",
         "agreement.cc",
-        "  suspicion.nonce = nonce_;\n",
-        "  suspicion.nonce = nonce_;\n  if (code == ErrorCode::PeerDead) {\n"
-        "    gone_.try_emplace(peer, Gone{view_.epoch, std::nullopt});\n  }\n",
+        "  if (code == ErrorCode::ConnectionReset) {\n    ++resets_[peer];\n",
+        "  if (code == ErrorCode::PeerDead) {\n"
+        "    gone_.try_emplace(peer, Gone{view_.epoch, std::nullopt});\n  }\n"
+        "  if (code == ErrorCode::ConnectionReset) {\n    ++resets_[peer];\n",
+    ),
+    Mutation(
+        "M7",
+        "a connection that breaks while members agree ends the next epoch, too",
+        "agreement.cc",
+        "  const bool is_late = phase_ == Phase::Agreeing && ",
+        "  const bool is_late = false && ",
     ),
     Mutation(
         "M7",

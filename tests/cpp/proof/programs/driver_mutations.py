@@ -197,6 +197,21 @@ MUTATIONS = [
         "  if (",
         "KeptRecord.IsReadByOtherProcessesOfTheHost",
     ),
+    _rule(
+        "what a member said of the epoch before hides its silence",
+        _DRIVER,
+        "    const bool of_this_end = message->epoch == view.epoch && "
+        "message->kind != elastic::Message::Kind::Decide;\n",
+        "    const bool of_this_end = true;\n",
+        "AgreementDriver.WhatAMemberSaidOfTheEpochBeforeHidesNoSilence",
+    ),
+    _rule(
+        "a member that closes decides a view of itself alone",
+        _DRIVER,
+        "        agreement_->retire();\n",
+        "",
+        "AgreementDriver.AMemberThatClosesDuringAMeetingLeavesNobodyBehind",
+    ),
     # ---- messages
     _rule(
         "what a member had not taken is not sent again",

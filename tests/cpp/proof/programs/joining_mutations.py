@@ -41,6 +41,13 @@ MUTATIONS = [
         "Agreement.ANewcomerThatEndsWhileItIsAdmittedDoesNotCount",
     ),
     _of_agreement(
+        "a newcomer forgets whose end it knows",
+        _AGREEMENT,
+        "  if (phase_ == Phase::Joining && peer != config_.self) {\n    gone_",
+        "  if (false) {\n    gone_",
+        "Agreement.ANewcomerThatKnowsOfTheEndOfAMemberBeginsWithThat",
+    ),
+    _of_agreement(
         "members wait for newcomers that they have reached during the pause",
         "agreement.h",
         "(phase_ == Phase::Pausing ? newcomer.awaited : mayAdmit(newcomer))",
@@ -137,6 +144,27 @@ MUTATIONS = [
         "  if (!session.found.empty()) { // all else",
         "  if (false) { // all else",
         "FixedPort.AnswersOneQuestion",
+    ),
+    _rule(
+        "rank 0 begins to give the state of an epoch that is over",
+        "agreement_driver.cc",
+        "    giving_.to.clear(); // nothing would end what begins now\n",
+        "",
+        "AgreementDriver.NobodyBeginsToGiveTheStateOfAnEpochThatIsOver",
+    ),
+    _rule(
+        "a former member is a newcomer",
+        _JOIN,
+        "    return message.kind != Kind::Join || agreement_->view().has(message.from);\n",
+        "    return true;\n",
+        "AgreementDriver.AFormerMemberIsNoNewcomer",
+    ),
+    _rule(
+        "who came and went is forgotten",
+        "agreement_driver.cc",
+        "      changes_.count(before, view);\n",
+        "      changes_.left += static_cast<int>(view.left.count());\n",
+        "AgreementDriver.ARankThatSkipsAnEpochKnowsWhoCameAndWent",
     ),
 ]
 
