@@ -660,7 +660,7 @@ class FoundAtPort {
   explicit FoundAtPort(int count) : members(count, config()) {
     for (size_t i = 0; i < members.drivers.size(); ++i) {
       const auto offers = members.reconfigurable(i).offer(at, Deadline::after(5000));
-      EXPECT_EQ(offers.size(), 1U);
+      EXPECT_FALSE(offers.empty()); // that of the name first, then those of the door
       busy.push_back(offers.empty() ? "not offered" : offers.front().busy);
     }
   }
