@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp-fuzz"
 CORPUS = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
 TARGETS = ["hello", "reply", "error", "rank", "text", "meeting"]
-TARGETS += ["sealed", "secret", "door", "knock"]
+TARGETS += ["sealed", "secret", "endpoint", "dial"]
 TARGETS += ["control", "bulk", "frames", "matching", "agreement"]
 _MAX_NBYTES = 4096
 

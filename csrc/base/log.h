@@ -6,7 +6,7 @@ namespace pycomm {
 
 enum class LogLevel : int { Trace = 0, Info = 1, Warn = 2, Off = 3 };
 
-/// Receives one line without a newline. Any thread calls it, lanes included: it must not block or throw.
+/// Receives one line without a newline. Any thread calls it, data loops included: it must not block or throw.
 using LogSink = void (*)(LogLevel level, const char* line);
 
 /// The library itself never prints: the embedding program sets the sink. Default: none.

@@ -184,7 +184,7 @@ std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPo
   const WithoutGil no_gil;
   return raising([&] {
     std::vector<std::pair<std::string, std::string>> offers;
-    for (const Door::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
+    for (const Endpoint::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
       offers.emplace_back(offer.address.text(), offer.busy);
     }
     return std::make_pair(pycomm->members()->visitor().self.host.wireText(), offers);

@@ -49,7 +49,7 @@ const char* levelName(LogLevel level) {
   return "WARN";
 }
 
-// Lines come from lanes, which never wait for the interpreter: a callback thread carries them there.
+// Lines come from data loops, which never wait for the interpreter: a callback thread carries them there.
 void passOn(LogLevel level, const char* line) {
   try {
     processEngine().callbacks().submit([level, text = std::string(line)] {

@@ -111,7 +111,7 @@ PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable>
       hooks_(std::make_shared<AbortHooks>()) {}
 
 PycommBackend::~PycommBackend() {
-  // Here, on a user's thread, and not with the last reference, which the lane may hold.
+  // Here, on a user's thread, and not with the last reference, which the data loop may hold.
   if (group_ != nullptr) {
     const WithoutGil no_gil; // the last reference may go on a thread that has the interpreter's lock
     owner_->role->settle();
@@ -193,7 +193,7 @@ void PycommBackend::shutdown() {
       maker = maker_.lock();
     }
     if (maker != nullptr) {
-      maker->close(); // while others can still answer at the door
+      maker->close(); // while others can still answer at the endpoint
     }
     members_->leave();
     abortJoining("destroyed");

@@ -192,7 +192,7 @@ void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
   device_->stager().toHost(copies, device_->callersStream(), std::move(ready), apart);
 }
 
-// Not on the lane, as CUDA's calls may take their time; by one thread of the pool at a time, however many pieces there are. The
+// Not on the data loop, as CUDA's calls may take their time; by one thread of the pool at a time, however many pieces there are. The
 // engine remembers operations for longer than pinned memory should be kept, so what hangs on one holds no more than a weak pointer.
 PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, CallbackPool& pool) {
   struct Queue {

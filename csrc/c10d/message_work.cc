@@ -12,7 +12,7 @@ MessageWork::~MessageWork() {
   if (operation_->done()) {
     return;
   }
-  // The tensor must outlive the operation, and must not be freed on the lane: that may take Python's lock.
+  // The tensor must outlive the operation, and must not be freed on the data loop: that may take Python's lock.
   struct Keep {
     c10::intrusive_ptr<WorkOwner> owner;
     at::Tensor tensor;
@@ -24,7 +24,7 @@ MessageWork::~MessageWork() {
     keep = std::make_shared<Keep>();
     *keep = {owner_, std::move(tensor_), std::move(storage_), nullptr};
     CallbackPool& pool = owner_->group->engine().callbacks();
-    // Moved, so that the lane keeps no reference.
+    // Moved, so that the data loop keeps no reference.
     operation_->onDone([keep, &pool] { pool.submit([kept = std::move(*keep)] {}); });
   } catch (...) { // no memory: then they are never freed
     if (keep != nullptr) {

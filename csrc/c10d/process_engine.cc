@@ -63,7 +63,8 @@ void runInterruptibly(
   std::future<void> joined = running->get_future();
   std::thread thread;
   try {
-    thread = startNativeThread(thread_name, [running] { (*running)(); }, SignalMask::AsCaller); // a store may be Python's
+    thread =
+        startNativeThread(thread_name, [running] { (*running)(); }, SignalMask::AsCaller); // a store may be Python's
   } catch (const std::exception&) { // then signals have to wait
     body();
     return;

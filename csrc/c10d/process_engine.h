@@ -11,7 +11,7 @@
 
 namespace pycomm {
 
-/// The engine of this process, made by the first call. Lanes belong to the process: a second engine would only compete for the
+/// The engine of this process, made by the first call. Data loops belong to the process: a second engine would only compete for the
 /// same cores, so this object is global on purpose. It is never destroyed (native threads may outlive static destructors);
 /// shutdownProcessEngine joins its threads. A child of fork() gets an engine of its own.
 [[nodiscard]] Engine& processEngine();

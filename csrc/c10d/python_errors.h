@@ -10,7 +10,7 @@ namespace pycomm {
 // calls no translator for an exception out of loss.backward(): so these functions make the Python object.
 
 /// The exception to throw, or to put into a future, for a record. Takes the interpreter's lock: call it with no lock held and never
-/// on a lane. While the process is ending it is a plain C++ exception.
+/// on a data loop. While the process is ending it is a plain C++ exception.
 [[nodiscard]] std::exception_ptr toException(const ErrorRecord& record);
 
 /// Whether this is the Python exception for `code`.

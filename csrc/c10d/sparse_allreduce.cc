@@ -107,7 +107,7 @@ struct SparseSum {
  private:
   void end(const std::optional<ErrorRecord>& error) noexcept {
     whole->finish(error);
-    group->engine().lane().nudge(); // a caller that drives the lane looks whether it is done
+    group->engine().dataLoop().nudge(); // a caller that drives the data loop looks whether it is done
   }
 
   /// In a catch block. If the failure is this rank's own, the others wait for operations that it never begins, so it ends the group.
@@ -277,7 +277,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
     content.operations = {task->whole};
     made = work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
     made->started();
-    // The task waits for operations, which the pool allows for. Moved on, so that the lane keeps no reference to free tensors by.
+    // The task waits for operations, which the pool allows for. Moved on, so that the data loop keeps no reference to free tensors by.
     begun->onDone([task, &pool = group_->engine().callbacks()]() mutable {
       SparseSum* const sum = task.get();
       CallbackPool::Task run = [task = std::move(task)] { task->run(); };

@@ -56,7 +56,8 @@ struct PycommWork::State {
   c10::intrusive_ptr<WorkOwner> owner;
   uint64_t place = 0; ///< among all Works of the strand that issued this one, and of the group; 0: a user's thread did
   std::function<void()> profiling_end;
-  std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing` and read when `finished`, as is the next
+  std::optional<ErrorRecord>
+      copy_error; ///< of the copies to the device; written under `finishing` and read when `finished`, as is the next
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
   /// Held by the first thread that needs the result, while it runs unpack and profiling_end. No LeafMutex, as those may be Python code: the
   /// others wait for it without the interpreter's lock.
@@ -281,7 +282,7 @@ PycommWork::~PycommWork() {
     }
   }
   if (!state_->done()) {
-    // Tensors must outlive the operations, and must not be freed on the lane: freeing one may take Python's lock.
+    // Tensors must outlive the operations, and must not be freed on the data loop: freeing one may take Python's lock.
     try {
       handOver();
       inPoolWhenAllEnd(state_, [](State&) {});
@@ -303,7 +304,7 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
   countdown->state = state;
   const auto one_less = [countdown, &pool, then] {
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
+      // Moved, so that the data loop keeps no reference: the last one frees tensors and perhaps the group, which is no work for a data loop.
       // It runs here if the engine is being shut down.
       pool.submitOrRun([state = std::move(countdown->state), then] { then(*state); });
     }

@@ -92,7 +92,7 @@ class PycommWork final : public c10d::Work {
   void handOver() const;
 
  private:
-  /// Outlives the Work: the lane's listeners hold it.
+  /// Outlives the Work: the data loop's listeners hold it.
   struct State;
 
   static void inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*then)(State&));

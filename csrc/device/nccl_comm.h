@@ -48,7 +48,7 @@ class NcclComm {
     std::function<std::optional<ErrorRecord>()> group_failure;
   };
 
-  /// Not on a lane: blocks until all ranks have joined, the deadline or the group's failure. `api` and `runtime` outlive the
+  /// Not on a data loop: blocks until all ranks have joined, the deadline or the group's failure. `api` and `runtime` outlive the
   /// communicator. Throws Error.
   [[nodiscard]] static std::unique_ptr<NcclComm> create(NcclApi& api, DeviceRuntime& runtime, Config config);
   ~NcclComm();

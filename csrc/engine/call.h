@@ -25,7 +25,7 @@ struct Call {
   /// encoded; undefined on failure.
   BufferView residual;
   int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
-  bool waits = false; ///< the caller calls Group::wait() next: the lane need not be woken for it
+  bool waits = false; ///< the caller calls Group::wait() next: the data loop need not be woken for it
   bool held = false; ///< Group::start() gives it its place in the order of operations, Group::release() lets it begin
   /// Of a call with a codec (not PREMUL_SUM, not `residual`, even parts): `input` holds the values encoded already, each part from its own
   /// first value; `output` shall, of an all_reduce, get the result as it travels.

@@ -16,7 +16,7 @@ Closing::Closing(Planes& planes, bool failed, ErrorRecord reason, Body leave_con
     add(Step::On::Caller, [this, &planes](const Body&) { planes.host()->close(reason_); });
   }
   if (planes.data() != nullptr) {
-    add(Step::On::LaneUntilOver, [this, &planes](const Body& over) { planes.data()->close(reason_, over); });
+    add(Step::On::DataLoopUntilOver, [this, &planes](const Body& over) { planes.data()->close(reason_, over); });
   }
   add(Step::On::Caller, [](const Body&) { static_cast<void>(PYCOMM_FAULT("group.said_goodbye")); });
   if (planes.control() != nullptr) {
@@ -28,7 +28,7 @@ Closing::Closing(Planes& planes, bool failed, ErrorRecord reason, Body leave_con
     add(Step::On::ControlLinks, nothing);
     add(Step::On::Caller, [](const Body&) { static_cast<void>(PYCOMM_FAULT("group.links_closed")); });
   }
-  add(Step::On::Lane, [&planes](const Body&) { planes.dropData(); });
+  add(Step::On::DataLoop, [&planes](const Body&) { planes.dropData(); });
 }
 
 } // namespace pycomm

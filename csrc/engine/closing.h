@@ -16,9 +16,9 @@ namespace pycomm {
 /// The order in which the planes of a group close, as a list: Group runs each step and waits for it, the simulator posts it.
 ///
 ///   1. the host plane ends its operations, on the thread that closes the group;
-///   2. the data plane stops touching memory, ends its operations and says goodbye on bulk links, on the lane;
+///   2. the data plane stops touching memory, ends its operations and says goodbye on bulk links, on the data loop;
 ///   3. the control plane says goodbye and goes, on the control loop; its links stay until peers have had time to read that;
-///   4. the data plane goes with its links, on the lane.
+///   4. the data plane goes with its links, on the data loop.
 ///
 /// Bulk links go last: no goodbye can be said on one to a rank that does not read, and if that rank met the end of the link before the
 /// goodbye on a control link, it would take it for a death.
@@ -29,8 +29,8 @@ struct Closing final {
   struct Step {
     enum class On {
       Caller, ///< the thread that closes the group
-      Lane,
-      LaneUntilOver, ///< over when it has called `over`, or if the lane has been stopped: then nothing there ever will
+      DataLoop,
+      DataLoopUntilOver, ///< over when it has called `over`, or if the data loop has been stopped: then nothing there ever will
       Control,
       ControlLinks, ///< closes `control_links` gently: once their peers have had time to read the goodbye. It has no body
     };

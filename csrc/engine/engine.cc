@@ -10,7 +10,7 @@
 #include "base/fork_guard.h"
 #include "base/native_thread.h"
 #include "engine/group.h"
-#include "engine/meeting/door.h"
+#include "engine/meeting/endpoint.h"
 
 namespace pycomm {
 namespace {
@@ -56,12 +56,12 @@ void closeAll(const std::vector<std::weak_ptr<Group>>& groups) {
 
 Engine::Engine()
     : forks_(forkCount()),
-      lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
+      data_loop_(std::make_unique<EventLoop>("pycomm-data")),
       control_(std::make_unique<EventLoop>("pycomm-control")),
-      host_mates_(std::make_unique<HostMates>(*control_, [this] { return recorder_->report(); })),
+      local_peers_(std::make_unique<LocalPeers>(*control_, [this] { return recorder_->report(); })),
       callbacks_(std::make_unique<CallbackPool>()) {
   recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
-  lane_->setSpin(kSpin);
+  data_loop_->setSpin(kSpin);
   installForkGuard();
 }
 
@@ -137,15 +137,17 @@ std::shared_ptr<const SharedArena> Engine::heapOf(const std::string& name, const
   return made;
 }
 
-std::shared_ptr<Door> Engine::door(const std::string& key, const std::function<std::shared_ptr<Door>()>& open) {
+std::shared_ptr<Endpoint> Engine::endpoint(
+    const std::string& key,
+    const std::function<std::shared_ptr<Endpoint>()>& open) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::weak_ptr<Door>& known = doors_[key];
-  std::shared_ptr<Door> door = known.lock();
-  if (door == nullptr) {
-    door = open();
-    known = door;
+  std::weak_ptr<Endpoint>& known = endpoints_[key];
+  std::shared_ptr<Endpoint> endpoint = known.lock();
+  if (endpoint == nullptr) {
+    endpoint = open();
+    known = endpoint;
   }
-  return door;
+  return endpoint;
 }
 
 bool Engine::shutdown(Deadline deadline) {
@@ -153,7 +155,7 @@ bool Engine::shutdown(Deadline deadline) {
     return true;
   }
   std::vector<std::weak_ptr<Group>> groups;
-  std::vector<std::shared_ptr<Door>> doors;
+  std::vector<std::shared_ptr<Endpoint>> endpoints;
   std::vector<std::weak_ptr<Maker>> makers;
   for (bool none_left = false; !none_left;) {
     {
@@ -172,23 +174,23 @@ bool Engine::shutdown(Deadline deadline) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(groups_);
-    for (const auto& [key, open] : doors_) {
-      if (auto door = open.lock()) {
-        doors.push_back(std::move(door));
+    for (const auto& [key, open] : endpoints_) {
+      if (auto endpoint = open.lock()) {
+        endpoints.push_back(std::move(endpoint));
       }
     }
-    doors_.clear();
+    endpoints_.clear();
   }
   closeAll(groups);
-  for (const std::shared_ptr<Door>& door : doors) {
-    door->close();
+  for (const std::shared_ptr<Endpoint>& endpoint : endpoints) {
+    endpoint->close();
   }
   // Callbacks first: the closed groups have ended every operation, so those that wait for one return now.
   if (!callbacks_->stop(deadline)) {
     return false;
   }
-  host_mates_->close();
-  lane_->stop();
+  local_peers_->close();
+  data_loop_->stop();
   control_->stop();
   return callbacks_->close(deadline);
 }

@@ -12,17 +12,17 @@
 #include "base/deadline.h"
 #include "engine/loop/callback_pool.h"
 #include "engine/loop/event_loop.h"
-#include "engine/monitor/host_mates.h"
+#include "engine/monitor/local_peers.h"
 #include "engine/report/flight_recorder.h"
 #include "transport/memory/shared_heap.h"
 #include "transport/net/address.h"
 
 namespace pycomm {
 
-class Door;
+class Endpoint;
 class Group;
 
-/// The native threads that all groups of a process share: one lane, one control loop, the callback pool, and the watch over the other
+/// The native threads that all groups of a process share: one data loop, one control loop, the callback pool, and the watch over the other
 /// processes of this host. A HostPlane, a CUDA device and a group that uses NCCL start threads of their own.
 ///
 /// A program that embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
@@ -40,8 +40,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  [[nodiscard]] EventLoop& lane() noexcept {
-    return *lane_;
+  [[nodiscard]] EventLoop& dataLoop() noexcept {
+    return *data_loop_;
   }
   [[nodiscard]] EventLoop& control() noexcept {
     return *control_;
@@ -49,8 +49,8 @@ class Engine {
   [[nodiscard]] CallbackPool& callbacks() noexcept {
     return *callbacks_;
   }
-  [[nodiscard]] HostMates& hostMates() noexcept {
-    return *host_mates_;
+  [[nodiscard]] LocalPeers& localPeers() noexcept {
+    return *local_peers_;
   }
   [[nodiscard]] FlightRecorder& recorder() noexcept {
     return *recorder_;
@@ -58,14 +58,16 @@ class Engine {
   /// Where tensors lie that other processes of this host reach in place; made when first asked for. Throws what SharedHeap::create
   /// throws, also later. It may outlive the engine.
   [[nodiscard]] std::shared_ptr<SharedHeap> heap();
-  /// The heap of the process of that name (HostMates::name), mapped once for all groups. If it is not mapped yet, `ask` gets its descriptor.
+  /// The heap of the process of that name (LocalPeers::name), mapped once for all groups. If it is not mapped yet, `ask` gets its descriptor.
   [[nodiscard]] std::shared_ptr<const SharedArena> heapOf(
       const std::string& name,
       const std::function<UniqueFd()>& ask);
 
-  /// The door of this process for those with such a key (what it listens on, and for which secret): one for all groups, opened by `open`
+  /// The endpoint of this process for those with such a key (what it listens on, and for which secret): one for all groups, opened by `open`
   /// if there is none.
-  [[nodiscard]] std::shared_ptr<Door> door(const std::string& key, const std::function<std::shared_ptr<Door>()>& open);
+  [[nodiscard]] std::shared_ptr<Endpoint> endpoint(
+      const std::string& key,
+      const std::function<std::shared_ptr<Endpoint>()>& open);
 
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
@@ -92,15 +94,15 @@ class Engine {
   void keep(std::vector<std::weak_ptr<Kept>>& list, const std::weak_ptr<Kept>& one) const;
 
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
-  std::unique_ptr<EventLoop> lane_;
+  std::unique_ptr<EventLoop> data_loop_;
   std::unique_ptr<EventLoop> control_;
-  std::unique_ptr<HostMates> host_mates_;
+  std::unique_ptr<LocalPeers> local_peers_;
   std::unique_ptr<FlightRecorder> recorder_; ///< outlives the pool's threads, which may be writing it down
   std::unique_ptr<CallbackPool> callbacks_;
   std::mutex mutex_; ///< guards the rest
   std::shared_ptr<SharedHeap> heap_;
   std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
-  std::unordered_map<std::string, std::weak_ptr<Door>> doors_;
+  std::unordered_map<std::string, std::weak_ptr<Endpoint>> endpoints_;
   std::vector<std::weak_ptr<Group>> groups_;
   std::vector<std::weak_ptr<Maker>> makers_;
   bool shut_down_ = false;

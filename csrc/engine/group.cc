@@ -15,7 +15,7 @@ bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
 
 Usage Group::usage() {
   Usage usage;
-  lane().run([&] {
+  dataLoop().run([&] {
     const DataPlane* const data = planes_.data();
     usage = data == nullptr ? usage : data->usage();
   });
@@ -71,11 +71,11 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   std::shared_ptr<Operation> operation = issuer_.overLinks(call);
   const Collective kind = call.schedule.kind;
   if (call.held) {
-    onLane(&DataPlane::hold, operation, RunOn::LaneThread);
+    onDataLoop(&DataPlane::hold, operation, RunOn::DataLoopThread);
   } else if (kind == Collective::Send || kind == Collective::Recv) { // torch does not say who waits for it
-    onLane(&DataPlane::post, operation, kind == Collective::Send ? RunOn::Caller : RunOn::CallerPatiently);
+    onDataLoop(&DataPlane::post, operation, kind == Collective::Send ? RunOn::Caller : RunOn::CallerPatiently);
   } else {
-    onLane(&DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::LaneThread);
+    onDataLoop(&DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::DataLoopThread);
   }
   return operation;
 }
@@ -85,8 +85,10 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
   std::shared_ptr<Operation> operation;
   const auto make = [&] { return issuer_.onHost(std::move(request), call.held); };
   if (!planes().host()->post(std::cref(make), call.waits, operation)) {
-    onLane(
-        &DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::LaneThread); // which knows why it is over
+    onDataLoop(
+        &DataPlane::post,
+        operation,
+        call.waits ? RunOn::NextDriver : RunOn::DataLoopThread); // which knows why it is over
   }
   return operation;
 }
@@ -94,7 +96,7 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
 std::shared_ptr<Operation> Group::follow(const Call& call) {
   refuseInChild(); // before it takes a number
   std::shared_ptr<Operation> operation = issuer_.followed(call);
-  onLane(&DataPlane::follow, operation, RunOn::LaneThread);
+  onDataLoop(&DataPlane::follow, operation, RunOn::DataLoopThread);
   return operation;
 }
 
@@ -115,24 +117,24 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
   if (operation->shared().ticket != 0) {
     planes().host()->release(*operation);
   } else {
-    onLane(&DataPlane::release, operation, RunOn::LaneThread);
+    onDataLoop(&DataPlane::release, operation, RunOn::DataLoopThread);
   }
 }
 
-void Group::onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread) {
-  EventLoop& lane = this->lane();
+void Group::onDataLoop(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread) {
+  EventLoop& data_loop = this->dataLoop();
   auto begin =
       Loop::owned(planes_, [self = shared_from_this(), step, operation] { self->planes_.run(step, operation); });
   switch (thread) {
-    case RunOn::LaneThread:
-      lane.post(std::move(begin));
+    case RunOn::DataLoopThread:
+      data_loop.post(std::move(begin));
       return;
     case RunOn::NextDriver:
-      lane.postQuietly(std::move(begin));
+      data_loop.postQuietly(std::move(begin));
       return;
     case RunOn::Caller:
     case RunOn::CallerPatiently:
-      lane.postHere(std::move(begin), thread == RunOn::CallerPatiently);
+      data_loop.postHere(std::move(begin), thread == RunOn::CallerPatiently);
       return;
   }
 }
@@ -142,7 +144,7 @@ bool Group::poll(const Operation& operation) {
     if (operation.shared().ticket != 0) {
       planes().host()->poll();
     } else {
-      lane().poll();
+      dataLoop().poll();
     }
   }
   return operation.done();
@@ -158,11 +160,11 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
     }
     return operation.done();
   }
-  EventLoop& lane = this->lane();
-  if (lane.drive([&] { return operation.done(); }, deadline)) {
+  EventLoop& data_loop = this->dataLoop();
+  if (data_loop.drive([&] { return operation.done(); }, deadline)) {
     return operation.done();
   }
-  lane.nudge();
+  data_loop.nudge();
   return operation.wait(deadline);
 }
 

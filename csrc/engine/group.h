@@ -88,7 +88,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// one frame, and copying them costs little. Throws what start() throws for a call without meaning.
   [[nodiscard]] bool keepsParts(const ScheduleRequest& schedule);
 
-  /// Waits until the operation has ended, or the deadline: true if it has ended. The calling thread runs the lane meanwhile if no
+  /// Waits until the operation has ended, or the deadline: true if it has ended. The calling thread runs the data loop meanwhile if no
   /// other does. Not on a native thread, and not with the interpreter's lock. Throws Error(Forked) in a child of fork() if it has not.
   [[nodiscard]] bool wait(const Operation& operation, Deadline deadline);
 
@@ -118,7 +118,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// Ends everything here and on every rank with `reason`, as abort() does, unless the group has failed already, and waits until every
   /// operation of this rank has ended. False at the deadline: close() ends them. Not on a native thread of the engine's.
   bool fail(const ErrorRecord& reason, Deadline deadline);
-  /// By which HostMates of other processes find the process of this rank; empty if it has none.
+  /// By which LocalPeers of other processes find the process of this rank; empty if it has none.
   [[nodiscard]] const std::string& watchName(int rank) const {
     return roster_.watch_names.at(static_cast<size_t>(rank));
   }
@@ -167,33 +167,33 @@ class Group final : public std::enable_shared_from_this<Group> {
  private:
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, Roster roster);
   void connect(const Config& config, std::vector<Listener> listeners, const AbortToken& abort);
-  void watchMates(const std::vector<int>& neighbours);
+  void watchLocalPeers(const std::vector<int>& neighbours);
   void waitForNeighbours(Deadline deadline);
   void runToItsEnd(Closing& closing, const Closing::Step& step);
   void sayWhy() noexcept; ///< tells the others that another group of this process has failed
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
-  /// The door to what a child of fork() does not have, threads and shared memory: every public entry reaches it through one of these. They
+  /// The endpoint to what a child of fork() does not have, threads and shared memory: every public entry reaches it through one of these. They
   /// throw Error(Forked) there.
   [[nodiscard]] Planes& planes() {
     refuseInChild();
     return planes_;
   }
-  [[nodiscard]] EventLoop& lane() {
+  [[nodiscard]] EventLoop& dataLoop() {
     refuseInChild();
-    return engine_.lane();
+    return engine_.dataLoop();
   }
   [[nodiscard]] Planes::Events planeEvents();
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
   /// Which thread runs a step of the data plane.
   enum class RunOn {
-    LaneThread,
-    NextDriver, ///< the caller, which calls wait() next: the lane's thread is not woken
-    Caller, ///< now, if no other thread runs the lane: EventLoop::postHere()
+    DataLoopThread,
+    NextDriver, ///< the caller, which calls wait() next: the data loop's thread is not woken
+    Caller, ///< now, if no other thread runs the data loop: EventLoop::postHere()
     CallerPatiently, ///< the same of a step that can only wait for other ranks
   };
-  /// Runs Planes::run() on the lane.
-  void onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread);
+  /// Runs Planes::run() on the data loop.
+  void onDataLoop(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(const Call& call);
 
   Engine& engine_;
@@ -203,7 +203,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   Issuer issuer_;
   GroupFailure failure_;
   std::vector<TimePoint> heard_at_; ///< written once, before failure_
-  std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
+  std::vector<uint64_t> watches_; ///< of engine_.localPeers(); of the control loop
   bool crowds_ = false; ///< it is one of those that EventLoop::addCrowded() counts; until close()
 
   Planes planes_;

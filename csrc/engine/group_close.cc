@@ -13,7 +13,7 @@
 namespace pycomm {
 namespace {
 
-// How often fail() and close() look whether what they wait for is over; or whether the lane has been stopped, so that nothing would ever
+// How often fail() and close() look whether what they wait for is over; or whether the data loop has been stopped, so that nothing would ever
 // say so.
 constexpr std::chrono::microseconds kLookEnded{200};
 
@@ -109,14 +109,14 @@ void Group::runToItsEnd(Closing& closing, const Closing::Step& step) {
     case Closing::Step::On::Caller:
       run();
       return;
-    case Closing::Step::On::Lane:
-      engine_.lane().run(run);
+    case Closing::Step::On::DataLoop:
+      engine_.dataLoop().run(run);
       return;
-    case Closing::Step::On::LaneUntilOver: {
+    case Closing::Step::On::DataLoopUntilOver: {
       std::atomic<bool> over{false}; // no condition variable, as in fail()
       const Closing::Body say_so = [&] { over.store(true, std::memory_order_release); };
-      engine_.lane().run([&] { step.run(say_so); });
-      while (!over.load(std::memory_order_acquire) && !engine_.lane().ended()) {
+      engine_.dataLoop().run([&] { step.run(say_so); });
+      while (!over.load(std::memory_order_acquire) && !engine_.dataLoop().ended()) {
         std::this_thread::sleep_for(kLookEnded);
       }
       return;
@@ -154,17 +154,17 @@ void Group::close() {
   closed_ = true; // nothing from here on takes memory of this thread
   Closing closing(planes_, failure_.happened(), std::move(reason), [this] {
     for (const uint64_t watch : watches_) {
-      engine_.hostMates().unwatch(watch);
+      engine_.localPeers().unwatch(watch);
     }
   });
   if (crowds_) {
-    engine_.lane().addCrowded(-1);
+    engine_.dataLoop().addCrowded(-1);
   }
   for (const Closing::Step& step : closing.steps()) {
     runToItsEnd(closing, step);
   }
   // The loops may still hold tasks of ours: after this they have run.
-  engine_.lane().run([] {});
+  engine_.dataLoop().run([] {});
   engine_.control().run([] {});
   leave(store_, roster_.claim);
 }

@@ -96,7 +96,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   const TimePoint began = Clock::now();
   RendezvousConfig meeting = config.rendezvous;
   meeting.unix_sockets = config.transport != Transport::Tcp;
-  meeting.watch_name = meeting.size > 1 ? engine.hostMates().name() : "";
+  meeting.watch_name = meeting.size > 1 ? engine.localPeers().name() : "";
   FlightLog::Subject subject;
   subject.group = meeting.group_name;
   subject.rank = meeting.rank;
@@ -175,27 +175,27 @@ Group::Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, Roste
       roster_(std::move(roster)),
       issuer_(roster_, log_),
       failure_(roster_.identity),
-      planes_(roster_.identity, engine.lane(), engine.control(), planeEvents()) {}
+      planes_(roster_.identity, engine.dataLoop(), engine.control(), planeEvents()) {}
 
 void Group::connect(const Config& config, std::vector<Listener> listeners, const AbortToken& abort) {
   const GroupIdentity& identity = roster_.identity;
-  if (roster_.hostMates().size() > usableCores()) {
+  if (roster_.localRanks().size() > usableCores()) {
     crowds_ = true;
-    engine_.lane().addCrowded(1);
+    engine_.dataLoop().addCrowded(1);
   }
   Membership::Config membership;
   membership.rank = identity.rank;
   membership.job = identity.job;
   membership.hosts = identity.hosts;
-  membership.neighbours = controlNeighbours(identity.rank, identity.size, roster_.hostMates());
+  membership.neighbours = controlNeighbours(identity.rank, identity.size, roster_.localRanks());
   membership.group = identity.name;
   membership.dead_after_ms = config.dead_after_ms;
   membership.heartbeat_every_ms = config.dead_after_ms / Membership::kHeartbeatsWithin;
 
-  engine_.lane().run([&] { planes_.openData(); });
+  engine_.dataLoop().run([&] { planes_.openData(); });
   engine_.control().run([&] {
     planes_.openControl(std::move(listeners), membership);
-    watchMates(membership.neighbours);
+    watchLocalPeers(membership.neighbours);
   });
   abort.throwIfAborted(); // what comes later fails the group, and with it all waits below
 
@@ -215,13 +215,13 @@ void Group::connect(const Config& config, std::vector<Listener> listeners, const
 }
 
 // On the control loop. Looked away from in close(), on this loop, before the control plane goes.
-void Group::watchMates(const std::vector<int>& neighbours) {
-  const std::vector<int32_t>& mates = roster_.hostMates();
-  for (const int mate : neighbours) {
-    if (std::binary_search(mates.begin(), mates.end(), mate)) {
-      watches_.push_back(engine_.hostMates().watch(
-          roster_.watch_names[static_cast<size_t>(mate)],
-          Loop::owned(planes_, [this, mate] { planes_.control()->died(mate); })));
+void Group::watchLocalPeers(const std::vector<int>& neighbours) {
+  const std::vector<int32_t>& local_peers = roster_.localRanks();
+  for (const int local_peer : neighbours) {
+    if (std::binary_search(local_peers.begin(), local_peers.end(), local_peer)) {
+      watches_.push_back(engine_.localPeers().watch(
+          roster_.watch_names[static_cast<size_t>(local_peer)],
+          Loop::owned(planes_, [this, local_peer] { planes_.control()->died(local_peer); })));
     }
   }
 }

@@ -81,7 +81,7 @@ void Issuer::fillCollective(Operation::Request& request, const Call& call) {
   }
 }
 
-// Messages are named on the lane, in the order in which it sees them: they take no number from the group's counter, as not all ranks
+// Messages are named on the data loop, in the order in which it sees them: they take no number from the group's counter, as not all ranks
 // take part.
 void Issuer::fillMessage(Operation::Request& request, const Call& call) {
   request.receives = call.schedule.kind == Collective::Recv;
@@ -102,7 +102,7 @@ Operation::Request Issuer::requestOnHost(const Call& call) {
   checkRequest(schedules_.ours(call.schedule));
   request.descriptor.algorithm = Algorithm::SharedMemory;
   if (call.held && call.in_pieces) {
-    request.extras().pieces = HostTransfer::piecesOf(request.descriptor, static_cast<int>(roster_.hostMates().size()));
+    request.extras().pieces = HostTransfer::piecesOf(request.descriptor, static_cast<int>(roster_.localRanks().size()));
   }
   return request;
 }

@@ -27,7 +27,7 @@ class Issuer final {
   Issuer(const Roster& roster, std::shared_ptr<FlightLog> log)
       : roster_(roster), log_(std::move(log)), schedules_(roster) {}
 
-  /// One that runs over links. A message gets no id here: the lane names it.
+  /// One that runs over links. A message gets no id here: the data loop names it.
   [[nodiscard]] std::shared_ptr<Operation> overLinks(const Call& call);
 
   /// One that runs in shared memory, in two steps: HostPlane makes the operation where its ticket is given.

@@ -67,14 +67,14 @@ void MemorySharing::logWithout(const std::string& why) const {
 void MemorySharing::open(Deadline deadline, Opened& opened) {
   const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
-  const std::vector<int32_t>& mates = roster_.hostMates();
-  const auto on_host = static_cast<int>(mates.size());
+  const std::vector<int32_t>& local_peers = roster_.localRanks();
+  const auto on_host = static_cast<int>(local_peers.size());
   const size_t plane_nbytes = one_host ? HostView::totalNbytes(on_host) : 0;
-  const int maker = mates.front();
+  const int maker = local_peers.front();
   const bool first = identity_.rank == maker;
-  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(mates.size());
+  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(local_peers.size());
   SharedHeap::sharedBy(
-      mates.size()); // also in a group of several hosts: its ranks are there when a smaller group commits memory
+      local_peers.size()); // also in a group of several hosts: its ranks are there when a smaller group commits memory
   const size_t at_once = SharedHeap::atOnce();
   if (one_host) {
     attempt(failed_, opened.no_heaps, [&] {
@@ -95,18 +95,18 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
     });
   }
   engine_.control().run([&] {
-    HostMates& mates = engine_.hostMates();
+    LocalPeers& local_peers = engine_.localPeers();
     const std::shared_ptr<SharedHeap>& heap = opened.heaps.own;
-    mates.offer(heapKey(identity_.rank), {heap, heap == nullptr ? nullptr : &heap->arena()});
+    local_peers.offer(heapKey(identity_.rank), {heap, heap == nullptr ? nullptr : &heap->arena()});
     if (first) {
-      mates.offer(identity_.memory_key, opened.arena);
+      local_peers.offer(identity_.memory_key, opened.arena);
     }
   });
   if (!first) {
     attempt(failed_, opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
       opened.arena = std::make_shared<const SharedArena>(SharedArena::attach(
-          HostMates::ask(roster_.watch_names[static_cast<size_t>(maker)], identity_.memory_key, patience, failed_),
+          LocalPeers::ask(roster_.watch_names[static_cast<size_t>(maker)], identity_.memory_key, patience, failed_),
           nbytes));
     });
   }
@@ -117,16 +117,16 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
       SharedArena::expectRoom(plane_nbytes - HostView::commonNbytes(on_host), at_once);
     });
   }
-  for (size_t i = 0; i < mates.size() && opened.no_heaps.empty() && opened.no_arena.empty(); ++i) {
-    attempt(failed_, opened.no_heaps, [&] { mapHeap(opened.heaps, mates[i], patience); });
+  for (size_t i = 0; i < local_peers.size() && opened.no_heaps.empty() && opened.no_arena.empty(); ++i) {
+    attempt(failed_, opened.no_heaps, [&] { mapHeap(opened.heaps, local_peers[i], patience); });
   }
   if (opened.arena != nullptr) { // before this rank says that it has it: from then on others may send through it
     HostRings rings;
     rings.arena = opened.arena;
     rings.begin = plane_nbytes;
-    rings.ranks = mates;
+    rings.ranks = local_peers;
     rings.at_once = at_once;
-    engine_.lane().run([&] { planes_.data()->shareRings(std::move(rings)); });
+    engine_.dataLoop().run([&] { planes_.data()->shareRings(std::move(rings)); });
   }
 }
 
@@ -137,7 +137,7 @@ void MemorySharing::mapHeap(HostHeaps& heaps, int rank, Deadline patience) {
     return;
   }
   const std::string& name = roster_.watch_names[static_cast<size_t>(rank)];
-  heaps.mapped.push_back(engine_.heapOf(name, [&] { return HostMates::ask(name, heapKey(rank), patience, failed_); }));
+  heaps.mapped.push_back(engine_.heapOf(name, [&] { return LocalPeers::ask(name, heapKey(rank), patience, failed_); }));
   heaps.ranges.emplace_back(heaps.mapped.back()->at(0), heaps.mapped.back()->nbytes());
 }
 
@@ -145,16 +145,16 @@ void MemorySharing::mapHeap(HostHeaps& heaps, int rank, Deadline patience) {
 std::vector<std::string> MemorySharing::vote(Deadline deadline, Opened& opened) {
   const auto withdraw = [this] {
     engine_.control().run([this] {
-      engine_.hostMates().withdraw(identity_.memory_key);
-      engine_.hostMates().withdraw(heapKey(identity_.rank));
+      engine_.localPeers().withdraw(identity_.memory_key);
+      engine_.localPeers().withdraw(heapKey(identity_.rank));
     });
   };
   std::vector<std::string> votes;
   try {
     std::string vote = kAlone;
-    if (roster_.hostMates().size() > kMaxHostRanks) {
+    if (roster_.localRanks().size() > kMaxHostRanks) {
       vote = "more than " + std::to_string(kMaxHostRanks) + " ranks share the host";
-    } else if (roster_.hostMates().size() > 1) {
+    } else if (roster_.localRanks().size() > 1) {
       open(deadline, opened);
       vote = opened.vote();
     }
@@ -183,22 +183,23 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
     }
     return several;
   }
-  const std::vector<int32_t>& mates = roster_.hostMates();
+  const std::vector<int32_t>& local_peers = roster_.localRanks();
   Opened opened;
   const std::vector<std::string> votes = vote(deadline, opened);
   int without = -1; // the first rank of this host that has no memory
-  if (mates.size() > 1) {
-    const auto found =
-        std::find_if(mates.begin(), mates.end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
-    without = found == mates.end() ? -1 : *found;
-    engine_.lane().run([&] { planes_.data()->useRings(without < 0); });
+  if (local_peers.size() > 1) {
+    const auto found = std::find_if(local_peers.begin(), local_peers.end(), [&](int local_peer) {
+      return !has(votes[static_cast<size_t>(local_peer)]);
+    });
+    without = found == local_peers.end() ? -1 : *found;
+    engine_.dataLoop().run([&] { planes_.data()->useRings(without < 0); });
   }
   if (without >= 0) {
     std::string why = identity_.job.text(without) + " has none: " + votes[static_cast<size_t>(without)];
     if (transport == Transport::SharedMemory) {
       throwCannotShare(why);
     }
-    if (identity_.rank == mates.front()) {
+    if (identity_.rank == local_peers.front()) {
       logWithout(why);
     }
     return why;
@@ -223,8 +224,9 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
 
 void MemorySharing::openHostPlane(Opened opened) {
   HostPlane::Config config;
-  config.ranks = roster_.hostMates();
-  config.crowded = engine_.lane().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
+  config.ranks = roster_.localRanks();
+  config.crowded =
+      engine_.dataLoop().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
   // Where ranks share cores, all of them must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
   const auto spin_us = static_cast<unsigned>(Engine::kSpin.count());
   config.spin_us = static_cast<int>(

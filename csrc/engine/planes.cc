@@ -5,7 +5,7 @@
 namespace pycomm {
 namespace {
 
-// The lane may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (waiting.h).
+// The data loop may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (waiting.h).
 constexpr size_t kMostQuestions = 64 << 10;
 
 } // namespace
@@ -28,8 +28,8 @@ class Planes::QuestionInFlight {
   std::atomic<size_t>* count_; ///< the planes', which outlive their tasks
 };
 
-Planes::Planes(const GroupIdentity& identity, TaskLoop& lane, TaskLoop& control, Events events)
-    : identity_(identity), lane_(lane), control_loop_(control), events_(std::move(events)) {}
+Planes::Planes(const GroupIdentity& identity, TaskLoop& data_loop, TaskLoop& control, Events events)
+    : identity_(identity), data_loop_(data_loop), control_loop_(control), events_(std::move(events)) {}
 
 Planes::~Planes() = default;
 
@@ -45,7 +45,7 @@ void Planes::openData(DataPlane::Options options) {
     onControl([questions = std::move(questions)](ControlPlane& control) { control.ask(questions); });
   };
   events.left = [this](int peer) { onControl([peer](ControlPlane& control) { control.peerLeft(peer); }); };
-  data_ = std::make_unique<DataPlane>(identity_, lane_, std::move(events), std::move(options));
+  data_ = std::make_unique<DataPlane>(identity_, data_loop_, std::move(events), std::move(options));
 }
 
 void Planes::openControl(std::vector<Listener> listeners, Membership::Config membership) {
@@ -89,12 +89,12 @@ void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
   });
 }
 
-// The lane first: an operation that the host plane takes no more goes there, to end with the cause (Group::startOnHost). That post is also the
+// The data loop first: an operation that the host plane takes no more goes there, to end with the cause (Group::startOnHost). That post is also the
 // last that can fail; the closures after it are so small that a std::function needs no memory for them.
 void Planes::onFailed(const ErrorRecord& cause) {
   events_.failed(cause);
   unended_.store(host_ == nullptr ? 1 : 2, std::memory_order_relaxed); // before the locks of both queues
-  lane_.post(Loop::owned(*this, [this, cause] {
+  data_loop_.post(Loop::owned(*this, [this, cause] {
     if (data_ != nullptr) {
       data_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); });
     }

@@ -30,7 +30,7 @@ class Planes final : public Loop::Owner {
  public:
   struct Events {
     /// The group has failed. On the control loop, before any operation ends with the cause; once, unless it throws. Must post nothing to
-    /// the lane: if the lane's task of the failure finds no memory, this is called again, and what it posted would run twice.
+    /// the data loop: if the data loop's task of the failure finds no memory, this is called again, and what it posted would run twice.
     std::function<void(const ErrorRecord& cause)> failed;
     /// Per plane, before its operations end with the cause: the error of the oldest one. Any thread, of two planes at the same time; may be
     /// null, as `ended`.
@@ -41,12 +41,12 @@ class Planes final : public Loop::Owner {
   using DataStep = void (DataPlane::*)(const std::shared_ptr<Operation>&);
 
   /// The identity and the loops outlive this object.
-  Planes(const GroupIdentity& identity, TaskLoop& lane, TaskLoop& control, Events events);
+  Planes(const GroupIdentity& identity, TaskLoop& data_loop, TaskLoop& control, Events events);
   ~Planes() override;
   Planes(const Planes&) = delete;
   Planes& operator=(const Planes&) = delete;
 
-  // On the lane:
+  // On the data loop:
   void openData(DataPlane::Options options = {});
   /// After DataPlane::close() has called back.
   void dropData() noexcept;
@@ -72,7 +72,7 @@ class Planes final : public Loop::Owner {
   /// Posts body(plane) to the loop of the plane. The body does not run if the plane is closed by then.
   template <typename Body>
   void onData(Body body) {
-    lane_.post(Loop::owned(*this, [this, body = std::move(body)]() mutable {
+    data_loop_.post(Loop::owned(*this, [this, body = std::move(body)]() mutable {
       if (data_ != nullptr) {
         body(*data_);
       }
@@ -106,13 +106,13 @@ class Planes final : public Loop::Owner {
   void onAsked(int from, const FrameHeader& question);
 
   const GroupIdentity& identity_;
-  TaskLoop& lane_;
+  TaskLoop& data_loop_;
   TaskLoop& control_loop_;
   const Events events_;
-  std::atomic<size_t> questions_{0}; ///< on their way from the control loop to the lane
+  std::atomic<size_t> questions_{0}; ///< on their way from the control loop to the data loop
   std::atomic<int> unended_{0}; ///< after the failure: planes with operations that have not ended
   std::unique_ptr<ControlPlane> control_; ///< the control loop's
-  std::unique_ptr<DataPlane> data_; ///< the lane's
+  std::unique_ptr<DataPlane> data_; ///< the data loop's
   std::unique_ptr<HostPlane> host_; ///< any thread's, once the control loop has opened it
 };
 

@@ -1,12 +1,12 @@
 // How the members of a group that changes meet, without a store of torch's:
 //
-//   1. Every member tells its own door which instance it has called (Door::call), so that others get an answer there.
-//   2. The first member's instance is a store in memory. The others enter it through that member's door; a door whose member has not called
+//   1. Every member tells its own endpoint which instance it has called (Endpoint::call), so that others get an answer there.
+//   2. The first member's instance is a store in memory. The others enter it through that member's endpoint; an endpoint whose member has not called
 //      yet says so, and they ask again.
 //   3. Group::join() runs on that store as on torch's: two rounds, control links, shared memory.
 //   4. Every member says that it is ready, and returns when all are.
 //
-// The first member asks the doors of those who have not come after a while, so that a process that has ended is named soon and not when the
+// The first member asks the endpoints of those who have not come after a while, so that a process that has ended is named soon and not when the
 // time is over.
 #include "engine/reconfigurable.h"
 
@@ -22,7 +22,7 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/native_thread.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 #include "engine/meeting/meeting_store.h"
 #include "transport/net/select_address.h"
 #include "transport/net/socket_link.h"
@@ -108,23 +108,23 @@ class Search final {
   }
   void look(int rank) {
     const Deadline patience = Deadline::after(kLookMs);
-    Knocked knocked = knock(instance_->member(rank), from_, patience, end_);
+    Dialed dialed = dial(instance_->member(rank), from_, patience, end_);
     int& refusals = refusals_[static_cast<size_t>(rank)];
-    if (knocked.link == nullptr) {
-      refusals = knocked.nobody_listens || knocked.another_listens ? refusals + 1 : 0;
+    if (dialed.link == nullptr) {
+      refusals = dialed.nobody_listens || dialed.another_listens ? refusals + 1 : 0;
       if (refusals >= kRefusals && !instance_->hasEntered(rank)) {
         instance_->fail(instance_->trouble(
             ErrorCode::PeerDead,
             rank,
-            knocked.another_listens ? kAnotherListens : kNobodyListens,
+            dialed.another_listens ? kAnotherListens : kNobodyListens,
             "leave its handle out and call reconfigure() again with a new uuid"));
       }
       return;
     }
     refusals = 0;
-    const std::vector<std::string> words = requestFor(door_request::kLook, *instance_, rank, 0);
+    const std::vector<std::string> words = requestFor(endpoint_request::kLook, *instance_, rank, 0);
     try {
-      const auto answer = askDoor(*knocked.link, {words.begin(), words.end()}, patience, end_);
+      const auto answer = askEndpoint(*dialed.link, {words.begin(), words.end()}, patience, end_);
       if (auto refusal = refusalIn(answer, *instance_, rank, 0); refusal && !instance_->hasEntered(rank)) {
         instance_->fail(*refusal);
       }
@@ -178,20 +178,24 @@ void waitForAll(
 } // namespace
 
 Reconfigurable::Reconfigurable(Engine& engine, Group::Config config)
-    : engine_(engine), config_(std::move(config)), incarnation_(newProcessId()), door_(openDoor()), self_([this] {
+    : engine_(engine),
+      config_(std::move(config)),
+      incarnation_(newProcessId()),
+      endpoint_(openEndpoint()),
+      self_([this] {
         MemberHandle self;
         self.incarnation = incarnation_;
-        self.watch_name = engine_.hostMates().name();
-        return door_->addressed(std::move(self));
+        self.watch_name = engine_.localPeers().name();
+        return endpoint_->addressed(std::move(self));
       }()) {
-  door_->add(incarnation_);
+  endpoint_->add(incarnation_);
 }
 
 Reconfigurable::~Reconfigurable() {
   leave();
 }
 
-std::shared_ptr<Door> Reconfigurable::openDoor() {
+std::shared_ptr<Endpoint> Reconfigurable::openEndpoint() {
   const RendezvousConfig& meeting = config_.rendezvous;
   const Security& security = config_.security;
   const std::string key_id = security.secret == nullptr ? "" : security.secret->keyId();
@@ -214,8 +218,8 @@ std::shared_ptr<Door> Reconfigurable::openDoor() {
   }
   const std::string key = meeting.spec.text() + " " + addressFamilyName(meeting.family) + " " + meeting.ports.text() +
       " " + key_id + (unix_sockets ? " unix" : "") + (ports ? " ports " + route.ip() : "");
-  return engine_.door(key, [&] {
-    Door::Config config;
+  return engine_.endpoint(key, [&] {
+    Endpoint::Config config;
     config.tls = security.open();
     config.id = config.tls == nullptr ? newProcessId() : config.tls->self();
     config.nonce = randomNumber();
@@ -226,7 +230,7 @@ std::shared_ptr<Door> Reconfigurable::openDoor() {
         try {
           config.listeners.push_back(Listener::bind(SocketAddress::loopback(route.family()), meeting.ports));
         } catch (const Error& error) { // no such interface, or no port left: the other address serves this host, too
-          log(LogLevel::Info, std::string("no door on loopback: ") + error.what());
+          log(LogLevel::Info, std::string("no endpoint on loopback: ") + error.what());
         }
       }
       for (Listener& listener : config.listeners) {
@@ -248,11 +252,11 @@ std::shared_ptr<Door> Reconfigurable::openDoor() {
           "PYCOMM_SECURITY=require, and there is neither a secret nor a Unix socket: no member could be let in",
           "run on one host: python -m pycomm secret --generate, and copy the file to the others");
     }
-    return Door::open(engine_.control(), std::move(config));
+    return Endpoint::open(engine_.control(), std::move(config));
   });
 }
 
-std::vector<Door::Offer> Reconfigurable::offer(const FixedPort& port, Deadline deadline) {
+std::vector<Endpoint::Offer> Reconfigurable::offer(const FixedPort& port, Deadline deadline) {
   if (self_.addresses.empty()) {
     throw Error(
         ErrorCode::InvalidArgument,
@@ -260,7 +264,7 @@ std::vector<Door::Offer> Reconfigurable::offer(const FixedPort& port, Deadline d
         "run on one host: python -m pycomm secret --generate, and copy the file to the others");
   }
   const std::shared_ptr<const Secret>& secret = config_.security.secret;
-  return door_->offer(
+  return endpoint_->offer(
       incarnation_,
       port.addressesHere(self_, deadline),
       secret == nullptr ? nullptr : std::make_shared<const TlsContext>(secret, FixedPort::kProcess));
@@ -374,7 +378,7 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
   std::unique_ptr<Search> search;
   try {
     PYCOMM_FAULT_POINT("reconfigure.call");
-    door_->call(incarnation_, instance);
+    endpoint_->call(incarnation_, instance);
     for (int rank = 0; rank < instance->size(); ++rank) {
       if (rank != plan.rank && waysTo(instance->member(rank), self_.host, visitor.unix_sockets).empty()) {
         throw Error(instance->trouble(
@@ -391,8 +395,8 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
       search = std::make_unique<Search>(instance, visitor);
       store = std::make_unique<OwnMeeting>(instance);
     } else {
-      store = std::make_unique<MeetingBehindDoor>(
-          instance, plan.rank, visitor, deadline, config.dead_after_ms, abort.token());
+      store =
+          std::make_unique<RemoteMeeting>(instance, plan.rank, visitor, deadline, config.dead_after_ms, abort.token());
     }
     place = std::make_shared<Place>(std::move(store), config.security.secret);
     met.group = Group::join(engine_, place->store(), config, abort);

@@ -13,7 +13,7 @@
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "engine/join_abort.h"
-#include "engine/meeting/door.h"
+#include "engine/meeting/endpoint.h"
 #include "engine/meeting/instance.h"
 #include "engine/meeting/meeting_store.h"
 #include "transport/rendezvous/member_handle.h"
@@ -24,11 +24,11 @@ namespace pycomm {
 /// This process's place in a group whose members change: its handle, and how it comes into each new Group. (torch: enable_reconfigure.)
 ///
 /// A Group never changes its members and fails for good. So every reconfiguration makes a new one, and this keeps what outlives them: the
-/// incarnation, the door, and the uuids that were used. Nothing here needs torch's store. The first member of a list serves, in its memory and
-/// at its door, the store in which the members meet, and Group::join() does the rest as for any other group. Any thread.
+/// incarnation, the endpoint, and the uuids that were used. Nothing here needs torch's store. The first member of a list serves, in its memory and
+/// at its endpoint, the store in which the members meet, and Group::join() does the rest as for any other group. Any thread.
 class Reconfigurable {
  public:
-  /// Opens this process's door, unless another group has. `config`: of every Group to come, but for rank, size and deadline. `engine`
+  /// Opens this process's endpoint, unless another group has. `config`: of every Group to come, but for rank, size and deadline. `engine`
   /// outlives this. Throws what chooseRoute(), Listener::bind() and Security::open() throw.
   Reconfigurable(Engine& engine, Group::Config config);
   ~Reconfigurable();
@@ -42,26 +42,26 @@ class Reconfigurable {
 
   /// Nobody can meet this one from now on: its group was destroyed. Idempotent. Does nothing in a child of fork().
   void leave() noexcept {
-    door_->remove(incarnation_);
+    endpoint_->remove(incarnation_);
   }
-  /// False in a child of fork(): the door is the parent's.
+  /// False in a child of fork(): the endpoint is the parent's.
   [[nodiscard]] bool belongsToThisProcess() const noexcept {
     return engine_.belongsToThisProcess();
   }
 
-  /// Where members leave messages for this one: see Door::Mailbox. Until leave().
-  void receive(std::weak_ptr<Door::Mailbox> mailbox) {
-    door_->receive(incarnation_, std::move(mailbox));
+  /// Where members leave messages for this one: see Endpoint::Mailbox. Until leave().
+  void receive(std::weak_ptr<Endpoint::Mailbox> mailbox) {
+    endpoint_->receive(incarnation_, std::move(mailbox));
   }
-  /// Lets processes find this one at that port, if this host is one of its hosts (none: it is not): see Door::offer(). Waits for name servers
+  /// Lets processes find this one at that port, if this host is one of its hosts (none: it is not): see Endpoint::offer(). Waits for name servers
   /// until the deadline. Throws Error(InvalidArgument) if this process may have no port, and Error(ShutDown).
-  [[nodiscard]] std::vector<Door::Offer> offer(const FixedPort& port, Deadline deadline);
+  [[nodiscard]] std::vector<Endpoint::Offer> offer(const FixedPort& port, Deadline deadline);
   void withdraw() noexcept {
-    door_->withdraw(incarnation_);
+    endpoint_->withdraw(incarnation_);
   }
-  /// How this process goes to other members' doors. As long as this lives.
+  /// How this process goes to other members' endpoints. As long as this lives.
   [[nodiscard]] Visitor visitor() const {
-    return {*door_, self_, config_.transport != Transport::Tcp};
+    return {*endpoint_, self_, config_.transport != Transport::Tcp};
   }
   [[nodiscard]] Engine& engine() const noexcept {
     return engine_;
@@ -95,7 +95,7 @@ class Reconfigurable {
   [[nodiscard]] Met meet(const Plan& plan, Deadline deadline, JoinAbort& abort);
 
  private:
-  [[nodiscard]] std::shared_ptr<Door> openDoor();
+  [[nodiscard]] std::shared_ptr<Endpoint> openEndpoint();
   /// With mutex_.
   [[nodiscard]] JobRanks jobRanksOf(const std::vector<MemberHandle>& members, int rank);
   [[nodiscard]] ErrorRecord explained(ErrorRecord record, const Instance& instance) const;
@@ -103,7 +103,7 @@ class Reconfigurable {
   Engine& engine_;
   const Group::Config config_;
   const ProcessId incarnation_;
-  const std::shared_ptr<Door> door_;
+  const std::shared_ptr<Endpoint> endpoint_;
   const MemberHandle self_;
   std::mutex mutex_; ///< guards the rest
   std::set<int64_t> used_;

@@ -62,8 +62,8 @@ class Hierarchical {
     const size_t held = static_cast<size_t>(kScratchWaves * hosts_ * wave_);
     partial_.resize(held);
     read_by_.assign(held, kNoStep);
-    if (kind_ != Collective::AllGather && carries() && mates().size() > 1 &&
-        hosts_ * (mates().size() - 1) > 1) { // else the only sum is the result
+    if (kind_ != Collective::AllGather && carries() && localRanks().size() > 1 &&
+        hosts_ * (localRanks().size() - 1) > 1) { // else the only sum is the result
       sums_ = builder_.addScratch(dtype_, static_cast<int64_t>(held) * segment_numel_);
     }
   }
@@ -96,7 +96,7 @@ class Hierarchical {
   [[nodiscard]] bool carries() const {
     return slice_ < slices_;
   }
-  [[nodiscard]] const std::vector<int32_t>& mates() const {
+  [[nodiscard]] const std::vector<int32_t>& localRanks() const {
     return topology_.ranksOf(host_);
   }
   [[nodiscard]] int32_t carrier(int32_t host, int32_t slice) const {
@@ -160,16 +160,16 @@ class Hierarchical {
   void add(Run segment, size_t held) {
     auto& partial = partial_[held];
     partial = builder_.operand(segment);
-    size_t left = mates().size() - 1;
-    for (const int32_t mate : mates()) {
-      if (mate == rank_) {
+    size_t left = localRanks().size() - 1;
+    for (const int32_t local_peer : localRanks()) {
+      if (local_peer == rank_) {
         continue;
       }
       --left;
       const bool final = hosts_ == 1 && left == 0;
       const Run sum = {static_cast<int64_t>(held) * segment_numel_, segment.numel};
       const Region dst = final ? result(segment) : bufferRegion(sums_, sum);
-      partial = {dst, builder_.recvReduce(mate, partial, dst, final, {read_by_[held]})};
+      partial = {dst, builder_.recvReduce(local_peer, partial, dst, final, {read_by_[held]})};
     }
     read_by_[held] = hosts_ == 1 ? partial.ready : kNoStep; // with several hosts, the ring's step
   }
@@ -236,9 +236,9 @@ class Hierarchical {
           const StepId made = in_ring ? complete[next++] : partial_[held].ready;
           const bool own = kind_ == Collective::AllGather && made == kNoStep;
           const Region whole = own ? inputRegion(withinOwn(segment)) : outputRegion(segment);
-          for (const int32_t mate : mates()) {
-            if (mate != rank_) {
-              builder_.send(whole, mate, {made});
+          for (const int32_t local_peer : localRanks()) {
+            if (local_peer != rank_) {
+              builder_.send(whole, local_peer, {made});
             }
           }
         });

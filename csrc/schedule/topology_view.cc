@@ -12,13 +12,13 @@ TopologyView::TopologyView(const std::vector<int32_t>& host_of_rank) {
     if (is_new) {
       ranks_of_.emplace_back();
     }
-    auto& mates = ranks_of_[static_cast<size_t>(found->second)];
+    auto& local_peers = ranks_of_[static_cast<size_t>(found->second)];
     host_of_.push_back(found->second);
-    local_index_.push_back(static_cast<int32_t>(mates.size()));
-    mates.push_back(static_cast<int32_t>(rank));
+    local_index_.push_back(static_cast<int32_t>(local_peers.size()));
+    local_peers.push_back(static_cast<int32_t>(rank));
   }
-  for (const auto& mates : ranks_of_) {
-    const auto count = static_cast<int32_t>(mates.size());
+  for (const auto& local_peers : ranks_of_) {
+    const auto count = static_cast<int32_t>(local_peers.size());
     fewest_ranks_ = fewest_ranks_ == 0 ? count : std::min(fewest_ranks_, count);
     most_ranks_ = std::max(most_ranks_, count);
   }
@@ -26,8 +26,8 @@ TopologyView::TopologyView(const std::vector<int32_t>& host_of_rank) {
 
 std::vector<int32_t> TopologyView::order() const {
   std::vector<int32_t> ranks;
-  for (const auto& mates : ranks_of_) {
-    ranks.insert(ranks.end(), mates.begin(), mates.end());
+  for (const auto& local_peers : ranks_of_) {
+    ranks.insert(ranks.end(), local_peers.begin(), local_peers.end());
   }
   return ranks;
 }
@@ -35,10 +35,10 @@ std::vector<int32_t> TopologyView::order() const {
 std::vector<int32_t> TopologyView::orderFrom(int32_t root) const {
   std::vector<int32_t> ranks;
   for (int32_t i = 0; i < hosts(); ++i) {
-    const auto& mates = ranksOf((hostOf(root) + i) % hosts());
-    const auto first = i == 0 ? mates.begin() + localIndex(root) : mates.begin();
-    ranks.insert(ranks.end(), first, mates.end());
-    ranks.insert(ranks.end(), mates.begin(), first);
+    const auto& local_peers = ranksOf((hostOf(root) + i) % hosts());
+    const auto first = i == 0 ? local_peers.begin() + localIndex(root) : local_peers.begin();
+    ranks.insert(ranks.end(), first, local_peers.end());
+    ranks.insert(ranks.end(), local_peers.begin(), first);
   }
   return ranks;
 }

@@ -23,7 +23,7 @@ struct Progress {
 
 /// A connected, reliable, ordered, full-duplex byte stream to one peer.
 ///
-/// There are two ways to use it. `tryWrite`/`tryRead` never block and belong to the lane that owns the link; the
+/// There are two ways to use it. `tryWrite`/`tryRead` never block and belong to the data loop that owns the link; the
 /// blocking forms are for handshakes and tests. One thread at a time may read and one may write; of a
 /// TlsLink, one thread may use it. Failures throw Error(ConnectionReset), with errno's name in `cause`, and a TlsLink's also
 /// Error(DataCorrupt); the caller adds the ranks and the operation.

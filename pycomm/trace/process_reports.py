@@ -1,7 +1,7 @@
 """Asks the processes of this user on this host what they are doing.
 
 Every process with a group of several ranks listens on a Unix socket without a file, so that the
-other ranks of its host notice its death (csrc/engine/monitor/host_mates.h). A process of the same
+other ranks of its host notice its death (csrc/engine/monitor/local_peers.h). A process of the same
 user that connects there may ask for a report: the flight record, without what is long over. The
 native control loop answers, so a rank whose Python or whose collective hangs answers, too; one that
 is stopped (SIGSTOP, a debugger) does not.

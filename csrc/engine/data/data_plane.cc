@@ -12,22 +12,22 @@
 
 namespace pycomm {
 
-DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options options)
+DataPlane::DataPlane(GroupIdentity identity, Loop& data_loop, Events events, Options options)
     : identity_(std::move(identity)),
       options_(std::move(options)),
-      lane_(lane),
+      data_loop_(data_loop),
       events_(std::move(events)),
-      staging_(lane.stagingMemory()),
+      staging_(data_loop.stagingMemory()),
       tables_(identity_, options_.limits),
-      transfers_(tables_, staging_, lane, [this](int peer, OutFrame&& frame) { push(peer, std::move(frame)); }),
-      links_(identity_, options_, lane, staging_, *this),
-      messages_(tables_, lane, *this),
+      transfers_(tables_, staging_, data_loop, [this](int peer, OutFrame&& frame) { push(peer, std::move(frame)); }),
+      links_(identity_, options_, data_loop, staging_, *this),
+      messages_(tables_, data_loop, *this),
       watched_(tables_) {
-  lane_.addTicker(*this);
+  data_loop_.addTicker(*this);
 }
 
 DataPlane::~DataPlane() {
-  lane_.removeTicker(*this);
+  data_loop_.removeTicker(*this);
 }
 
 template <typename Body>

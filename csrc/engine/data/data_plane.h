@@ -60,9 +60,9 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
     Limits limits;
   };
 
-  DataPlane(GroupIdentity identity, Loop& lane, Events events, Options options);
-  DataPlane(GroupIdentity identity, Loop& lane, Events events)
-      : DataPlane(std::move(identity), lane, std::move(events), Options()) {}
+  DataPlane(GroupIdentity identity, Loop& data_loop, Events events, Options options);
+  DataPlane(GroupIdentity identity, Loop& data_loop, Events events)
+      : DataPlane(std::move(identity), data_loop, std::move(events), Options()) {}
   ~DataPlane() override;
 
   // ---- operations
@@ -220,7 +220,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
 
   const GroupIdentity identity_;
   const Options options_;
-  Loop& lane_;
+  Loop& data_loop_;
   const Events events_;
   StagingPool staging_; ///< before everything that holds its buffers
   Tables tables_;

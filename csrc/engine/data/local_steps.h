@@ -13,7 +13,7 @@ namespace pycomm {
 
 /// The part of an operation's steps that concerns this rank alone: where their regions lie in memory, and what is copied, added up, encoded
 /// and decoded there. Transfer decides when a step runs.
-/// Thread: the lane's.
+/// Thread: the data loop's.
 class LocalSteps {
  public:
   /// The operation outlives this. `size`: of its group. The pool gives scratch memory, and outlives this, too.

@@ -51,7 +51,7 @@ void Messages::hold(const std::shared_ptr<Operation>& message) {
   if (!request.receives) {
     name(message);
     queueOf(request.peer).push(message, true);
-    lane_.addBusy(1);
+    data_loop_.addBusy(1);
     return;
   }
   held_.emplace(message.get(), std::nullopt);
@@ -80,7 +80,7 @@ void Messages::release(const std::shared_ptr<Operation>& message) {
   const uint32_t tag = request.descriptor.tag;
   if (mostAnnounced(queue) > 0 && queue.takeMissed(tag)) { // its receiver has asked meanwhile
     if (const std::shared_ptr<Operation> wanted = queue.takeUnder(tag)) {
-      lane_.addBusy(-1);
+      data_loop_.addBusy(-1);
       begin(wanted, true);
     } else {
       queue.miss(tag); // a message before it is held still
@@ -108,7 +108,7 @@ void Messages::postSend(const std::shared_ptr<Operation>& message) {
     return;
   }
   queue.push(message);
-  lane_.addBusy(1);
+  data_loop_.addBusy(1);
 }
 
 void Messages::postReceive(const std::shared_ptr<Operation>& message) {
@@ -116,7 +116,7 @@ void Messages::postReceive(const std::shared_ptr<Operation>& message) {
   const uint32_t tag = message->request().descriptor.tag;
   const uint64_t ticket = next_ticket_++;
   tables_.receives.emplace(ticket, message);
-  lane_.addBusy(1);
+  data_loop_.addBusy(1);
   names_.postReceive(ticket, peer, tag);
   beginMatched();
   if (tables_.receives.count(ticket) != 0) {
@@ -156,7 +156,7 @@ void Messages::beginQueued(int peer) {
   SendQueue* const queue = tables_.peer(peer).queue.get();
   while (queue != nullptr && queue->isReady() && hasPlace(peer, *queue->firstReady()) && !tables_.failed) {
     const std::shared_ptr<Operation> next = queue->takeFirst();
-    lane_.addBusy(-1);
+    data_loop_.addBusy(-1);
     begin(next, !goesEagerly(*next));
   }
 }
@@ -187,7 +187,7 @@ void Messages::beginReceive(const PointToPoint::Match& match) {
   message->identify(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
   plane_.begin(message);
   tables_.receives.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
-  lane_.addBusy(-1);
+  data_loop_.addBusy(-1);
   const bool from_any = request.peer == PointToPoint::kAnyRank;
   for (int peer = from_any ? 0 : match.from; peer < (from_any ? identity_.size : match.from + 1); ++peer) {
     forgetQuestions(tables_.peer(peer));
@@ -248,7 +248,7 @@ void Messages::endAll(const std::function<void(Operation&)>& end) noexcept {
   const auto unmatched = std::exchange(tables_.receives, {});
   asks_of_.clear();
   asks_.clear();
-  lane_.addBusy(-static_cast<int>(unmatched.size()));
+  data_loop_.addBusy(-static_cast<int>(unmatched.size()));
   for (const auto& entry : unmatched) {
     end(*entry.second);
   }
@@ -256,7 +256,7 @@ void Messages::endAll(const std::function<void(Operation&)>& end) noexcept {
   for (PeerRow& peer : tables_.peers) {
     if (const std::unique_ptr<SendQueue> queue = std::move(peer.queue)) {
       queue->takeAll([&](Operation& message) {
-        lane_.addBusy(-1);
+        data_loop_.addBusy(-1);
         end(message);
       });
     }

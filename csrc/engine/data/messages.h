@@ -29,12 +29,12 @@ class DataPlane;
 /// A receive that waits asks its sender for a message under its tag, since that message may wait for room which others of its sender
 /// take: after 2 ms, and then each time after eight times as long, up to a second. The sender begins a message under that tag although
 /// there is no room for it: it announces the message, and the receiver grants credit.
-/// Thread: the lane's.
+/// Thread: the data loop's.
 class Messages {
  public:
   /// All of these outlive this; the plane holds it.
-  Messages(Tables& tables, Loop& lane, DataPlane& plane)
-      : tables_(tables), identity_(tables.identity), lane_(lane), plane_(plane), names_(tables) {}
+  Messages(Tables& tables, Loop& data_loop, DataPlane& plane)
+      : tables_(tables), identity_(tables.identity), data_loop_(data_loop), plane_(plane), names_(tables) {}
 
   // ---- events
   /// Begins the message, or keeps it.
@@ -108,7 +108,7 @@ class Messages {
 
   Tables& tables_;
   const GroupIdentity& identity_; ///< the tables'
-  Loop& lane_;
+  Loop& data_loop_;
   DataPlane& plane_;
   PointToPoint names_;
   uint64_t next_ticket_ = 1;

@@ -48,7 +48,7 @@ void Messages::asked(int peer, const FrameHeader& header) {
     }
     wanted.push_back(std::move(message));
   }
-  lane_.addBusy(-static_cast<int>(wanted.size()));
+  data_loop_.addBusy(-static_cast<int>(wanted.size()));
   std::exception_ptr thrown;
   for (const std::shared_ptr<Operation>& message : wanted) {
     try {

@@ -22,7 +22,7 @@ namespace pycomm {
 /// recv(any), recv(0) posted; a message from 0 arrives: it goes to recv(any), and recv(0) is for the next one from 0.
 ///
 /// It keeps the receives that wait and the unexpected messages, and counts in the rows of their ranks. An unused tag costs nothing.
-/// Thread: the lane's.
+/// Thread: the data loop's.
 class PointToPoint {
  public:
   static constexpr int kAnyRank = -1;

@@ -18,7 +18,7 @@ namespace pycomm {
 /// the protocol yet: one that waits costs its Operation, a pointer and a number. They leave in the order in which they came, or the first
 /// under a tag that is asked for; either takes a time that does not depend on how many wait. No message passes another one of its tag, so
 /// all messages behind a held one stay until release().
-/// Thread: the lane's.
+/// Thread: the data loop's.
 class SendQueue {
  public:
   void push(const std::shared_ptr<Operation>& message, bool held = false) {

@@ -21,7 +21,7 @@ namespace pycomm {
 ///   frame from 0 arrives -> RecvReduceSend: staging = staging op own chunk, goes on to 2 -> frame taken by the kernel -> ended.
 /// Steps that only send run at once, and so do those whose frame has just arrived: a link brings a bounded number of bytes per turn. All
 /// other steps are work, which their owner calls for in slices. So a large copy holds up neither frames nor other operations.
-/// One thread: the lane's.
+/// One thread: the data loop's.
 class Transfer {
  public:
   /// Queues a frame to a peer.

@@ -40,7 +40,7 @@ OperationRow& Transfers::add(const std::shared_ptr<Operation>& operation, TimePo
   OperationRow& row = matching::entered(tables_, operation, OperationRow::Runs::Here, now, [this](OperationRow& built) {
     built.transfer = std::make_unique<Transfer>(tables_, built, staging_, send_frame_, working_);
   });
-  lane_.addBusy(1);
+  data_loop_.addBusy(1);
   operation->mark().running(now, row.transfer->bytesExpected());
   return row;
 }

@@ -19,12 +19,12 @@ namespace pycomm {
 ///
 /// An unexpected frame, which came before its operation was posted: placeUnexpected() when its header is here, arrived() when its payload
 /// is, then replayUnexpected().
-/// Thread: the lane's.
+/// Thread: the data loop's.
 class Transfers {
  public:
   /// All of these outlive this.
-  Transfers(Tables& tables, StagingPool& staging, Loop& lane, Transfer::SendFrame send_frame)
-      : tables_(tables), staging_(staging), lane_(lane), send_frame_(std::move(send_frame)) {}
+  Transfers(Tables& tables, StagingPool& staging, Loop& data_loop, Transfer::SendFrame send_frame)
+      : tables_(tables), staging_(staging), data_loop_(data_loop), send_frame_(std::move(send_frame)) {}
 
   // ---- events
   /// The operation is under way from now on: its row. If this throws, it has none. The owner then calls Transfer::start() and
@@ -48,7 +48,7 @@ class Transfers {
   [[nodiscard]] static bool isComplete(const OperationRow& row);
   /// An operation that was added has ended.
   void ended() noexcept {
-    lane_.addBusy(-1);
+    data_loop_.addBusy(-1);
   }
   /// No operation has work any more.
   void dropWork() noexcept {
@@ -68,7 +68,7 @@ class Transfers {
  private:
   Tables& tables_;
   StagingPool& staging_;
-  Loop& lane_;
+  Loop& data_loop_;
   const Transfer::SendFrame send_frame_;
   Transfer::Working working_; ///< of the rows
 };

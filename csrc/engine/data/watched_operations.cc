@@ -35,7 +35,7 @@ bool WatchedOperations::release(const std::shared_ptr<Operation>& operation) noe
 }
 
 OperationRow& WatchedOperations::watch(const std::shared_ptr<Operation>& operation) {
-  host_->tellEnd(*operation); // first: if it ends meanwhile, the lane runs hostEnded() after this
+  host_->tellEnd(*operation); // first: if it ends meanwhile, the data loop runs hostEnded() after this
   OperationRow& row = matching::entered(tables_, operation, OperationRow::Runs::InSharedMemory, Clock::now());
   try {
     waiting::asksOnly(tables_, row, {}, Clock::now());

@@ -15,13 +15,13 @@ namespace pycomm {
 
 class HostPlane;
 
-/// Operations of one group whose bytes the lane does not move, or not yet:
+/// Operations of one group whose bytes the data loop does not move, or not yet:
 ///   - those whose input is still on its way from a device (hold);
 ///   - those in shared memory that wait for long (stuck), or that other ranks speak of (recall): the HostPlane runs them;
 ///   - those that another library runs, NCCL (follow).
-/// The lane only watches over them: all but the first have a row, so ranks can ask each other about them, and their deadlines are
+/// The data loop only watches over them: all but the first have a row, so ranks can ask each other about them, and their deadlines are
 /// reported.
-/// Thread: the lane's.
+/// Thread: the data loop's.
 class WatchedOperations {
  public:
   /// The tables outlive this.

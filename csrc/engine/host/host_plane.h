@@ -36,7 +36,7 @@ namespace pycomm {
 /// A caller that waits runs them (`drive`), with no other thread in between. Operations that no caller waits for are run by a thread of
 /// the plane's own, which is started when it is first needed. One thread at a time runs operations: the one that holds `run_mutex_`.
 ///
-/// Like the DataPlane it never decides that the group has failed: it reports to `notice`, and `fail` brings the cause back. The lane has
+/// Like the DataPlane it never decides that the group has failed: it reports to `notice`, and `fail` brings the cause back. The data loop has
 /// the deadlines: the plane reports an operation that has waited for a while to it (`stuck`), and from then on the ranks ask each other
 /// over links which of them has not entered it, as they do for every other operation.
 class HostPlane {
@@ -104,15 +104,15 @@ class HostPlane {
   /// Leaves: operations under way end with `reason`; if there were some, the other ranks are notified. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
-  /// For the lane, which is asked over links about operations that it never saw: the last 64 that were posted here, oldest first,
+  /// For the data loop, which is asked over links about operations that it never saw: the last 64 that were posted here, oldest first,
   /// whether or not they have ended.
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const;
-  /// The lane keeps something of this operation: Events::ended is called when it has ended; at once if it has.
+  /// The data loop keeps something of this operation: Events::ended is called when it has ended; at once if it has.
   void tellEnd(Operation& operation) const;
   /// The same of each operation up to this number that is posted from now on. One that was posted before is among recent(), unless 64
   /// others came after it.
   void tellEndsUpTo(int64_t sequence) noexcept {
-    const int64_t before = tell_up_to_.load(std::memory_order_relaxed); // the lane alone stores it
+    const int64_t before = tell_up_to_.load(std::memory_order_relaxed); // the data loop alone stores it
     tell_up_to_.store(
         std::max(before, sequence), std::memory_order_relaxed); // inbox_mutex_ is between this and recent()
   }
@@ -160,7 +160,7 @@ class HostPlane {
   void advance(uint64_t& blocked, bool& moved);
   void dropEnded();
   void finish(const Entry& entry);
-  /// Reports to the lane the oldest operation if it runs and does not move, and each whose deadline comes near. Returns when it wants to be
+  /// Reports to the data loop the oldest operation if it runs and does not move, and each whose deadline comes near. Returns when it wants to be
   /// called again.
   [[nodiscard]] TimePoint reportStuck(TimePoint now) noexcept;
   [[nodiscard]] TimePoint stuckAt(TimePoint now) const noexcept;

@@ -31,7 +31,7 @@ void HostWorker::wake(const std::function<void()>& failed) {
   }
 }
 
-bool HostWorker::run(std::function<void()> errand) {
+bool HostWorker::run(std::function<void()> task) {
   const std::lock_guard<std::mutex> lock(mutex_);
   try {
     if (!start()) {
@@ -40,7 +40,7 @@ bool HostWorker::run(std::function<void()> errand) {
   } catch (const Error&) {
     return false;
   }
-  errands_.push_back(std::move(errand));
+  tasks_.push_back(std::move(task));
   return true;
 }
 
@@ -58,22 +58,22 @@ void HostWorker::stop() {
 }
 
 void HostWorker::threadMain() noexcept {
-  std::vector<std::function<void()>> errands;
+  std::vector<std::function<void()>> tasks;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      wakes_.wait(lock, [&] { return wanted_ || stop_ || !errands_.empty(); });
-      errands.swap(errands_);
-      if (stop_ && errands.empty()) {
+      wakes_.wait(lock, [&] { return wanted_ || stop_ || !tasks_.empty(); });
+      tasks.swap(tasks_);
+      if (stop_ && tasks.empty()) {
         return;
       }
       wanted_ = false;
     }
-    static_cast<void>(PYCOMM_FAULT("host.errand"));
-    for (const std::function<void()>& errand : errands) {
-      errand();
+    static_cast<void>(PYCOMM_FAULT("host.task"));
+    for (const std::function<void()>& task : tasks) {
+      task();
     }
-    errands.clear();
+    tasks.clear();
     if (work_()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       wanted_ = true;

@@ -16,7 +16,7 @@ namespace pycomm {
 
 /// The bulk links of PeerLinks that peers opened to this rank, at most one per peer: frames arrive on them. A link that has ended, or
 /// that this rank has stopped reading, stays until the group ends: the peer opens no second one.
-/// Thread: the lane's, for everything.
+/// Thread: the data loop's, for everything.
 class InLinks final : private PortOwner {
  public:
   /// All that is given here outlives this. `buffer_nbytes`: of each link.

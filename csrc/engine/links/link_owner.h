@@ -8,7 +8,7 @@
 
 namespace pycomm {
 
-/// Is notified of what the bulk links of one group do: onHeader() and onFrame() get the frames that arrive. All on the lane.
+/// Is notified of what the bulk links of one group do: onHeader() and onFrame() get the frames that arrive. All on the data loop.
 class LinkOwner : public InChannel::Receiver {
  public:
   /// A link has taken these frames whole.

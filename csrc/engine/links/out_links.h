@@ -23,7 +23,7 @@ namespace pycomm {
 /// link. OutPort::State says how far one is.
 ///
 /// A link that breaks stays broken, and so no frame is lost between two; but for one that only questions used, which is opened anew.
-/// Thread: the lane's, for everything.
+/// Thread: the data loop's, for everything.
 class OutLinks final : private PortOwner {
  public:
   /// Begins to connect, for a simulator; empty: by a socket.

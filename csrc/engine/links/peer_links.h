@@ -24,7 +24,7 @@ namespace pycomm {
 ///
 /// A link is a socket (TCP, or a Unix socket within a host), or a ring in memory that both ranks share (RingRoute). It is opened by the
 /// first frame for that peer.
-/// Thread: the lane's, for everything.
+/// Thread: the data loop's, for everything.
 class PeerLinks final {
  public:
   using Owner = LinkOwner;

@@ -15,7 +15,7 @@ namespace pycomm {
 ///
 /// Links are sockets until share() brings the memory. Then the way is undecided until decide(): a link that was opened meanwhile would be
 /// a socket for good, so frames are kept. If the memory turns out to be too small later, links that have not been opened are sockets again.
-/// Thread: the lane's, for everything.
+/// Thread: the data loop's, for everything.
 class RingRoute {
  public:
   /// A frame that waits for decide().

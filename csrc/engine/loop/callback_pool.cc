@@ -125,7 +125,7 @@ void CallbackPool::startThread(std::unique_lock<std::mutex>& lock) noexcept {
   std::thread thread;
   try {
     threads_.reserve(threads_.size() + 1); // then the new thread has its place for certain
-    lock.unlock(); // to start a thread takes longer than submit() may wait on a lane
+    lock.unlock(); // to start a thread takes longer than submit() may wait on a data loop
     thread = startNativeThread(kThreadName, [this] { threadMain(); }, SignalMask::AsCaller);
     lock.lock();
     threads_.push_back(std::move(thread));

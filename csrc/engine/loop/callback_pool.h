@@ -13,8 +13,8 @@
 
 namespace pycomm {
 
-/// Runs what users hang on futures. Never on a lane: a callback may take a lock (Python's), run for seconds, or wait for
-/// another operation, which only a lane can complete.
+/// Runs what users hang on futures. Never on a data loop: a callback may take a lock (Python's), run for seconds, or wait for
+/// another operation, which only a data loop can complete.
 ///
 /// A callback may wait for a future whose own callback is still in this queue (torch's PowerSGD hook does), so a bounded pool would
 /// hang. And completions come in bursts, so a thread for each task would be thousands. Therefore one thread is always idle: the last
@@ -33,7 +33,7 @@ class CallbackPool {
   CallbackPool(const CallbackPool&) = delete;
   CallbackPool& operator=(const CallbackPool&) = delete;
 
-  /// Any thread, also a lane. Waits for nothing and starts no thread. What a task throws is dropped: its owner catches what matters.
+  /// Any thread, also a data loop. Waits for nothing and starts no thread. What a task throws is dropped: its owner catches what matters.
   /// False, and `task` is left as it was, if the pool takes no more: the engine has been shut down. Then no operation is under way, so
   /// who has promised somebody that the task runs can run it at once. Throws std::bad_alloc; then the task is not taken either.
   bool submit(Task&& task);

@@ -17,7 +17,7 @@
 
 namespace pycomm {
 
-/// An event loop with a thread of its own. A process has two: the lane moves bulk bytes, the control loop carries heartbeats and error
+/// An event loop with a thread of its own. A process has two: the data loop moves bulk bytes, the control loop carries heartbeats and error
 /// reports.
 ///
 /// A thread that waits for something which the loop will do can do the loop's work itself meanwhile (`drive`): no thread switch

@@ -50,7 +50,7 @@ std::vector<SocketAddress> FixedPort::addressesHere(const MemberHandle& self, De
 
 MemberHandle FixedPort::listenerAt(const SocketAddress& address, const MemberHandle& self) {
   MemberHandle listener;
-  listener.door = kProcess;
+  listener.endpoint = kProcess;
   listener.nonce = kNonce;
   listener.key_id = self.key_id;
   listener.host = self.host; // so that no address is passed over: see waysTo()

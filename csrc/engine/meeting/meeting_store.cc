@@ -12,7 +12,7 @@
 #include "base/log.h"
 #include "base/printable.h"
 #include "base/slow_wait.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 #include "transport/net/greeted_link.h"
 #include "transport/net/socket_link.h"
 #include "transport/rendezvous/store_round.h"
@@ -25,7 +25,7 @@ constexpr size_t kMaxListText = 2000;
 
 const std::string& wordOf(const std::vector<std::string>& answer, size_t index) {
   if (index >= answer.size()) {
-    throw Error(ErrorCode::ProtocolViolation, "the answer at a door is not pycomm's");
+    throw Error(ErrorCode::ProtocolViolation, "the answer at an endpoint is not pycomm's");
   }
   return answer[index];
 }
@@ -34,13 +34,13 @@ int64_t numberOf(const std::string& text) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || end != text.data() + text.size()) {
-    throw Error(ErrorCode::ProtocolViolation, "the answer at a door is not pycomm's");
+    throw Error(ErrorCode::ProtocolViolation, "the answer at an endpoint is not pycomm's");
   }
   return number;
 }
 
 bool isHere(const std::vector<std::string>& answer) {
-  return answer.front() == door_answer::kHere;
+  return answer.front() == endpoint_answer::kHere;
 }
 
 constexpr const char* kTryAgain = "and call reconfigure() again with a new uuid";
@@ -76,9 +76,9 @@ void OwnMeeting::finish() noexcept {
 namespace {
 
 std::unique_ptr<GreetedLink> greeting(const MemberHandle& to, const SocketAddress& way, const Visitor& from) {
-  const TlsContext* const tls = from.door.tls().get();
-  const Hello hello = Door::hello(way.isUnix() ? Door::unixNonce(to, tls) : to.nonce);
-  const TlsTarget target = way.isUnix() ? TlsTarget{} : TlsTarget{from.door.tls(), to.door};
+  const TlsContext* const tls = from.endpoint.tls().get();
+  const Hello hello = Endpoint::hello(way.isUnix() ? Endpoint::unixNonce(to, tls) : to.nonce);
+  const TlsTarget target = way.isUnix() ? TlsTarget{} : TlsTarget{from.endpoint.tls(), to.endpoint};
   return std::make_unique<GreetedLink>(SocketAddress(), way, hello, target);
 }
 
@@ -88,36 +88,36 @@ std::unique_ptr<Link> openWay(const MemberHandle& to, const SocketAddress& way, 
   return greeting(to, way, from);
 }
 
-Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort) {
-  Knocked knocked;
+Dialed dial(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort) {
+  Dialed dialed;
   size_t refused = 0;
   const std::vector<SocketAddress> ways = waysTo(to, from.self.host, from.unix_sockets);
   for (const SocketAddress& way : ways) {
     const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneTryMs).instant()));
     try {
-      PYCOMM_FAULT_POINT("door.knock");
+      PYCOMM_FAULT_POINT("endpoint.dial");
       auto link = greeting(to, way, from);
       if (waitConnected(*link, patience, abort)) {
-        knocked.link = std::move(link);
-        return knocked;
+        dialed.link = std::move(link);
+        return dialed;
       }
-      knocked.why = "it does not answer at " + way.text() +
+      dialed.why = "it does not answer at " + way.text() +
           (link->lastDrop().empty() ? "" : ", which has dropped a connection: " + link->lastDrop());
     } catch (const Error& error) {
       abort.throwIfAborted();
       const ErrorRecord& record = error.record();
-      knocked.why = record.summary + (record.cause.empty() ? "" : " (" + record.cause + ")");
+      dialed.why = record.summary + (record.cause.empty() ? "" : " (" + record.cause + ")");
       refused += record.cause.rfind("ECONNREFUSED", 0) == 0 ? 1 : 0;
       // It speaks pycomm, and has another number than this handle.
-      knocked.another_listens = knocked.another_listens || record.code == ErrorCode::ConfigMismatch;
+      dialed.another_listens = dialed.another_listens || record.code == ErrorCode::ConfigMismatch;
     }
   }
-  knocked.nobody_listens = !ways.empty() && refused == ways.size();
-  knocked.why = ways.empty() ? "it has no address that this host could reach" : knocked.why;
-  return knocked;
+  dialed.nobody_listens = !ways.empty() && refused == ways.size();
+  dialed.why = ways.empty() ? "it has no address that this host could reach" : dialed.why;
+  return dialed;
 }
 
-std::vector<std::string> askDoor(
+std::vector<std::string> askEndpoint(
     Link& link,
     const std::vector<std::string_view>& request,
     Deadline deadline,
@@ -126,14 +126,14 @@ std::vector<std::string> askDoor(
   writeAll(link, {reinterpret_cast<const std::byte*>(packed.data()), packed.size()}, deadline, abort);
   uint32_t length = 0;
   readAll(link, {reinterpret_cast<std::byte*>(&length), sizeof length}, deadline, abort);
-  if (length > kMaxDoorFrame) {
-    throw Error(ErrorCode::ProtocolViolation, "the answer at a door is not pycomm's");
+  if (length > kMaxEndpointFrame) {
+    throw Error(ErrorCode::ProtocolViolation, "the answer at an endpoint is not pycomm's");
   }
   std::string answer(length, '\0');
   readAll(link, {reinterpret_cast<std::byte*>(answer.data()), answer.size()}, deadline, abort);
   auto words = unpackWords(answer);
   if (!words) {
-    throw Error(ErrorCode::ProtocolViolation, "the answer at a door is not pycomm's");
+    throw Error(ErrorCode::ProtocolViolation, "the answer at an endpoint is not pycomm's");
   }
   return *std::move(words);
 }
@@ -154,14 +154,14 @@ std::optional<ErrorRecord> refusalIn(
     int to,
     int rank) {
   const std::string& what = answer.front();
-  if (what == door_answer::kGone) {
+  if (what == endpoint_answer::kGone) {
     return instance.trouble(
         ErrorCode::PeerDead,
         to,
         "has no such group any more: its handle is of a group that was destroyed, or of an earlier process",
         std::string("get a new handle from that process ") + kTryAgain);
   }
-  if (what == door_answer::kOther) {
+  if (what == endpoint_answer::kOther) {
     ErrorRecord record = instance.trouble(
         ErrorCode::ConfigMismatch,
         to,
@@ -174,7 +174,7 @@ std::optional<ErrorRecord> refusalIn(
     record.summary += ". Rank " + std::to_string(instance.job().of(rank)) + " has " + mine;
     return record;
   }
-  if (what == door_answer::kFailed) {
+  if (what == endpoint_answer::kFailed) {
     auto record = ErrorRecord::deserialize(wordOf(answer, 1), instance.size(), instance.job());
     return record
         ? *std::move(record)
@@ -183,7 +183,7 @@ std::optional<ErrorRecord> refusalIn(
   return std::nullopt;
 }
 
-MeetingBehindDoor::MeetingBehindDoor(
+RemoteMeeting::RemoteMeeting(
     std::shared_ptr<Instance> instance,
     int rank,
     const Visitor& from,
@@ -194,8 +194,8 @@ MeetingBehindDoor::MeetingBehindDoor(
   enter(from, abort);
 }
 
-void MeetingBehindDoor::enter(const Visitor& from, const AbortToken& abort) {
-  const std::vector<std::string> words = requestFor(door_request::kEnter, *instance_, 0, rank_);
+void RemoteMeeting::enter(const Visitor& from, const AbortToken& abort) {
+  const std::vector<std::string> words = requestFor(endpoint_request::kEnter, *instance_, 0, rank_);
   const std::vector<std::string_view> request(words.begin(), words.end());
   const TimePoint began = Clock::now();
   std::string last = "it has not called reconfigure() with this uuid";
@@ -204,16 +204,16 @@ void MeetingBehindDoor::enter(const Visitor& from, const AbortToken& abort) {
   SlowWait slow(began);
   while (!deadline_.expired()) {
     if (link_ == nullptr) {
-      Knocked knocked = knock(instance_->member(0), from, deadline_, abort);
-      link_ = std::move(knocked.link);
+      Dialed dialed = dial(instance_->member(0), from, deadline_, abort);
+      link_ = std::move(dialed.link);
       if (link_ == nullptr) {
-        last = knocked.why;
-        refusals = knocked.nobody_listens || knocked.another_listens ? refusals + 1 : 0;
+        last = dialed.why;
+        refusals = dialed.nobody_listens || dialed.another_listens ? refusals + 1 : 0;
         if (refusals >= kRefusals) {
           throw Error(instance_->trouble(
               ErrorCode::PeerDead,
               0,
-              knocked.another_listens ? kAnotherListens : kNobodyListens,
+              dialed.another_listens ? kAnotherListens : kNobodyListens,
               std::string("leave its handle out ") + kTryAgain));
         }
         pauseFor(kLastConnectPauseMs, deadline_, abort);
@@ -225,7 +225,7 @@ void MeetingBehindDoor::enter(const Visitor& from, const AbortToken& abort) {
           std::min(
               std::max(deadline_.instant(), Deadline::after(kReasonWithinMs).instant()),
               Deadline::after(unresponsive_ms_).instant()));
-      const std::vector<std::string> answer = askDoor(*link_, request, patience, abort);
+      const std::vector<std::string> answer = askEndpoint(*link_, request, patience, abort);
       if (isHere(answer)) {
         return;
       }
@@ -261,7 +261,7 @@ void MeetingBehindDoor::enter(const Visitor& from, const AbortToken& abort) {
   throw Error(record);
 }
 
-std::vector<std::string> MeetingBehindDoor::ask(const std::vector<std::string_view>& request) {
+std::vector<std::string> RemoteMeeting::ask(const std::vector<std::string_view>& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (broken_) {
     throw Error(*broken_);
@@ -275,9 +275,9 @@ std::vector<std::string> MeetingBehindDoor::ask(const std::vector<std::string_vi
           std::max(deadline_.instant(), Deadline::after(kReasonWithinMs).instant()),
           Deadline::after(unresponsive_ms_).instant()));
   try {
-    PYCOMM_FAULT_POINT("door.ask");
-    std::vector<std::string> answer = askDoor(*link_, request, patience, none);
-    if (answer.front() == door_answer::kFailed || answer.front() == door_answer::kGone) {
+    PYCOMM_FAULT_POINT("endpoint.ask");
+    std::vector<std::string> answer = askEndpoint(*link_, request, patience, none);
+    if (answer.front() == endpoint_answer::kFailed || answer.front() == endpoint_answer::kGone) {
       throw Error(*refusalIn(answer, *instance_, 0, rank_));
     }
     return answer;
@@ -302,40 +302,40 @@ std::vector<std::string> MeetingBehindDoor::ask(const std::vector<std::string_vi
   }
 }
 
-void MeetingBehindDoor::set(const std::string& key, const std::string& value) {
-  (void)ask({door_request::kSet, key, value});
+void RemoteMeeting::set(const std::string& key, const std::string& value) {
+  (void)ask({endpoint_request::kSet, key, value});
 }
 
-bool MeetingBehindDoor::has(const std::string& key) {
-  return isHere(ask({door_request::kHas, key}));
+bool RemoteMeeting::has(const std::string& key) {
+  return isHere(ask({endpoint_request::kHas, key}));
 }
 
-std::optional<std::string> MeetingBehindDoor::find(const std::string& key) {
-  const std::vector<std::string> answer = ask({door_request::kFind, key});
+std::optional<std::string> RemoteMeeting::find(const std::string& key) {
+  const std::vector<std::string> answer = ask({endpoint_request::kFind, key});
   return isHere(answer) ? std::optional<std::string>(wordOf(answer, 1)) : std::nullopt;
 }
 
-int64_t MeetingBehindDoor::add(const std::string& key, int64_t amount) {
+int64_t RemoteMeeting::add(const std::string& key, int64_t amount) {
   const std::string number = std::to_string(amount);
-  return numberOf(wordOf(ask({door_request::kAdd, key, number}), 1));
+  return numberOf(wordOf(ask({endpoint_request::kAdd, key, number}), 1));
 }
 
-bool MeetingBehindDoor::remove(const std::string& key) {
-  return isHere(ask({door_request::kRemove, key}));
+bool RemoteMeeting::remove(const std::string& key) {
+  return isHere(ask({endpoint_request::kRemove, key}));
 }
 
-Instance::Ready MeetingBehindDoor::ready() {
-  const std::vector<std::string> answer = ask({door_request::kReady});
+Instance::Ready RemoteMeeting::ready() {
+  const std::vector<std::string> answer = ask({endpoint_request::kReady});
   Instance::Ready ready;
   ready.count = static_cast<int>(numberOf(wordOf(answer, 1)));
   ready.first_missing = static_cast<int>(numberOf(wordOf(answer, 2)));
   return ready;
 }
 
-bool MeetingBehindDoor::fail(const ErrorRecord& cause) noexcept {
+bool RemoteMeeting::fail(const ErrorRecord& cause) noexcept {
   try {
     const std::string record = cause.serialize();
-    if (ask({door_request::kFail, record}).front() == door_answer::kComplete) {
+    if (ask({endpoint_request::kFail, record}).front() == endpoint_answer::kComplete) {
       return false;
     }
   } catch (const std::exception&) { // the first member has failed, too, or will see that the connection ends
@@ -347,7 +347,7 @@ bool MeetingBehindDoor::fail(const ErrorRecord& cause) noexcept {
   return true;
 }
 
-void MeetingBehindDoor::finish() noexcept {
+void RemoteMeeting::finish() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   link_.reset();
 }

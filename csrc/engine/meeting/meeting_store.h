@@ -8,16 +8,16 @@
 
 #include "base/abort_token.h"
 #include "base/deadline.h"
-#include "engine/meeting/door.h"
+#include "engine/meeting/endpoint.h"
 #include "engine/meeting/instance.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
 
-/// A door that refuses is tried again every kLastConnectPauseMs. After so many refusals in a row its process has ended.
+/// An endpoint that refuses is tried again every kLastConnectPauseMs. After so many refusals in a row its process has ended.
 inline constexpr int kRefusals = 3;
 
-/// The store in which the members of one reconfigure() meet, as one of them sees it: in its own memory, or behind the first member's door.
+/// The store in which the members of one reconfigure() meet, as one of them sees it: in its own memory, or behind the first member's endpoint.
 /// It is of use until all are ready; after that, and after a failure, every call throws.
 class MeetingStore : public Store {
  public:
@@ -61,18 +61,18 @@ class OwnMeeting final : public MeetingStore {
   const std::shared_ptr<Instance> instance_;
 };
 
-/// The process that knocks at a door.
+/// The process that connects to an endpoint.
 struct Visitor {
-  const Door& door; ///< of this process
+  const Endpoint& endpoint; ///< of this process
   MemberHandle self;
   bool unix_sockets = true;
 };
 
-/// Begins to connect to a member's door by one of its ways (waysTo). Throws what GreetedLink does.
+/// Begins to connect to a member's endpoint by one of its ways (waysTo). Throws what GreetedLink does.
 [[nodiscard]] std::unique_ptr<Link> openWay(const MemberHandle& to, const SocketAddress& way, const Visitor& from);
 
-/// What one knock has found.
-struct Knocked {
+/// What one attempt has found.
+struct Dialed {
   std::unique_ptr<Link> link; ///< null: nobody answered
   bool nobody_listens = false; ///< every way was refused: the process has ended
   bool another_listens = false; ///< another process has that port now
@@ -84,17 +84,17 @@ inline constexpr const char* kNobodyListens =
     "is gone: nobody listens at its address, so its process has ended, or has destroyed that group";
 inline constexpr const char* kAnotherListens = "is gone: another process listens at its address now";
 
-/// Tries each way to a member's door once, until the deadline. Throws the token's reason.
-[[nodiscard]] Knocked knock(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort);
+/// Tries each way to a member's endpoint once, until the deadline. Throws the token's reason.
+[[nodiscard]] Dialed dial(const MemberHandle& to, const Visitor& from, Deadline deadline, const AbortToken& abort);
 
-/// One request over a link of knock(), and its answer. Throws Error(ConnectionReset | Timeout | ProtocolViolation).
-[[nodiscard]] std::vector<std::string> askDoor(
+/// One request over a link of dial(), and its answer. Throws Error(ConnectionReset | Timeout | ProtocolViolation).
+[[nodiscard]] std::vector<std::string> askEndpoint(
     Link& link,
     const std::vector<std::string_view>& request,
     Deadline deadline,
     const AbortToken& abort);
 
-/// The request with which `rank` asks for an instance at the door of member `to`.
+/// The request with which `rank` asks for an instance at the endpoint of member `to`.
 [[nodiscard]] std::vector<std::string> requestFor(std::string_view what, const Instance& instance, int to, int rank);
 
 /// What an answer to such a request says of that member, if it cannot be met; nothing if it can, or cannot yet.
@@ -105,11 +105,11 @@ inline constexpr const char* kAnotherListens = "is gone: another process listens
     int rank);
 
 /// The other members'.
-class MeetingBehindDoor final : public MeetingStore {
+class RemoteMeeting final : public MeetingStore {
  public:
-  /// Enters at the first member's door as soon as that has called reconfigure(). Blocks. Throws Error(RendezvousTimeout | PeerDead |
+  /// Enters at the first member's endpoint as soon as that has called reconfigure(). Blocks. Throws Error(RendezvousTimeout | PeerDead |
   /// ConfigMismatch | ConnectFailed) that name it, its failure, or the token's reason. `unresponsive_ms`: how long it may take for an answer.
-  MeetingBehindDoor(
+  RemoteMeeting(
       std::shared_ptr<Instance> instance,
       int rank,
       const Visitor& from,

@@ -13,7 +13,7 @@
 namespace pycomm {
 namespace {
 
-// How long peers may wait at the door of a process that has no descriptor for them: as long as they try.
+// How long peers may wait at the endpoint of a process that has no descriptor for them: as long as they try.
 constexpr std::chrono::milliseconds kTrouble{kOneTryMs};
 } // namespace
 

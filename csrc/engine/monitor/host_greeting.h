@@ -8,7 +8,7 @@
 
 namespace pycomm {
 
-// Messages between processes of one host over Unix sockets: see HostMates.
+// Messages between processes of one host over Unix sockets: see LocalPeers.
 
 /// The first message, from the watched process to the watcher: its DeathWatch words (passed as a descriptor) and the index of the watcher's
 /// word.
@@ -38,6 +38,6 @@ static_assert(
     "their lengths tell them apart, and each fits into the room for an Ask");
 
 /// A connection to the process of that name, if it runs as the same user; else none, and errno says why.
-[[nodiscard]] UniqueFd connectToMate(const std::string& name);
+[[nodiscard]] UniqueFd connectToLocalPeer(const std::string& name);
 
 } // namespace pycomm

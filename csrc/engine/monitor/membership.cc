@@ -403,16 +403,16 @@ std::vector<Membership::Action> Membership::takeActions() {
   return std::exchange(actions_, {});
 }
 
-std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& host_mates) {
+std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& local_ranks) {
   std::set<int> ranks;
   for (int distance = 1; distance < size; distance *= 2) {
     ranks.insert((rank + distance) % size);
     ranks.insert((rank - distance + size) % size);
   }
-  const auto self = std::find(host_mates.begin(), host_mates.end(), rank);
-  if (self != host_mates.end()) {
-    ranks.insert(self == host_mates.begin() ? host_mates.back() : *(self - 1));
-    ranks.insert(self + 1 == host_mates.end() ? host_mates.front() : *(self + 1));
+  const auto self = std::find(local_ranks.begin(), local_ranks.end(), rank);
+  if (self != local_ranks.end()) {
+    ranks.insert(self == local_ranks.begin() ? local_ranks.back() : *(self - 1));
+    ranks.insert(self + 1 == local_ranks.end() ? local_ranks.front() : *(self + 1));
   }
   ranks.erase(rank);
   return {ranks.begin(), ranks.end()};

@@ -167,8 +167,8 @@ class Membership {
 };
 
 /// Ranks to keep control links with: ±1, ±2, ±4, … around the circle, so that news reaches all of N ranks in log2 N hops; and the
-/// next and the previous of `host_mates` (all ranks of this one's host, itself among them, rising), so that every rank that shares a
+/// next and the previous of `local_ranks` (all ranks of this one's host, itself among them, rising), so that every rank that shares a
 /// host has somebody there who notices its death at once.
-[[nodiscard]] std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& host_mates = {});
+[[nodiscard]] std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& local_ranks = {});
 
 } // namespace pycomm

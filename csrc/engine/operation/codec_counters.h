@@ -8,7 +8,7 @@
 
 namespace pycomm {
 
-/// What a group's codec has done on this rank. Written on the lane, read by anyone.
+/// What a group's codec has done on this rank. Written on the data loop, read by anyone.
 struct CodecCounters {
   std::atomic<int64_t> sent_numel{0}; ///< encoded values that left this rank
   std::atomic<int64_t> sent_nbytes{0}; ///< and their bytes

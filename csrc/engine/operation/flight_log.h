@@ -29,7 +29,7 @@ inline constexpr size_t kGroupPhases = 5;
 /// The last operations of one group on one rank, in memory: a ring of fixed slots.
 ///
 /// It is written all the time and read almost never, so writing takes no lock, allocates nothing, and asks for the time only where
-/// nobody else has: an operation claims a slot when it is issued (any thread), and the lane adds to it while it runs. All fields
+/// nobody else has: an operation claims a slot when it is issued (any thread), and the data loop adds to it while it runs. All fields
 /// are atomics, written with release and read with acquire, so a reader beside them may see an operation between two states, never a torn number. A slot is found again
 /// by its ticket, which is one word with the state: a late writer whose slot has been given to a newer operation does not change its
 /// state. Its other numbers may be of both for that moment.
@@ -59,7 +59,7 @@ class FlightLog {
     int blamed = -1; ///< the rank that the error names
     int thread = 0; ///< the kernel's number of the thread that issued it
     int64_t issued_ns = 0;
-    int64_t started_ns = 0; ///< the lane took it up
+    int64_t started_ns = 0; ///< the data loop took it up
     int64_t first_byte_ns = 0; ///< the first payload for it arrived
     int64_t ended_ns = 0;
     int64_t bytes_done = 0; ///< received by this rank
@@ -92,7 +92,7 @@ class FlightLog {
     Mark() = default;
     /// A receive from any rank knows its sender.
     void from(int sender) const noexcept;
-    /// The lane has taken the operation up and will receive so many bytes for it.
+    /// The data loop has taken the operation up and will receive so many bytes for it.
     void running(TimePoint now, int64_t bytes_total) const noexcept;
     /// A frame of it arrives.
     void arriving(TimePoint now) const noexcept;

@@ -25,7 +25,7 @@ namespace pycomm {
 inline constexpr std::chrono::seconds kReportAgain(1);
 
 /// One collective or message on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and the thread
-/// that runs it, which ends it, once: the lane's owner, or in shared memory the thread that holds HostPlane's run_mutex_.
+/// that runs it, which ends it, once: the data loop's owner, or in shared memory the thread that holds HostPlane's run_mutex_.
 class Operation {
  public:
   /// Of an operation in shared memory: see HostPlane.
@@ -73,7 +73,7 @@ class Operation {
   explicit Operation(Request request)
       : request_(std::move(request)), issued_at_(Clock::now()), identified_(request_.id.id != 0) {}
 
-  /// Of a point-to-point operation `id`, `schedule` and two fields of `descriptor` (root, digest) are set by identify() on the lane, when the
+  /// Of a point-to-point operation `id`, `schedule` and two fields of `descriptor` (root, digest) are set by identify() on the data loop, when the
   /// sender is known: other threads look at them only once it is identified().
   [[nodiscard]] const Request& request() const noexcept {
     return request_;
@@ -81,7 +81,7 @@ class Operation {
   [[nodiscard]] bool identified() const noexcept {
     return identified_.load(std::memory_order_acquire);
   }
-  /// Lane only, once: which message this is, of which sender.
+  /// Data loop only, once: which message this is, of which sender.
   void identify(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index);
   [[nodiscard]] TimePoint issuedAt() const noexcept {
     return issued_at_;
@@ -93,7 +93,7 @@ class Operation {
   }
   [[nodiscard]] Shared& shared() const noexcept;
 
-  /// Its place in the flight log. Set once, before the lane has it.
+  /// Its place in the flight log. Set once, before the data loop has it.
   void setMark(FlightLog::Mark mark) noexcept {
     mark_ = std::move(mark);
   }

@@ -24,7 +24,7 @@ struct Roster {
   RankClaim claim; ///< this rank's own
 
   /// The ranks on this one's host, itself among them, rising.
-  [[nodiscard]] const std::vector<int32_t>& hostMates() const {
+  [[nodiscard]] const std::vector<int32_t>& localRanks() const {
     return topology.ranksOf(topology.hostOf(identity.rank));
   }
 };

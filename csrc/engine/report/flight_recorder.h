@@ -16,7 +16,7 @@ namespace pycomm {
 /// The flight logs of all groups of a process, and how they get to disk.
 ///
 /// Groups that are closed are kept for a while, as an error is often looked at after `destroy_process_group`. When a group fails, the
-/// whole record goes once to a file, written by a thread of the callback pool: never by a lane, the control loop or a caller, so
+/// whole record goes once to a file, written by a thread of the callback pool: never by a data loop, the control loop or a caller, so
 /// that a slow or full disk delays and breaks nothing.
 /// Any thread.
 class FlightRecorder {

@@ -35,8 +35,8 @@ namespace pycomm {
 
 /// Runs elastic::Agreement for one group of one process: gives it its events, and does what it decides.
 ///
-/// Two threads, for as long as the object is open. The *agreement* thread owns the Agreement: it takes messages from the door and failures
-/// from the present Group, sends messages to other members' doors, waits for the ends of the processes of its host, and never waits for
+/// Two threads, for as long as the object is open. The *agreement* thread owns the Agreement: it takes messages from the endpoint and failures
+/// from the present Group, sends messages to other members' endpoints, waits for the ends of the processes of its host, and never waits for
 /// anything else. The *groups* thread does what takes time, one after the other: it ends the operations of an epoch (seal), and makes the next
 /// Group. So nothing here needs the program's threads, which may be busy for minutes.
 ///
@@ -244,14 +244,14 @@ class AgreementDriver final : public Engine::Maker {
     MemberHandle handle;
     int first_rank =
         -1; ///< in the first epoch, or the number that it got when it joined; -1: it has been no member so far
-    bool links = false; ///< a newcomer's: its door has not answered yet
+    bool links = false; ///< a newcomer's: its endpoint has not answered yet
     TimePoint heard = TimePoint::max(); ///< a newcomer's: its last Join
     TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
     TimePoint::duration back_off{}; ///< after another failure
     TimePoint keep_until; ///< of one that asks no more, or has not asked yet: then it is forgotten
     TimePoint gone_at = TimePoint::max(); ///< of a former member
     bool spoke = false; ///< a member's: a message about the end of this epoch has come
-    bool refused = false; ///< likewise: nobody listens at its door
+    bool refused = false; ///< likewise: nobody listens at its endpoint
     TimePoint silent_at =
         TimePoint::max(); ///< a member's that has not spoken, when the epoch is over: it is found silent then
     bool asked_witness = false;

@@ -4,7 +4,7 @@
 //   2. Each member introduces the newcomer to its Agreement, sends it a ping, and looks for its record if it is on the same host. Then the
 //      newcomer can be reached. If all members say so in the commit round of a step, they stop before their next forward pass: a round of
 //      its own ends the epoch there (Agreement::boundary()).
-//   3. Rank 0's training thread gives the members' state to the newcomers then (give()): one connection to a newcomer's door, with parts of
+//   3. Rank 0's training thread gives the members' state to the newcomers then (give()): one connection to a newcomer's endpoint, with parts of
 //      1 MiB. The others wait where their next step begins.
 //   4. The newcomer's training thread loads it (arrive(), loaded()), which its next Join says, and the agreement admits it.
 //
@@ -18,7 +18,7 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/printable.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 #include "engine/survive/agreement_driver.h"
 #include "engine/survive/agreement_inbox.h"
 
@@ -65,10 +65,10 @@ std::string secondsOf(int ms) {
 bool AgreementDriver::Inbox::knows(
     const ProcessId& from,
     const std::string& handle,
-    const std::optional<ProcessId>& door) {
+    const std::optional<ProcessId>& endpoint) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (const auto known = doors_.find(from); known != doors_.end()) {
-    return !door || *door == known->second;
+  if (const auto known = endpoints_.find(from); known != endpoints_.end()) {
+    return !endpoint || *endpoint == known->second;
   }
   if (notice_.empty() && !expects_state_) {
     return false; // nobody can join
@@ -79,14 +79,14 @@ bool AgreementDriver::Inbox::knows(
   } catch (const Error&) {
     return false;
   }
-  if (stranger.incarnation != from || (door && *door != stranger.door)) {
+  if (stranger.incarnation != from || (endpoint && *endpoint != stranger.endpoint)) {
     return false;
   }
   if (strangers_.size() >= kMostStrangers) {
-    doors_.erase(strangers_.front());
+    endpoints_.erase(strangers_.front());
     strangers_.pop_front();
   }
-  doors_.emplace(from, stranger.door);
+  endpoints_.emplace(from, stranger.endpoint);
   strangers_.push_back(from);
   putLocked(Introduced{std::move(stranger)}, kMostMessages);
   return true;
@@ -95,7 +95,7 @@ bool AgreementDriver::Inbox::knows(
 bool AgreementDriver::Inbox::deliver(const ProcessId& from, const std::string& bytes) {
   auto message = elastic::decodeMessage(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (doors_.count(from) == 0) {
+  if (endpoints_.count(from) == 0) {
     return false; // forgotten while it was silent
   }
   if (message && message->from == incarnationOf(from)) {
@@ -132,7 +132,7 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
     return true;
   }
   if (words[1] == kStateRefused) {
-    putLocked(Refused{printable(words[2], kMaxFirstDoorFrame)}, kMostMessages);
+    putLocked(Refused{printable(words[2], kMaxFirstEndpointFrame)}, kMostMessages);
     return true;
   }
   return false;
@@ -155,20 +155,20 @@ Answer askOne(const MemberHandle& to, std::string_view incarnation, const Visito
   Answer answer;
   answer.why = "it has no elastic training that can be joined";
   try {
-    const Knocked knocked = knock(to, from, patience, none);
-    if (knocked.link == nullptr) {
-      answer.why = knocked.why;
-      answer.is_other = knocked.another_listens;
+    const Dialed dialed = dial(to, from, patience, none);
+    if (dialed.link == nullptr) {
+      answer.why = dialed.why;
+      answer.is_other = dialed.another_listens;
       return answer;
     }
-    const auto words = askDoor(*knocked.link, {door_request::kWho, incarnation}, patience, none);
-    if (words.front() == door_answer::kHere && words.size() > 2) {
+    const auto words = askEndpoint(*dialed.link, {endpoint_request::kWho, incarnation}, patience, none);
+    if (words.front() == endpoint_answer::kHere && words.size() > 2) {
       AgreementDriver::Notice notice{words[1], {}};
       for (size_t i = 2; i < words.size(); ++i) {
         notice.members.push_back(MemberHandle::parse(words[i]));
       }
       answer.notice = std::move(notice);
-    } else if (words.front() == door_answer::kGone) {
+    } else if (words.front() == endpoint_answer::kGone) {
       answer.why = "it is a later process";
     }
   } catch (const Error& error) {
@@ -185,7 +185,7 @@ Deadline shareOf(Deadline deadline, size_t left) {
 }
 
 void note(std::string& missing, const std::string& whom, const std::string& why) {
-  missing += (missing.empty() ? "" : "; ") + whom + ": " + printable(why, kMaxFirstDoorFrame);
+  missing += (missing.empty() ? "" : "; ") + whom + ": " + printable(why, kMaxFirstEndpointFrame);
 }
 
 } // namespace
@@ -419,7 +419,7 @@ void AgreementDriver::link(const Incarnation& newcomer) {
   pingNewcomer(member);
 }
 
-// Its answer at the door says that it can be reached.
+// Its answer at the endpoint says that it can be reached.
 void AgreementDriver::pingNewcomer(Member& newcomer) {
   PYCOMM_FAULT_POINT("survive.link");
   elastic::Message ping;
@@ -766,8 +766,8 @@ void AgreementDriver::stopGiving(const ErrorRecord& why) {
 
 namespace {
 
-void sayAtDoor(Link& link, const std::vector<std::string_view>& words, Deadline deadline, const AbortToken& abort) {
-  if (askDoor(link, words, deadline, abort).front() != door_answer::kHere) {
+void sayAtEndpoint(Link& link, const std::vector<std::string_view>& words, Deadline deadline, const AbortToken& abort) {
+  if (askEndpoint(link, words, deadline, abort).front() != endpoint_answer::kHere) {
     throw Error(ErrorCode::PeerLeft, "it does not take the members' state");
   }
 }
@@ -777,13 +777,13 @@ void sayAtDoor(Link& link, const std::vector<std::string_view>& words, Deadline 
 std::unique_ptr<Link> AgreementDriver::openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
     const {
   const Visitor from = members_.visitor();
-  Knocked knocked = knock(to, from, deadline, abort);
-  if (knocked.link == nullptr) {
-    throw Error(knocked.nobody_listens ? ErrorCode::PeerDead : ErrorCode::ConnectFailed, knocked.why);
+  Dialed dialed = dial(to, from, deadline, abort);
+  if (dialed.link == nullptr) {
+    throw Error(dialed.nobody_listens ? ErrorCode::PeerDead : ErrorCode::ConnectFailed, dialed.why);
   }
   const std::string self = from.self.text();
-  sayAtDoor(*knocked.link, {door_request::kGive, to.incarnation, from.self.incarnation, self}, deadline, abort);
-  return std::move(knocked.link);
+  sayAtEndpoint(*dialed.link, {endpoint_request::kGive, to.incarnation, from.self.incarnation, self}, deadline, abort);
+  return std::move(dialed.link);
 }
 
 std::optional<ErrorRecord> AgreementDriver::giveTo(
@@ -794,20 +794,20 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
   const Deadline deadline = Deadline::at(giving.until);
   size_t given = 0;
   try {
-    if (deadline.expired()) { // a door that answers at once would take the state all the same, and get no reason
+    if (deadline.expired()) { // an endpoint that answers at once would take the state all the same, and get no reason
       throw Error(ErrorCode::Timeout, "the members have gone on");
     }
     const std::unique_ptr<Link> link = openToGive(to, deadline, abort);
     const std::string step = std::to_string(steps());
     const std::string view = std::to_string(static_cast<int64_t>(giving.view));
     const std::string nbytes = std::to_string(bytes.size());
-    std::vector<std::string_view> begin = {door_request::kState, kStateBegins, step, view, nbytes};
+    std::vector<std::string_view> begin = {endpoint_request::kState, kStateBegins, step, view, nbytes};
     begin.insert(begin.end(), giving.roster.begin(), giving.roster.end());
-    sayAtDoor(*link, begin, deadline, abort);
+    sayAtEndpoint(*link, begin, deadline, abort);
     while (given < bytes.size()) {
       PYCOMM_FAULT_POINT("survive.give");
       const std::string_view part = bytes.substr(given, kStatePartNbytes);
-      sayAtDoor(*link, {door_request::kState, kStatePart, part}, deadline, abort);
+      sayAtEndpoint(*link, {endpoint_request::kState, kStatePart, part}, deadline, abort);
       given += part.size();
     }
     return std::nullopt;
@@ -830,7 +830,7 @@ void AgreementDriver::refuseOne(const MemberHandle& to, const std::string& why) 
   try {
     const Deadline until = Deadline::after(kRefusalMs);
     const AbortToken none;
-    sayAtDoor(*openToGive(to, until, none), {door_request::kState, kStateRefused, why}, until, none);
+    sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, why}, until, none);
   } catch (const std::exception&) { // it is stopped, or gone
   }
 }

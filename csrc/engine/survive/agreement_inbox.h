@@ -13,7 +13,7 @@
 
 #include "base/error.h"
 #include "base/unique_fd.h"
-#include "engine/meeting/door.h"
+#include "engine/meeting/endpoint.h"
 #include "engine/survive/agreement_driver.h"
 
 namespace pycomm {
@@ -22,8 +22,8 @@ namespace pycomm {
   return {std::stoull(id.substr(0, 16), nullptr, 16), std::stoull(id.substr(16), nullptr, 16)};
 }
 
-/// The door brings messages here, on the control loop; groups and the groups' thread bring the rest. Any thread.
-class AgreementDriver::Inbox final : public Door::Mailbox {
+/// The endpoint brings messages here, on the control loop; groups and the groups' thread bring the rest. Any thread.
+class AgreementDriver::Inbox final : public Endpoint::Mailbox {
  public:
   Inbox() : wake_(UniqueFd::from([] { return ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
     if (!wake_) {
@@ -35,14 +35,14 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
   void know(const std::vector<MemberHandle>& members) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const MemberHandle& member : members) {
-      doors_[member.incarnation] = member.door;
+      endpoints_[member.incarnation] = member.endpoint;
       std::erase(strangers_, member.incarnation);
     }
   }
   /// This one is known no more.
   void forget(const ProcessId& stranger) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    doors_.erase(stranger);
+    endpoints_.erase(stranger);
     std::erase(strangers_, stranger);
   }
   /// The answer to a process that wants to join: the text that it compares with its own, and the members' handles. Empty: none can.
@@ -58,7 +58,7 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
     giver_.clear();
   }
 
-  [[nodiscard]] bool knows(const ProcessId& from, const std::string& handle, const std::optional<ProcessId>& door)
+  [[nodiscard]] bool knows(const ProcessId& from, const std::string& handle, const std::optional<ProcessId>& endpoint)
       override;
   [[nodiscard]] bool deliver(const ProcessId& from, const std::string& bytes) override;
   [[nodiscard]] std::vector<std::string> notice() const override {
@@ -111,7 +111,7 @@ class AgreementDriver::Inbox final : public Door::Mailbox {
 
   const UniqueFd wake_;
   mutable std::mutex mutex_; ///< guards the rest
-  std::map<ProcessId, ProcessId> doors_; ///< of those that may bring messages
+  std::map<ProcessId, ProcessId> endpoints_; ///< of those that may bring messages
   std::deque<ProcessId> strangers_; ///< of these, those that are no members, the newest last
   std::vector<std::string> notice_;
   bool expects_state_ = false;

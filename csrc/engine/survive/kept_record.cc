@@ -66,12 +66,12 @@ MemoryKey recordKey(const ProcessId& incarnation, const Secret* secret) {
 }
 
 KeptRecord::KeptRecord(Engine& engine, const MemoryKey& key) : engine_(engine), key_(key), memory_(makeMemory()) {
-  engine_.control().run([this] { engine_.hostMates().offer(key_, memory_); });
+  engine_.control().run([this] { engine_.localPeers().offer(key_, memory_); });
 }
 
 KeptRecord::~KeptRecord() {
   try {
-    engine_.control().run([this] { engine_.hostMates().withdraw(key_); });
+    engine_.control().run([this] { engine_.localPeers().withdraw(key_); });
   } catch (const std::exception&) { // no memory: it stays on offer, and who asks reads what was kept last
   }
 }
@@ -100,7 +100,7 @@ Witness Witness::of(
     throw Error(systemError(ErrorCode::SystemError, "the kernel does not say when a process ends", errno));
   }
   SharedArena memory =
-      SharedArena::attach(HostMates::ask(watch_name, key, deadline, AbortToken()), sizeof(RecordMemory));
+      SharedArena::attach(LocalPeers::ask(watch_name, key, deadline, AbortToken()), sizeof(RecordMemory));
   const RecordHeader& header = contentsOf(memory).header;
   const std::string_view text(header.process.data(), strnlen(header.process.data(), header.process.size()));
   const auto identity = ProcessIdentity::fromWireText(std::string(text));

@@ -24,7 +24,7 @@ namespace pycomm {
 /// the middle has kept the record before. One thread.
 class KeptRecord final {
  public:
-  /// Offers the memory to the processes of this host (HostMates). Throws what SharedArena does. `engine` outlives this.
+  /// Offers the memory to the processes of this host (LocalPeers). Throws what SharedArena does. `engine` outlives this.
   KeptRecord(Engine& engine, const MemoryKey& key);
   ~KeptRecord();
   KeptRecord(const KeptRecord&) = delete;

@@ -8,14 +8,14 @@
 #include <utility>
 
 #include "base/error.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 
 namespace pycomm {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kWay{2000}; // for a way to a door: a lost packet is sent again in that time
+constexpr milliseconds kWay{2000}; // for a way to an endpoint: a lost packet is sent again in that time
 constexpr milliseconds kAnswer{3000};
 constexpr milliseconds kPause{50}; // after the last way
 constexpr milliseconds kAgain{5}; // after a connection that had worked
@@ -131,8 +131,8 @@ void Outbox::advance(TimePoint now) noexcept {
 }
 
 void Outbox::ask() {
-  out_ = entered_ ? packWords({door_request::kSay, queue_.front()})
-                  : packWords({door_request::kAgree, to_.incarnation, from_.self.incarnation, from_.self.text()});
+  out_ = entered_ ? packWords({endpoint_request::kSay, queue_.front()})
+                  : packWords({endpoint_request::kAgree, to_.incarnation, from_.self.incarnation, from_.self.text()});
   asked_ = true;
 }
 
@@ -156,12 +156,12 @@ bool Outbox::converse(TimePoint now) {
   if (in_.size() >= sizeof length) {
     std::memcpy(&length, in_.data(), sizeof length);
     if (length > kMostAnswer || !asked_) {
-      throw Error(ErrorCode::ProtocolViolation, "the answer at a door is not pycomm's");
+      throw Error(ErrorCode::ProtocolViolation, "the answer at an endpoint is not pycomm's");
     }
     if (in_.size() >= sizeof length + length) {
       const auto answer = unpackWords(std::string_view(in_).substr(sizeof length, length));
       in_.erase(0, sizeof length + length);
-      if (!answer || answer->front() != door_answer::kHere) { // it has closed, or has not begun yet
+      if (!answer || answer->front() != endpoint_answer::kHere) { // it has closed, or has not begun yet
         giveUp(now);
         return false;
       }

@@ -14,7 +14,7 @@
 
 namespace pycomm {
 
-/// Messages for one member, brought to its door, in order. Connects when there is the first one, and hangs up when there was none for a
+/// Messages for one member, brought to its endpoint, in order. Connects when there is the first one, and hangs up when there was none for a
 /// while. Nothing is promised: a member that does not answer gets nothing, and the agreement sends again.
 ///
 /// Never blocks; the owner polls fd() for events(), and calls advance() then, and at nextTick(). One thread.

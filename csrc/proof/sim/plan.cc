@@ -110,7 +110,7 @@ Plan drawPlan(uint64_t seed, const GroupFrame* frame) {
   const int slow = paces.chance(20) ? static_cast<int>(paces.below(plan.size)) : -1;
   for (int rank = 0; rank < plan.size; ++rank) {
     RankPlan mine;
-    mine.lane_pace = drawPace(paces, rank == slow);
+    mine.data_loop_pace = drawPace(paces, rank == slow);
     mine.goes_on_after_error = paces.chance(20);
     mine.closes_after = microseconds(paces.scaled(0, 30000));
     const int64_t think_us = paces.scaled(0, rank == slow ? 20000 : 1000);

@@ -60,7 +60,7 @@ struct FaultPlan {
 
 struct RankPlan {
   std::vector<CallPlan> calls;
-  SimLoop::Pace lane_pace;
+  SimLoop::Pace data_loop_pace;
   bool goes_on_after_error = false; ///< its user issues the remaining calls after an error
   Nanos closes_after{0}; ///< after the last operation, or after an error
   int leaves_before = -1; ///< the call before which it closes; -1: none

@@ -60,7 +60,7 @@ ClusterPlan makeClusterPlan(uint64_t seed) {
       group.plan.faults.clear(); // a host that sleeps, which changes no program
     }
     for (size_t rank = 0; rank < members[i].size(); ++rank) {
-      SimLoop::Pace& pace = group.plan.ranks[rank].lane_pace;
+      SimLoop::Pace& pace = group.plan.ranks[rank].data_loop_pace;
       if (i == 0) {
         paces.push_back(pace); // the first has all ranks
       }

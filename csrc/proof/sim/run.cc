@@ -21,7 +21,7 @@ SimGroup::Settings settingsOf(const Plan& plan, int rank) {
   settings.membership.hosts = identity.hosts;
   settings.membership.neighbours = controlNeighbours(rank, plan.size);
   settings.membership.group = identity.name;
-  settings.lane_pace = plan.ranks[static_cast<size_t>(rank)].lane_pace;
+  settings.data_loop_pace = plan.ranks[static_cast<size_t>(rank)].data_loop_pace;
   return settings;
 }
 

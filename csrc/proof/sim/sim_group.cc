@@ -56,10 +56,10 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
       settings_(std::move(settings)),
       identity_(settings_.identity),
       process_(process),
-      lane_(process.lane),
+      data_loop_(process.data_loop),
       control_loop_(process.control),
-      planes_(identity_, lane_, control_loop_, planeEvents()) {
-  lane_.setPace(settings_.lane_pace);
+      planes_(identity_, data_loop_, control_loop_, planeEvents()) {
+  data_loop_.setPace(settings_.data_loop_pace);
   DataPlane::Options options;
   options.connect = [this](int peer) { return network_.connect(identity_.rank, peer); };
   options.limits = settings_.limits;
@@ -112,7 +112,7 @@ void SimGroup::introduce(Stranger& stranger) {
 }
 
 void SimGroup::post(std::shared_ptr<Operation> operation) {
-  lane_.post(Loop::owned(planes_, [this, operation] { planes_.run(&DataPlane::post, operation); }));
+  data_loop_.post(Loop::owned(planes_, [this, operation] { planes_.run(&DataPlane::post, operation); }));
 }
 
 void SimGroup::abort(ErrorRecord reason) {
@@ -143,11 +143,11 @@ void SimGroup::post(size_t step) {
     case Closing::Step::On::Caller:
       run_to_its_end();
       return;
-    case Closing::Step::On::Lane:
-      lane_.post(Loop::owned(planes_, run_to_its_end));
+    case Closing::Step::On::DataLoop:
+      data_loop_.post(Loop::owned(planes_, run_to_its_end));
       return;
-    case Closing::Step::On::LaneUntilOver:
-      lane_.post(Loop::owned(planes_, [&run, then] { run(then); }));
+    case Closing::Step::On::DataLoopUntilOver:
+      data_loop_.post(Loop::owned(planes_, [&run, then] { run(then); }));
       return;
     case Closing::Step::On::Control:
       control_loop_.post(Loop::owned(planes_, run_to_its_end));

@@ -19,7 +19,7 @@ class SimGroup final {
     GroupIdentity identity;
     Limits limits;
     Membership::Config membership;
-    SimLoop::Pace lane_pace;
+    SimLoop::Pace data_loop_pace;
   };
 
   SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings);
@@ -73,7 +73,7 @@ class SimGroup final {
   const Settings settings_;
   const GroupIdentity& identity_; ///< in settings_
   SimProcess& process_;
-  SimLoop& lane_; ///< the process's, as is control_loop_
+  SimLoop& data_loop_; ///< the process's, as is control_loop_
   SimLoop& control_loop_;
   Planes planes_;
   std::optional<Closing> closing_; ///< since close()

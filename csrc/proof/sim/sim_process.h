@@ -32,22 +32,22 @@ class Wires final : public Readiness {
 /// The native threads of one simulated process; as in Engine, all its groups share them.
 struct SimProcess {
   SimProcess(Timeline& timeline, Readiness& readiness, Random random)
-      : lane(timeline, readiness, random.fork()), control(timeline, readiness, random.fork()) {}
+      : data_loop(timeline, readiness, random.fork()), control(timeline, readiness, random.fork()) {}
 
   void stop() noexcept {
-    lane.stop();
+    data_loop.stop();
     control.stop();
   }
   void resume() {
-    lane.resume();
+    data_loop.resume();
     control.resume();
   }
   void kill() noexcept {
-    lane.kill();
+    data_loop.kill();
     control.kill();
   }
 
-  SimLoop lane;
+  SimLoop data_loop;
   SimLoop control;
 };
 

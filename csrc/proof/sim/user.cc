@@ -139,7 +139,7 @@ void User::issue(const CallPlan& call) {
   group_.post(operation);
 }
 
-// As in Issuer::fillMessage: both sides have the descriptor of the send, and the lane matches messages.
+// As in Issuer::fillMessage: both sides have the descriptor of the send, and the data loop matches messages.
 void User::nameMessage(Operation::Request& request, const CallPlan& call) const {
   request.receives = call.request.kind == Collective::Recv;
   request.peer = call.peer;
@@ -177,7 +177,7 @@ void User::ended(size_t index) {
   if (on_event_) {
     on_event_("ends call " + std::to_string(index + 1) + (outcome.error ? ": " + outcome.error->text() : ": done"));
   }
-  // The program's thread wakes a little later than the lane that ended the operation.
+  // The program's thread wakes a little later than the data loop that ended the operation.
   later(microseconds(2), [this, index] {
     operations_[index].reset();
     if (blocked_ && (under_way_ == 0 || failed_)) {

@@ -41,7 +41,7 @@ struct AcceptorConfig {
   TcpOptions tcp;
   std::shared_ptr<const TlsContext> tls; ///< null: connections are plain; a Unix socket's are in any case
   std::vector<ProcessId> processes; ///< by rank, with `tls`: a Hello of a rank must come from its process
-  bool any_process = false; ///< with `tls`: any process that has the secret may come (Door)
+  bool any_process = false; ///< with `tls`: any process that has the secret may come (Endpoint)
 };
 
 /// Turns incoming connections into introduced peers, without blocking and without trusting any of them.

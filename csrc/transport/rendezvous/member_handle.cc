@@ -66,7 +66,7 @@ void readAddresses(MemberHandle& handle, std::string_view list, const std::strin
 } // namespace
 
 std::string MemberHandle::text() const {
-  std::string out = std::string(kBegin) + "v=" + std::to_string(version) + ";i=" + incarnation + ";d=" + door +
+  std::string out = std::string(kBegin) + "v=" + std::to_string(version) + ";i=" + incarnation + ";d=" + endpoint +
       ";n=" + hexText(nonce) + ";k=" + key_id + ";h=" + host.wireText() + ";p=" + std::to_string(pid) +
       ";u=" + unix_socket + ";w=" + watch_name + ";a=";
   for (size_t i = 0; i < addresses.size(); ++i) {
@@ -115,7 +115,7 @@ MemberHandle MemberHandle::parse(const std::string& text) {
         handle.incarnation = value;
         break;
       case 'd':
-        handle.door = value;
+        handle.endpoint = value;
         break;
       case 'n': {
         const auto nonce = numberIn<uint64_t>(value, 16);
@@ -149,8 +149,8 @@ MemberHandle MemberHandle::parse(const std::string& text) {
         break;
     }
   }
-  if (handle.version == 0 || !isProcessId(handle.incarnation) || !isProcessId(handle.door) || !has_nonce || !has_host ||
-      !has_addresses || text.back() != ';' || handle.unix_socket.size() > kMaxUnixName ||
+  if (handle.version == 0 || !isProcessId(handle.incarnation) || !isProcessId(handle.endpoint) || !has_nonce ||
+      !has_host || !has_addresses || text.back() != ';' || handle.unix_socket.size() > kMaxUnixName ||
       handle.watch_name.size() > kMaxUnixName || (handle.unix_socket.empty() && handle.addresses.empty())) {
     refuse(text, "a part of it is missing or was changed");
   }

@@ -15,7 +15,7 @@ namespace pycomm {
 ///
 /// It holds the process's own addresses and nothing of a store, so it is valid for as long as that process has the group. ASCII, one line:
 ///
-///   pycomm1:v=6;i=<incarnation>;d=<door>;n=<nonce>;k=<key id>;h=<host identity>;p=<pid>;u=<Unix socket>;w=<watch>;a=10.0.0.1:4711,127.0.0.1:4711;
+///   pycomm1:v=6;i=<incarnation>;d=<endpoint>;n=<nonce>;k=<key id>;h=<host identity>;p=<pid>;u=<Unix socket>;w=<watch>;a=10.0.0.1:4711,127.0.0.1:4711;
 ///
 /// Unknown fields are passed over, so that a later version may add some.
 struct MemberHandle {
@@ -24,13 +24,13 @@ struct MemberHandle {
 
   int version = 0; ///< FrameHeader::kVersion of the process
   ProcessId incarnation; ///< of this group in that process: another group, or a process started again, has another
-  ProcessId door; ///< whom a connection goes to in TLS
-  uint64_t nonce = 0; ///< of a Hello to the door: it keeps connections for an earlier owner of the port out
+  ProcessId endpoint; ///< whom a connection goes to in TLS
+  uint64_t nonce = 0; ///< of a Hello to the endpoint: it keeps connections for an earlier owner of the port out
   std::string key_id; ///< of the secret; empty: none
   HostIdentity host;
   int64_t pid = 0;
   std::string unix_socket; ///< name; empty: none
-  std::string watch_name; ///< HostMates::name(): where processes of its host find its record; empty: none
+  std::string watch_name; ///< LocalPeers::name(): where processes of its host find its record; empty: none
   std::vector<SocketAddress> addresses; ///< TCP, the best first; empty: only this host reaches it
 
   [[nodiscard]] std::string text() const;
@@ -41,7 +41,7 @@ struct MemberHandle {
   [[nodiscard]] std::string who() const;
 };
 
-/// Where a process on host `from` finds a door, the best first: its Unix socket and loopback within the host, all else from other hosts. A
+/// Where a process on host `from` finds an endpoint, the best first: its Unix socket and loopback within the host, all else from other hosts. A
 /// function of the two alone, so that all members agree about it. `unix_sockets`: whether they may be used.
 [[nodiscard]] std::vector<SocketAddress> waysTo(const MemberHandle& to, const HostIdentity& from, bool unix_sockets);
 

@@ -34,7 +34,7 @@ struct RankRecord {
   uint64_t run = 0; ///< rank 0's value is used
   ProcessId process_id; ///< in a sealed store: the name of this process in TLS; else empty
   std::string
-      watch_name; ///< HostMates::name(): the Unix socket at which processes of its host get its death watch; empty: none
+      watch_name; ///< LocalPeers::name(): the Unix socket at which processes of its host get its death watch; empty: none
   std::string unix_socket; ///< the name of the Unix socket on which it listens for ranks of its host; empty: none
   std::string remark; ///< text that the layers above publish to all ranks
 

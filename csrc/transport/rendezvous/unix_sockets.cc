@@ -50,14 +50,14 @@ void UnixSockets::reach(const std::vector<RankRecord>& records, int rank) {
   const RankRecord& mine = records[static_cast<size_t>(rank)];
   reached_.assign(records.size(), {});
   all_ = !name_.empty();
-  has_mates_ = false;
+  has_local_peers_ = false;
   for (const RankRecord& record : records) {
     if (record.rank == rank) {
       continue;
     }
     int error_number = ENOENT;
     if (!name_.empty() && record.identity == mine.identity) {
-      has_mates_ = has_mates_ || !record.unix_socket.empty();
+      has_local_peers_ = has_local_peers_ || !record.unix_socket.empty();
       error_number = record.unix_socket.empty() ? ENOENT : tryToConnect(record.unix_socket);
       if (error_number != 0) {
         log(LogLevel::Info,

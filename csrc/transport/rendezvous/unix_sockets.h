@@ -32,7 +32,7 @@ class UnixSockets {
   }
   /// After reach(): the listener, if another rank of this host may come to it; else an empty one.
   [[nodiscard]] Listener take() noexcept {
-    return has_mates_ ? std::move(listener_) : Listener();
+    return has_local_peers_ ? std::move(listener_) : Listener();
   }
 
  private:
@@ -40,7 +40,7 @@ class UnixSockets {
   Listener listener_;
   std::vector<SocketAddress> reached_;
   bool all_ = false;
-  bool has_mates_ = false;
+  bool has_local_peers_ = false;
 };
 
 } // namespace pycomm

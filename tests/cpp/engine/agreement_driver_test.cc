@@ -23,7 +23,7 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 #include "engine/meeting/instance.h"
 #include "engine/meeting/meeting_store.h"
 #include "ranks.h"
@@ -505,7 +505,7 @@ TEST(AgreementDriver, WhatItHasPromisedIsKeptWhereOthersReadIt) {
   const auto first = group.begin();
   const Witness witness = Witness::of(
       group.handle(1),
-      group.engine(1).hostMates().name(),
+      group.engine(1).localPeers().name(),
       recordKey(group.handle(1).incarnation, nullptr),
       Deadline::after(3000));
   EXPECT_EQ(witness.record().value().view.epoch, 1U);
@@ -660,7 +660,7 @@ class FoundAtPort {
   explicit FoundAtPort(int count) : members(count, config()) {
     for (size_t i = 0; i < members.drivers.size(); ++i) {
       const auto offers = members.reconfigurable(i).offer(at, Deadline::after(5000));
-      EXPECT_FALSE(offers.empty()); // that of the name first, then those of the door
+      EXPECT_FALSE(offers.empty()); // that of the name first, then those of the endpoint
       busy.push_back(offers.empty() ? "not offered" : offers.front().busy);
     }
   }
@@ -678,7 +678,7 @@ class FoundAtPort {
     for (const Deadline end = Deadline::after(10'000); found == 0 && !end.expired();) {
       found = ask();
     }
-    EXPECT_LT(Clock::now() - began, 2 * Door::kOfferAgain) << missing; // which a busy machine may double
+    EXPECT_LT(Clock::now() - began, 2 * Endpoint::kOfferAgain) << missing; // which a busy machine may double
     return found;
   }
 
@@ -715,7 +715,7 @@ TEST(FixedPort, TheNextMemberTakesItWhenOneHasEnded) {
   host.members.drivers[1]->close();
   EXPECT_GE(host.waitForAnswer(), 1U);
   host.members.drivers[2]->close();
-  std::this_thread::sleep_for(2 * Door::kOfferAgain);
+  std::this_thread::sleep_for(2 * Endpoint::kOfferAgain);
   EXPECT_EQ(host.ask(), 0U);
   EXPECT_NE(host.missing.find("127.0.0.1 (127.0.0.1:"), std::string::npos) << host.missing;
 }
@@ -732,7 +732,7 @@ TEST(FixedPort, TheNextMemberTakesItWhenOneHasLeft) {
   EXPECT_GE(host.waitForAnswer(), 1U);
 }
 
-// All else is asked at the door of a process that one knows.
+// All else is asked at the endpoint of a process that one knows.
 TEST(FixedPort, AnswersOneQuestion) {
   const FoundAtPort host(1);
   const Visitor from = host.stranger.members.visitor();
@@ -740,19 +740,22 @@ TEST(FixedPort, AnswersOneQuestion) {
   const ProcessId member = host.members.handle(0).incarnation;
   const std::string self = from.self.text();
   const AbortToken none;
-  const Knocked knocked = knock(to, from, Deadline::after(5000), none);
-  ASSERT_NE(knocked.link, nullptr) << knocked.why;
+  const Dialed dialed = dial(to, from, Deadline::after(5000), none);
+  ASSERT_NE(dialed.link, nullptr) << dialed.why;
   const auto ask = [&](const std::vector<std::string_view>& words) {
-    return askDoor(*knocked.link, words, Deadline::after(5000), none).front();
+    return askEndpoint(*dialed.link, words, Deadline::after(5000), none).front();
   };
-  EXPECT_EQ(ask({door_request::kAgree, member, from.self.incarnation, self}), door_answer::kGone);
-  EXPECT_EQ(ask({door_request::kSay, "a message"}), door_answer::kGone);
-  EXPECT_EQ(ask({door_request::kEnter, member, from.self.incarnation, "instance", "1", "0"}), door_answer::kGone);
-  EXPECT_EQ(ask({door_request::kWho}), door_answer::kGone);
-  EXPECT_EQ(ask({door_request::kWho, ""}), door_answer::kHere);
-  const Knocked at_door = knock(host.members.handle(0), from, Deadline::after(5000), none);
-  ASSERT_NE(at_door.link, nullptr) << at_door.why;
-  EXPECT_EQ(askDoor(*at_door.link, {door_request::kWho, ""}, Deadline::after(5000), none).front(), door_answer::kGone);
+  EXPECT_EQ(ask({endpoint_request::kAgree, member, from.self.incarnation, self}), endpoint_answer::kGone);
+  EXPECT_EQ(ask({endpoint_request::kSay, "a message"}), endpoint_answer::kGone);
+  EXPECT_EQ(
+      ask({endpoint_request::kEnter, member, from.self.incarnation, "instance", "1", "0"}), endpoint_answer::kGone);
+  EXPECT_EQ(ask({endpoint_request::kWho}), endpoint_answer::kGone);
+  EXPECT_EQ(ask({endpoint_request::kWho, ""}), endpoint_answer::kHere);
+  const Dialed at_endpoint = dial(host.members.handle(0), from, Deadline::after(5000), none);
+  ASSERT_NE(at_endpoint.link, nullptr) << at_endpoint.why;
+  EXPECT_EQ(
+      askEndpoint(*at_endpoint.link, {endpoint_request::kWho, ""}, Deadline::after(5000), none).front(),
+      endpoint_answer::kGone);
 }
 
 TEST(FixedPort, AnotherPrograms) {
@@ -934,21 +937,21 @@ TEST(AgreementDriver, AStrangerThatIsForgottenIsTold) {
       std::stoull(self.incarnation.substr(0, 16), nullptr, 16), std::stoull(self.incarnation.substr(16), nullptr, 16)};
   const std::string bytes = encode(ping);
   for (int times = 0; times < 2; ++times) { // it may come again
-    const Knocked knocked = knock(to, stranger.members.visitor(), Deadline::after(5000), none);
-    ASSERT_NE(knocked.link, nullptr) << knocked.why;
+    const Dialed dialed = dial(to, stranger.members.visitor(), Deadline::after(5000), none);
+    ASSERT_NE(dialed.link, nullptr) << dialed.why;
     const auto ask = [&](const std::vector<std::string_view>& words) {
-      return askDoor(*knocked.link, words, Deadline::after(5000), none).front();
+      return askEndpoint(*dialed.link, words, Deadline::after(5000), none).front();
     };
     const std::string handle = self.text();
-    EXPECT_EQ(ask({door_request::kAgree, to.incarnation, self.incarnation, handle}), door_answer::kHere);
-    EXPECT_EQ(ask({door_request::kSay, bytes}), door_answer::kHere);
+    EXPECT_EQ(ask({endpoint_request::kAgree, to.incarnation, self.incarnation, handle}), endpoint_answer::kHere);
+    EXPECT_EQ(ask({endpoint_request::kSay, bytes}), endpoint_answer::kHere);
     std::this_thread::sleep_for(std::chrono::milliseconds(1800)); // for as long as a member may be silent
-    (void)ask({door_request::kSay, bytes});
+    (void)ask({endpoint_request::kSay, bytes});
     std::string last;
-    for (const Deadline end = Deadline::after(5000); !end.expired() && last != door_answer::kGone;) {
-      last = ask({door_request::kSay, bytes});
+    for (const Deadline end = Deadline::after(5000); !end.expired() && last != endpoint_answer::kGone;) {
+      last = ask({endpoint_request::kSay, bytes});
     }
-    EXPECT_EQ(last, door_answer::kGone);
+    EXPECT_EQ(last, endpoint_answer::kGone);
   }
 }
 

@@ -26,11 +26,11 @@ GroupIdentity identity() {
 /// The planes of rank 0 of two, on loops of their own. Nobody connects.
 class Closed : public ::testing::Test {
  protected:
-  Closed() : lane_("lane"), control_("control"), planes_(identity_, lane_, control_, events()) {}
+  Closed() : data_loop_("data loop"), control_("control"), planes_(identity_, data_loop_, control_, events()) {}
   ~Closed() override {
-    lane_.run([this] { planes_.dropData(); });
+    data_loop_.run([this] { planes_.dropData(); });
     control_.run([this] { planes_.dropControl(); });
-    lane_.stop();
+    data_loop_.stop();
     control_.stop();
   }
 
@@ -42,7 +42,7 @@ class Closed : public ::testing::Test {
   void open() {
     Membership::Config membership;
     membership.hosts = identity_.hosts;
-    lane_.run([this] { planes_.openData(); });
+    data_loop_.run([this] { planes_.openData(); });
     control_.run([&] { planes_.openControl({}, membership); });
   }
   void openHost() {
@@ -57,7 +57,7 @@ class Closed : public ::testing::Test {
     request.receives = true;
     request.peer = PointToPoint::kAnyRank;
     auto operation = std::make_shared<Operation>(std::move(request));
-    lane_.run([&] { planes_.run(&DataPlane::post, operation); });
+    data_loop_.run([&] { planes_.run(&DataPlane::post, operation); });
     return operation;
   }
   static ErrorRecord reason() {
@@ -83,14 +83,14 @@ class Closed : public ::testing::Test {
       case Closing::Step::On::Caller:
         run_it();
         break;
-      case Closing::Step::On::Lane:
-        note("lane");
-        lane_.run(run_it);
+      case Closing::Step::On::DataLoop:
+        note("data loop");
+        data_loop_.run(run_it);
         break;
-      case Closing::Step::On::LaneUntilOver: {
-        note("lane until");
+      case Closing::Step::On::DataLoopUntilOver: {
+        note("data loop until");
         std::promise<void> over;
-        lane_.post([&] { step.run([&] { over.set_value(); }); });
+        data_loop_.post([&] { step.run([&] { over.set_value(); }); });
         EXPECT_EQ(over.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
         break;
       }
@@ -112,7 +112,7 @@ class Closed : public ::testing::Test {
   }
 
   const GroupIdentity identity_ = identity();
-  EventLoop lane_;
+  EventLoop data_loop_;
   EventLoop control_;
   Planes planes_;
   std::optional<Closing> closing_;
@@ -125,11 +125,11 @@ TEST_F(Closed, BulkLinksGoLast) {
   EXPECT_THAT(
       steps_,
       ElementsAre(
-          "lane until: data control",
+          "data loop until: data control",
           "control: data control",
           "leave control: data control",
           "close gently: data",
-          "lane: data",
+          "data loop: data",
           "closed:"));
 }
 
@@ -147,7 +147,7 @@ TEST_F(Closed, OperationsEndBeforeControlLinksSayGoodbye) {
   ASSERT_TRUE(operation->done());
   EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
   EXPECT_EQ(operation->error()->summary, "The test closes it.");
-  EXPECT_THAT(steps_, ElementsAre("lane until: data control"));
+  EXPECT_THAT(steps_, ElementsAre("data loop until: data control"));
 }
 
 // A group that is destroyed without memory must close nevertheless.
@@ -166,7 +166,7 @@ TEST_F(Closed, TakesNoMemory) {
 
 TEST_F(Closed, WhatWasNeverOpenedIsLeftOut) {
   close();
-  EXPECT_THAT(steps_, ElementsAre("lane:", "closed:"));
+  EXPECT_THAT(steps_, ElementsAre("data loop:", "closed:"));
 }
 
 TEST_F(Closed, TheHostPlaneEndsFirst) {
@@ -176,7 +176,7 @@ TEST_F(Closed, TheHostPlaneEndsFirst) {
   std::shared_ptr<Operation> late;
   const auto make = [] { return std::make_shared<Operation>(Operation::Request()); };
   EXPECT_FALSE(planes_.host()->post(make, true, late));
-  EXPECT_EQ(steps_.front(), "lane until: host data control");
+  EXPECT_EQ(steps_.front(), "data loop until: host data control");
 }
 
 TEST_F(Closed, TheHostPlaneLearnsOfAFailureBeforeItCloses) {
@@ -185,7 +185,7 @@ TEST_F(Closed, TheHostPlaneLearnsOfAFailureBeforeItCloses) {
   close(true);
   ASSERT_GE(steps_.size(), 2U);
   EXPECT_EQ(steps_[0], "control: host data control");
-  EXPECT_EQ(steps_[1], "lane until: host data control");
+  EXPECT_EQ(steps_[1], "data loop until: host data control");
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// A group on one host uses two ways, shared memory and links, and its lane watches operations that it does not run. What the lane keeps of
+// A group on one host uses two ways, shared memory and links, and its data loop watches operations that it does not run. What the data loop keeps of
 // them ends with them: runRanks() looks at every group after each test (expectIdle).
 #include <gtest/gtest.h>
 
@@ -34,7 +34,7 @@ void waitUntil(const Condition& condition) {
   ASSERT_TRUE(met); // not asked again: what is so for a moment only may be over
 }
 
-// A peer's frame makes the lane look for operations in shared memory (recall), and finds the sum under way.
+// A peer's frame makes the data loop look for operations in shared memory (recall), and finds the sum under way.
 TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf) {
   std::atomic<int> here{0};
   runRanks(2, [&](Rank& self) {
@@ -46,7 +46,7 @@ TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf) {
       call.held = self.rank == 1; // so that rank 0 cannot end it before it has seen rank 1's frame
       const auto sum = self.group.start(call);
       if (self.rank == 0) {
-        waitUntil([&] { return self.group.usage().on_host > 0; }); // the lane watches the sum
+        waitUntil([&] { return self.group.usage().on_host > 0; }); // the data loop watches the sum
       }
       const auto exchange = self.group.start(allToAllCall(mine, theirs, self.size));
       ASSERT_TRUE(self.group.wait(*exchange, Deadline::after(20000)));
@@ -59,14 +59,14 @@ TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf) {
   });
 }
 
-// They wait so long that the lane watches them: it asks, and is asked about what is not entered yet.
+// They wait so long that the data loop watches them: it asks, and is asked about what is not entered yet.
 TEST(IdleGroup, KeepsNothingOfOperationsInSharedMemoryThatARankWasLateFor) {
   std::atomic<int> here{0};
   runRanks(2, [&](Rank& self) {
     if (self.rank == 1) {
       waitUntil([&] { return self.group.usage().tables.unexpected > 0; }); // rank 0 has asked
     }
-    for (int i = 0; i < 100; ++i) { // more than the lane finds when it looks
+    for (int i = 0; i < 100; ++i) { // more than the data loop finds when it looks
       const auto barrier = self.group.start(barrierCall());
       ASSERT_TRUE(self.group.wait(*barrier, Deadline::after(20000)));
     }

@@ -122,7 +122,7 @@ TEST(LifeCycle, ManyGroupsLeaveNothingBehind) {
   for (int i = 0; i < 20; ++i) {
     one("group " + std::to_string(i));
   }
-  // A mate hangs up its watch a moment later than its group has closed, and a thread that was joined is listed a moment longer: in
+  // A local peer hangs up its watch a moment later than its group has closed, and a thread that was joined is listed a moment longer: in
   // both counts, so that the later one may be the smaller.
   for (int i = 0; i < 500 && (openFiles() > files || threadCount() > threads); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));

@@ -32,7 +32,7 @@ std::vector<std::shared_ptr<Operation>> startAlone(Rank& self, std::vector<std::
 }
 
 /// Whether the `nth` allocation that the loop makes once that event has begun was one that failed.
-bool endsTyped(Event event, bool on_lane, int64_t nth) {
+bool endsTyped(Event event, bool on_data_loop, int64_t nth) {
   bool struck = false;
   std::promise<void> ended;
   std::shared_future<void> has_ended = ended.get_future().share();
@@ -50,7 +50,7 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
     std::vector<std::vector<float>> memory;
     memory.reserve(4);
     const auto operations = startAlone(self, memory);
-    EventLoop& loop = on_lane ? self.engine.lane() : self.engine.control();
+    EventLoop& loop = on_data_loop ? self.engine.dataLoop() : self.engine.control();
     loop.run([&] { failAllocation(nth); });
     under_way.set_value();
     if (event == Event::Close) {
@@ -86,11 +86,11 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
 }
 
 // The first, the second, … allocation fails, until the event needs none of that number.
-void failEachAllocation(Event event, bool on_lane) {
+void failEachAllocation(Event event, bool on_data_loop) {
   int strikes = 0;
   int64_t nth = 1;
   for (int without = 0; without < 3 && nth < 200; nth += 1 + nth / 12) { // the heartbeat's may be among them
-    const bool struck = endsTyped(event, on_lane, nth);
+    const bool struck = endsTyped(event, on_data_loop, nth);
     strikes += struck ? 1 : 0;
     without = struck ? 0 : without + 1;
     if (::testing::Test::HasFailure()) {
@@ -141,25 +141,25 @@ TEST(NoMemory, WhileAPeerLeaves) {
   failEachAllocation(Event::PeerLeaves, false);
 }
 
-// An operation in shared memory that was reported to the lane, because it waited for long, ends.
+// An operation in shared memory that was reported to the data loop, because it waited for long, ends.
 TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
   for (int64_t nth = 1; nth <= 6; ++nth) {
     std::promise<void> waited_long;
     std::shared_future<void> has_waited_long = waited_long.get_future().share();
     runRanks(2, [&](Rank& self) {
       std::vector<float> values(100, 1.0F);
-      EventLoop& lane = self.engine.lane();
+      EventLoop& data_loop = self.engine.dataLoop();
       if (self.rank == 0) {
-        lane.run([&] { failAllocation(nth); });
+        data_loop.run([&] { failAllocation(nth); });
       } else {
         has_waited_long.wait();
       }
       const auto operation = self.group.start(allReduceCall(values));
       bool struck = false;
       if (self.rank == 0) {
-        // The plane notifies the lane after 50 ms, which asks all ranks after 200 ms.
+        // The plane notifies the data loop after 50 ms, which asks all ranks after 200 ms.
         for (const Deadline most = Deadline::after(10000); !struck && !most.expired();) {
-          lane.run([&] { struck = allocationFailed(); });
+          data_loop.run([&] { struck = allocationFailed(); });
         }
         waited_long.set_value();
       }
@@ -167,8 +167,8 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
       const auto error = operation->error();
       EXPECT_TRUE(!error || error->code == ErrorCode::OutOfMemory) << error->text();
       if (self.rank == 0) {
-        lane.run([&] { failAllocation(0); });
-        EXPECT_TRUE(struck) << "the lane makes no allocation " << nth;
+        data_loop.run([&] { failAllocation(0); });
+        EXPECT_TRUE(struck) << "the data loop makes no allocation " << nth;
       }
     });
   }

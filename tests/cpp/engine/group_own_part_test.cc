@@ -1,4 +1,4 @@
-// One operation with much work of its own on the lane does not hold up those of other groups.
+// One operation with much work of its own on the data loop does not hold up those of other groups.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace pycomm::testing {
 namespace {
 
 constexpr int64_t kOwnNbytes = 256 << 20;
-// The lane's turns while such an operation runs are counted, and not the time: a busy machine has fewer of them, but not 50 times fewer.
+// The data loop's turns while such an operation runs are counted, and not the time: a busy machine has fewer of them, but not 50 times fewer.
 // Each small operation takes some turns on both ranks.
 constexpr int kLeastMeanwhile = 10;
 

@@ -63,8 +63,8 @@ TEST_P(AllReduce, ManyInFlight) {
   });
 }
 
-// A waiting caller runs the lane itself; here two callers of each rank compete for it.
-TEST_P(AllReduce, CallersDriveTheLane) {
+// A waiting caller runs the data loop itself; here two callers of each rank compete for it.
+TEST_P(AllReduce, CallersDriveTheDataLoop) {
   runRanks(GetParam(), [](Rank& self) {
     std::vector<std::vector<float>> tensors;
     std::vector<std::shared_ptr<Operation>> operations;
@@ -383,20 +383,20 @@ TEST(Group, APoolOfCoresIsCrowdedWhileAnyGroupHasMoreRanks) {
   }
   SharedStore pairs;
   runRanks(3, [&](Rank& self) {
-    EventLoop& lane = self.engine.lane();
-    EXPECT_TRUE(lane.crowded()) << "three ranks on two cores";
+    EventLoop& data_loop = self.engine.dataLoop();
+    EXPECT_TRUE(data_loop.crowded()) << "three ranks on two cores";
     if (self.rank < 2) {
       const std::shared_ptr<Group> pair = Group::join(self.engine, pairs, groupConfig(self.rank, 2, "pair"));
-      EXPECT_TRUE(lane.crowded()) << "a smaller group does not make room";
+      EXPECT_TRUE(data_loop.crowded()) << "a smaller group does not make room";
       self.group.close();
-      EXPECT_FALSE(lane.crowded()) << "two ranks on two cores";
+      EXPECT_FALSE(data_loop.crowded()) << "two ranks on two cores";
       pair->close();
-      EXPECT_FALSE(lane.crowded());
+      EXPECT_FALSE(data_loop.crowded());
     }
   });
 }
 
-TEST(Group, AllGroupsOfALaneKeepPayloadMemoryTogether) {
+TEST(Group, AllGroupsOfADataLoopKeepPayloadMemoryTogether) {
   constexpr size_t kNumel = 3 << 20;
   constexpr size_t kMostNbytes = size_t{32} << 20;
   std::array<SharedStore, 3> stores;
@@ -409,7 +409,7 @@ TEST(Group, AllGroupsOfALaneKeepPayloadMemoryTogether) {
       std::vector<float> values(kNumel, 1.0F);
       expectDone(groups.back()->start(allReduceCall(values)));
       size_t kept = 0;
-      self.engine.lane().run([&] { kept = self.engine.lane().stagingMemory().keptNbytes(); });
+      self.engine.dataLoop().run([&] { kept = self.engine.dataLoop().stagingMemory().keptNbytes(); });
       EXPECT_GT(kept, 0U);
       EXPECT_LE(kept, kMostNbytes);
     }

@@ -39,7 +39,7 @@ std::string share(const std::vector<std::string>& hosts, Transport transport) {
   NoStore store;
   const Roster roster = rosterOf(0, hosts);
   AbortToken failed;
-  Planes planes(roster.identity, engine.lane(), engine.control(), Planes::Events());
+  Planes planes(roster.identity, engine.dataLoop(), engine.control(), Planes::Events());
   MemorySharing sharing(engine, store, roster, planes, failed);
   const std::string why = sharing.share(transport, Deadline::after(10000));
   EXPECT_EQ(planes.host(), nullptr);

@@ -56,18 +56,18 @@ GroupIdentity identityOfTwo(int rank) {
   return identity;
 }
 
-// The lane of a process serves all its groups, and a caller may be in the middle of a large sum on it. Operations in shared memory do not wait
-// for that when their group fails; that all have ended is reported once the lane's have, too.
-TEST(Planes, AFailureReachesSharedMemoryWithoutTheLane) {
+// The data loop of a process serves all its groups, and a caller may be in the middle of a large sum on it. Operations in shared memory do not wait
+// for that when their group fails; that all have ended is reported once the data loop's have, too.
+TEST(Planes, AFailureReachesSharedMemoryWithoutTheDataLoop) {
   const GroupIdentity identity = identityOfTwo(0);
-  StillLoop lane;
+  StillLoop data_loop;
   StillLoop control;
   std::atomic<int> failed{0};
   std::atomic<int> ended{0};
   Planes::Events events;
   events.failed = [&](const ErrorRecord&) { ++failed; };
   events.ended = [&] { ++ended; };
-  Planes planes(identity, lane, control, std::move(events));
+  Planes planes(identity, data_loop, control, std::move(events));
   Membership::Config membership;
   membership.hosts = identity.hosts;
   planes.openData();
@@ -75,7 +75,7 @@ TEST(Planes, AFailureReachesSharedMemoryWithoutTheLane) {
   auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
   arena->commit(0, HostView::commonNbytes(2));
   planes.openHost(arena, HostHeaps(), HostPlane::Config());
-  lane.runTasks();
+  data_loop.runTasks();
   std::shared_ptr<Operation> operation;
   const auto make = [] {
     Operation::Request request;
@@ -93,18 +93,18 @@ TEST(Planes, AFailureReachesSharedMemoryWithoutTheLane) {
   planes.control()->notice(cause);
   planes.control()->tick(Clock::now() + std::chrono::seconds(1));
   EXPECT_EQ(failed.load(), 1);
-  EXPECT_EQ(lane.tasks(), 1U) << "for the data plane";
-  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << "it waits for the lane";
+  EXPECT_EQ(data_loop.tasks(), 1U) << "for the data plane";
+  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << "it waits for the data loop";
   EXPECT_EQ(operation->error()->code, ErrorCode::Aborted);
   planes.host()->close(cause); // what its thread has to do is done after this
-  EXPECT_EQ(ended.load(), 0) << "the lane has not come to its operations";
-  lane.runTasks();
+  EXPECT_EQ(ended.load(), 0) << "the data loop has not come to its operations";
+  data_loop.runTasks();
   EXPECT_EQ(ended.load(), 1);
   static_cast<void>(planes.control()->close());
 }
 
-// A lane that is busy for seconds must not fill the memory with what its peers ask meanwhile. They ask again.
-TEST(Planes, QuestionsThatTheLaneCannotTakeAreDropped) {
+// A data loop that is busy for seconds must not fill the memory with what its peers ask meanwhile. They ask again.
+TEST(Planes, QuestionsThatTheDataLoopCannotTakeAreDropped) {
   constexpr size_t kMost = 64 << 10;
   constexpr size_t kBatch = 1 << 10;
   const GroupIdentity identity = identityOfTwo(1);
@@ -112,11 +112,11 @@ TEST(Planes, QuestionsThatTheLaneCannotTakeAreDropped) {
   membership.rank = 1;
   membership.hosts = identity.hosts;
   membership.neighbours = {0};
-  StillLoop lane;
+  StillLoop data_loop;
   StillLoop control;
   Planes::Events events;
   events.failed = [](const ErrorRecord& cause) { ADD_FAILURE() << cause.text(); };
-  Planes planes(identity, lane, control, std::move(events));
+  Planes planes(identity, data_loop, control, std::move(events));
   planes.openControl({}, membership);
   testing::SocketPair pair = testing::namelessPair();
   SocketLink& peer = *pair.first;
@@ -140,12 +140,12 @@ TEST(Planes, QuestionsThatTheLaneCannotTakeAreDropped) {
   for (size_t asked = 0; asked < 2 * kMost; asked += kBatch) {
     ask();
   }
-  EXPECT_EQ(lane.tasks(), kMost);
-  lane.runTasks();
-  EXPECT_EQ(lane.tasks(), 0U);
+  EXPECT_EQ(data_loop.tasks(), kMost);
+  data_loop.runTasks();
+  EXPECT_EQ(data_loop.tasks(), 0U);
   ask();
-  EXPECT_EQ(lane.tasks(), kBatch) << "there is room again";
-  lane.runTasks();
+  EXPECT_EQ(data_loop.tasks(), kBatch) << "there is room again";
+  data_loop.runTasks();
   static_cast<void>(planes.control()->close());
 }
 

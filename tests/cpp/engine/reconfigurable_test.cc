@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "allocations.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 #include "engine/meeting/meeting_store.h"
 #include "ranks.h"
 #include "transport/secure/secret.h"
@@ -23,7 +23,7 @@ namespace {
 
 using testing::groupConfig;
 
-/// A process of a test: its own engine, door and incarnation.
+/// A process of a test: its own engine, endpoint and incarnation.
 struct Process {
   explicit Process(const std::function<void(Group::Config&)>& adjust = {}) {
     Group::Config config = groupConfig(0, 1);
@@ -356,7 +356,7 @@ TEST(Reconfigurable, AnotherListForTheUuidIsNamedOnBothSides) {
   }
 }
 
-/// What a connection gets that asks at a member's door.
+/// What a connection gets that asks at a member's endpoint.
 std::string answerAt(
     Process& process,
     const std::string& to,
@@ -366,104 +366,104 @@ std::string answerAt(
     int rank) {
   const MemberHandle handle = MemberHandle::parse(process.members->handle());
   Process visitor;
-  const auto door = Door::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
+  const auto endpoint = Endpoint::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
   const AbortToken none;
-  Knocked knocked = knock(handle, {*door, handle, true}, Deadline::after(3000), none);
-  if (knocked.link == nullptr) {
-    return knocked.why;
+  Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(3000), none);
+  if (dialed.link == nullptr) {
+    return dialed.why;
   }
   const std::string uuid_text = std::to_string(uuid);
   const std::string rank_text = std::to_string(rank);
-  return askDoor(
-             *knocked.link,
-             {door_request::kEnter, to, from, instance, uuid_text, rank_text},
+  return askEndpoint(
+             *dialed.link,
+             {endpoint_request::kEnter, to, from, instance, uuid_text, rank_text},
              Deadline::after(3000),
              none)
       .front();
 }
 
-TEST(Door, LetsInNobodyWhoNamesAnotherIncarnationUuidOrList) {
+TEST(Endpoint, LetsInNobodyWhoNamesAnotherIncarnationUuidOrList) {
   auto made = processes(2);
   const std::vector<std::string> handles = handlesOf({made[0].get(), made[1].get()});
   const MemberHandle first = MemberHandle::parse(handles[0]);
   const MemberHandle second = MemberHandle::parse(handles[1]);
   const std::string name = instanceOf(7, {first, second});
   std::thread waits([&] { (void)made[0]->meet(7, handles, 3000); });
-  while (answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 5) == door_answer::kNotYet) {
+  while (answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 5) == endpoint_answer::kNotYet) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   const std::string stranger = newProcessId();
   const std::string other_list = instanceOf(7, {second, first});
-  EXPECT_EQ(answerAt(*made[0], stranger, second.incarnation, name, 7, 1), door_answer::kGone);
-  EXPECT_EQ(answerAt(*made[0], first.incarnation, stranger, name, 7, 1), door_answer::kGone);
-  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 0), door_answer::kGone);
-  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, other_list, 7, 1), door_answer::kOther);
+  EXPECT_EQ(answerAt(*made[0], stranger, second.incarnation, name, 7, 1), endpoint_answer::kGone);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, stranger, name, 7, 1), endpoint_answer::kGone);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 0), endpoint_answer::kGone);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, other_list, 7, 1), endpoint_answer::kOther);
   EXPECT_EQ(
       answerAt(*made[0], first.incarnation, second.incarnation, instanceOf(8, {first, second}), 8, 1),
-      door_answer::kNotYet);
+      endpoint_answer::kNotYet);
   waits.join();
-  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 1), door_answer::kFailed);
+  EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 1), endpoint_answer::kFailed);
 }
 
-TEST(Door, AnswersNobodyWhoHasAnEarlierHandleOfItsPort) {
+TEST(Endpoint, AnswersNobodyWhoHasAnEarlierHandleOfItsPort) {
   Process process;
   MemberHandle handle = MemberHandle::parse(process.members->handle());
   handle.nonce ^= 1;
   handle.unix_socket.clear();
   Process visitor;
-  const auto door = Door::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
+  const auto endpoint = Endpoint::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
   const AbortToken none;
-  const Knocked knocked = knock(handle, {*door, handle, true}, Deadline::after(3000), none);
-  EXPECT_EQ(knocked.link, nullptr);
-  EXPECT_TRUE(knocked.another_listens) << knocked.why;
+  const Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(3000), none);
+  EXPECT_EQ(dialed.link, nullptr);
+  EXPECT_TRUE(dialed.another_listens) << dialed.why;
 }
 
-/// A door with one incarnation, and a visitor of the same process.
+/// An endpoint with one incarnation, and a visitor of the same process.
 struct Visited {
   Visited() {
-    Door::Config config;
+    Endpoint::Config config;
     config.id = newProcessId();
     config.nonce = 7;
     config.listeners.push_back(Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}));
-    door = Door::open(engine.control(), std::move(config));
+    endpoint = Endpoint::open(engine.control(), std::move(config));
     MemberHandle first;
     first.incarnation = newProcessId();
     MemberHandle second;
     second.incarnation = newProcessId();
-    instance = std::make_shared<Instance>(1, std::vector<MemberHandle>{door->addressed(first), second});
-    door->add(first.incarnation);
-    visitor = Door::open(engine.control(), {{}, "", nullptr, newProcessId(), 1});
+    instance = std::make_shared<Instance>(1, std::vector<MemberHandle>{endpoint->addressed(first), second});
+    endpoint->add(first.incarnation);
+    visitor = Endpoint::open(engine.control(), {{}, "", nullptr, newProcessId(), 1});
   }
-  [[nodiscard]] std::unique_ptr<Link> knock() const {
+  [[nodiscard]] std::unique_ptr<Link> dial() const {
     const AbortToken none;
     const MemberHandle& first = instance->member(0);
-    return pycomm::knock(first, {*visitor, first, false}, Deadline::after(3000), none).link;
+    return pycomm::dial(first, {*visitor, first, false}, Deadline::after(3000), none).link;
   }
   [[nodiscard]] static std::string ask(Link& link, const std::vector<std::string_view>& request) {
     const AbortToken none;
-    return askDoor(link, request, Deadline::after(3000), none).front();
+    return askEndpoint(link, request, Deadline::after(3000), none).front();
   }
 
   Engine engine;
-  std::shared_ptr<Door> door;
-  std::shared_ptr<Door> visitor;
+  std::shared_ptr<Endpoint> endpoint;
+  std::shared_ptr<Endpoint> visitor;
   std::shared_ptr<Instance> instance;
 };
 
-TEST(Door, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
+TEST(Endpoint, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
   const Visited visited;
-  visited.door->call(visited.instance->member(0).incarnation, visited.instance);
-  const auto link = visited.knock();
+  visited.endpoint->call(visited.instance->member(0).incarnation, visited.instance);
+  const auto link = visited.dial();
   ASSERT_NE(link, nullptr);
-  const std::vector<std::string> words = requestFor(door_request::kEnter, *visited.instance, 0, 1);
-  ASSERT_EQ(Visited::ask(*link, {words.begin(), words.end()}), door_answer::kHere);
-  EXPECT_EQ(Visited::ask(*link, {door_request::kReady}), door_answer::kHere);
+  const std::vector<std::string> words = requestFor(endpoint_request::kEnter, *visited.instance, 0, 1);
+  ASSERT_EQ(Visited::ask(*link, {words.begin(), words.end()}), endpoint_answer::kHere);
+  EXPECT_EQ(Visited::ask(*link, {endpoint_request::kReady}), endpoint_answer::kHere);
   (void)visited.instance->ready(0);
   ErrorRecord late;
   late.code = ErrorCode::RendezvousTimeout;
   late.rank = 1;
   const std::string record = late.serialize();
-  EXPECT_EQ(Visited::ask(*link, {door_request::kFail, record}), door_answer::kComplete);
+  EXPECT_EQ(Visited::ask(*link, {endpoint_request::kFail, record}), endpoint_answer::kComplete);
   EXPECT_FALSE(visited.instance->failure());
 }
 
@@ -497,15 +497,15 @@ TEST(Instance, AMemberThatHangsUpFailsItAlsoWithoutMemory) {
   }
 }
 
-TEST(Door, HangsUpOnALargeRequestBeforeEntryAndOnTwoAtOnce) {
+TEST(Endpoint, HangsUpOnALargeRequestBeforeEntryAndOnTwoAtOnce) {
   const Visited visited;
-  const auto link = visited.knock();
+  const auto link = visited.dial();
   ASSERT_NE(link, nullptr);
-  const std::string large(kMaxFirstDoorFrame, 'x');
-  EXPECT_THROW((void)Visited::ask(*link, {door_request::kLook, large}), Error);
-  const auto other = visited.knock();
+  const std::string large(kMaxFirstEndpointFrame, 'x');
+  EXPECT_THROW((void)Visited::ask(*link, {endpoint_request::kLook, large}), Error);
+  const auto other = visited.dial();
   ASSERT_NE(other, nullptr);
-  const std::string twice = packWords({door_request::kHas, "a"}) + packWords({door_request::kHas, "a"});
+  const std::string twice = packWords({endpoint_request::kHas, "a"}) + packWords({endpoint_request::kHas, "a"});
   const AbortToken none;
   const Deadline deadline = Deadline::after(3000);
   writeAll(*other, {reinterpret_cast<const std::byte*>(twice.data()), twice.size()}, deadline, none);
@@ -513,15 +513,15 @@ TEST(Door, HangsUpOnALargeRequestBeforeEntryAndOnTwoAtOnce) {
   EXPECT_THROW(readAll(*other, {&answer, 1}, deadline, none), Error);
 }
 
-TEST(Door, KnowsNobodyWhoWasRemoved) {
+TEST(Endpoint, KnowsNobodyWhoWasRemoved) {
   const Visited visited;
   const ProcessId self = visited.instance->member(0).incarnation;
-  visited.door->remove(self);
-  EXPECT_THROW(visited.door->call(self, visited.instance), Error);
-  const auto link = visited.knock();
+  visited.endpoint->remove(self);
+  EXPECT_THROW(visited.endpoint->call(self, visited.instance), Error);
+  const auto link = visited.dial();
   ASSERT_NE(link, nullptr);
-  const std::vector<std::string> words = requestFor(door_request::kEnter, *visited.instance, 0, 1);
-  EXPECT_EQ(Visited::ask(*link, {words.begin(), words.end()}), door_answer::kGone);
+  const std::vector<std::string> words = requestFor(endpoint_request::kEnter, *visited.instance, 0, 1);
+  EXPECT_EQ(Visited::ask(*link, {words.begin(), words.end()}), endpoint_answer::kGone);
 }
 
 TEST(Reconfigurable, AMemberWithoutAWayToAnotherFailsAtOnceAndNamesIt) {
@@ -544,7 +544,7 @@ TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {
   const std::vector<std::string> handles = handlesOf(members);
   expectMet(meetAll(members, 1, handles));
   for (int i = 0; i < 20; ++i) {
-    EXPECT_EQ(answerAt(*made[0], newProcessId(), newProcessId(), "x", 1, 0), door_answer::kGone);
+    EXPECT_EQ(answerAt(*made[0], newProcessId(), newProcessId(), "x", 1, 0), endpoint_answer::kGone);
   }
   expectSums(members);
   expectMet(meetAll(members, 2, handles));

@@ -13,8 +13,8 @@
 #include "base/abort_token.h"
 #include "base/deadline.h"
 #include "engine/engine.h"
-#include "engine/meeting/door.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint.h"
+#include "engine/meeting/endpoint_words.h"
 #include "engine/meeting/meeting_store.h"
 #include "engine/survive/kept_record.h"
 #include "engine/survive/outbox.h"
@@ -24,11 +24,11 @@ namespace pycomm {
 namespace {
 
 /// Knows one member.
-struct Letters final : Door::Mailbox {
+struct Letters final : Endpoint::Mailbox {
   [[nodiscard]] bool knows(
       const ProcessId& from,
       const std::string& /*handle*/,
-      const std::optional<ProcessId>& /*door*/) override {
+      const std::optional<ProcessId>& /*endpoint*/) override {
     return from == member;
   }
   [[nodiscard]] std::vector<std::string> notice() const override {
@@ -52,88 +52,95 @@ struct Letters final : Door::Mailbox {
   std::vector<std::string> bodies;
 };
 
-/// A door with one incarnation, and a way to it.
-struct OpenDoor {
-  OpenDoor() {
-    Door::Config config;
+/// An endpoint with one incarnation, and a way to it.
+struct OpenEndpoint {
+  OpenEndpoint() {
+    Endpoint::Config config;
     config.id = newProcessId();
     config.nonce = 7;
     config.listeners.push_back(Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}));
-    door = Door::open(engine.control(), std::move(config));
+    endpoint = Endpoint::open(engine.control(), std::move(config));
     handle.incarnation = newProcessId();
-    handle = door->addressed(handle);
-    visitor = Door::open(engine.control(), {{}, "", nullptr, newProcessId(), 1});
+    handle = endpoint->addressed(handle);
+    visitor = Endpoint::open(engine.control(), {{}, "", nullptr, newProcessId(), 1});
   }
   [[nodiscard]] Visitor from(const ProcessId& incarnation) const {
     MemberHandle self = handle;
     self.incarnation = incarnation;
     return {*visitor, self, false};
   }
-  [[nodiscard]] std::unique_ptr<Link> knock() const {
-    return pycomm::knock(handle, from(newProcessId()), Deadline::after(3000), AbortToken()).link;
+  [[nodiscard]] std::unique_ptr<Link> dial() const {
+    return pycomm::dial(handle, from(newProcessId()), Deadline::after(3000), AbortToken()).link;
   }
   [[nodiscard]] static std::string ask(Link& link, const std::vector<std::string_view>& request) {
-    return askDoor(link, request, Deadline::after(3000), AbortToken()).front();
+    return askEndpoint(link, request, Deadline::after(3000), AbortToken()).front();
   }
 
   Engine engine;
-  std::shared_ptr<Door> door;
-  std::shared_ptr<Door> visitor;
+  std::shared_ptr<Endpoint> endpoint;
+  std::shared_ptr<Endpoint> visitor;
   MemberHandle handle;
 };
 
-TEST(Door, TakesMessagesOfMembersOnly) {
-  const OpenDoor open;
+TEST(Endpoint, TakesMessagesOfMembersOnly) {
+  const OpenEndpoint open;
   const auto letters = std::make_shared<Letters>();
   const ProcessId& to = open.handle.incarnation;
   const auto agree = [&](const ProcessId& incarnation, const ProcessId& from) {
-    return OpenDoor::ask(*open.knock(), {door_request::kAgree, incarnation, from, "handle"});
+    return OpenEndpoint::ask(*open.dial(), {endpoint_request::kAgree, incarnation, from, "handle"});
   };
-  EXPECT_EQ(agree(to, letters->member), door_answer::kGone); // nobody is there
-  open.door->add(to);
-  EXPECT_EQ(agree(to, letters->member), door_answer::kNotYet);
-  open.door->receive(to, letters);
-  EXPECT_EQ(agree(newProcessId(), letters->member), door_answer::kGone);
-  EXPECT_EQ(agree(to, newProcessId()), door_answer::kGone);
-  EXPECT_EQ(OpenDoor::ask(*open.knock(), {door_request::kSay, "early"}), door_answer::kGone);
+  EXPECT_EQ(agree(to, letters->member), endpoint_answer::kGone); // nobody is there
+  open.endpoint->add(to);
+  EXPECT_EQ(agree(to, letters->member), endpoint_answer::kNotYet);
+  open.endpoint->receive(to, letters);
+  EXPECT_EQ(agree(newProcessId(), letters->member), endpoint_answer::kGone);
+  EXPECT_EQ(agree(to, newProcessId()), endpoint_answer::kGone);
+  EXPECT_EQ(OpenEndpoint::ask(*open.dial(), {endpoint_request::kSay, "early"}), endpoint_answer::kGone);
 
-  const auto link = open.knock();
-  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
-  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kSay, std::string(100000, 'x')}), door_answer::kHere);
-  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kGone);
-  EXPECT_EQ(OpenDoor::ask(*link, {door_request::kSet, "key", "value"}), door_answer::kGone);
+  const auto link = open.dial();
+  EXPECT_EQ(
+      OpenEndpoint::ask(*link, {endpoint_request::kAgree, to, letters->member, "handle"}), endpoint_answer::kHere);
+  EXPECT_EQ(OpenEndpoint::ask(*link, {endpoint_request::kSay, std::string(100000, 'x')}), endpoint_answer::kHere);
+  EXPECT_EQ(
+      OpenEndpoint::ask(*link, {endpoint_request::kAgree, to, letters->member, "handle"}), endpoint_answer::kGone);
+  EXPECT_EQ(OpenEndpoint::ask(*link, {endpoint_request::kSet, "key", "value"}), endpoint_answer::kGone);
   EXPECT_EQ(letters->all(), std::vector<std::string>{std::string(100000, 'x')});
 
-  const auto another = open.knock(); // which ends the first
-  EXPECT_EQ(OpenDoor::ask(*another, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
-  EXPECT_THROW((void)OpenDoor::ask(*link, {door_request::kSay, "late"}), Error);
-  open.door->remove(to);
-  EXPECT_EQ(agree(to, letters->member), door_answer::kGone);
+  const auto another = open.dial(); // which ends the first
+  EXPECT_EQ(
+      OpenEndpoint::ask(*another, {endpoint_request::kAgree, to, letters->member, "handle"}), endpoint_answer::kHere);
+  EXPECT_THROW((void)OpenEndpoint::ask(*link, {endpoint_request::kSay, "late"}), Error);
+  open.endpoint->remove(to);
+  EXPECT_EQ(agree(to, letters->member), endpoint_answer::kGone);
 }
 
-TEST(Door, TakesAStateBesideTheMessages) {
-  const OpenDoor open;
+TEST(Endpoint, TakesAStateBesideTheMessages) {
+  const OpenEndpoint open;
   const auto letters = std::make_shared<Letters>();
   const ProcessId& to = open.handle.incarnation;
-  open.door->add(to);
-  EXPECT_EQ(OpenDoor::ask(*open.knock(), {door_request::kWho, to}), door_answer::kNotYet);
-  open.door->receive(to, letters);
-  EXPECT_EQ(OpenDoor::ask(*open.knock(), {door_request::kWho, newProcessId()}), door_answer::kGone);
+  open.endpoint->add(to);
+  EXPECT_EQ(OpenEndpoint::ask(*open.dial(), {endpoint_request::kWho, to}), endpoint_answer::kNotYet);
+  open.endpoint->receive(to, letters);
+  EXPECT_EQ(OpenEndpoint::ask(*open.dial(), {endpoint_request::kWho, newProcessId()}), endpoint_answer::kGone);
   EXPECT_EQ(
-      askDoor(*open.knock(), {door_request::kWho, to}, Deadline::after(3000), AbortToken()),
-      (std::vector<std::string>{std::string(door_answer::kHere), "a model", "a handle"}));
+      askEndpoint(*open.dial(), {endpoint_request::kWho, to}, Deadline::after(3000), AbortToken()),
+      (std::vector<std::string>{std::string(endpoint_answer::kHere), "a model", "a handle"}));
 
-  const auto messages = open.knock();
-  EXPECT_EQ(OpenDoor::ask(*messages, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
-  const auto state = open.knock();
-  EXPECT_EQ(OpenDoor::ask(*state, {door_request::kState, "part"}), door_answer::kGone); // nobody has introduced itself
-  const auto given = open.knock();
-  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kGive, to, newProcessId(), "handle"}), door_answer::kGone);
-  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kGive, to, letters->member, "handle"}), door_answer::kHere);
-  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kState, "part"}), door_answer::kHere);
-  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kState, "other"}), door_answer::kNone);
-  EXPECT_EQ(OpenDoor::ask(*given, {door_request::kSay, "a message"}), door_answer::kGone);
-  EXPECT_EQ(OpenDoor::ask(*messages, {door_request::kSay, "a message"}), door_answer::kHere); // it goes on
+  const auto messages = open.dial();
+  EXPECT_EQ(
+      OpenEndpoint::ask(*messages, {endpoint_request::kAgree, to, letters->member, "handle"}), endpoint_answer::kHere);
+  const auto state = open.dial();
+  EXPECT_EQ(
+      OpenEndpoint::ask(*state, {endpoint_request::kState, "part"}),
+      endpoint_answer::kGone); // nobody has introduced itself
+  const auto given = open.dial();
+  EXPECT_EQ(OpenEndpoint::ask(*given, {endpoint_request::kGive, to, newProcessId(), "handle"}), endpoint_answer::kGone);
+  EXPECT_EQ(
+      OpenEndpoint::ask(*given, {endpoint_request::kGive, to, letters->member, "handle"}), endpoint_answer::kHere);
+  EXPECT_EQ(OpenEndpoint::ask(*given, {endpoint_request::kState, "part"}), endpoint_answer::kHere);
+  EXPECT_EQ(OpenEndpoint::ask(*given, {endpoint_request::kState, "other"}), endpoint_answer::kNone);
+  EXPECT_EQ(OpenEndpoint::ask(*given, {endpoint_request::kSay, "a message"}), endpoint_answer::kGone);
+  EXPECT_EQ(OpenEndpoint::ask(*messages, {endpoint_request::kSay, "a message"}), endpoint_answer::kHere); // it goes on
   EXPECT_EQ(letters->all(), std::vector<std::string>{"a message"});
 }
 
@@ -147,10 +154,10 @@ void turn(Outbox& outbox, int most_ms) {
 }
 
 TEST(Outbox, BringsMessagesInOrder) {
-  const OpenDoor open;
+  const OpenEndpoint open;
   const auto letters = std::make_shared<Letters>();
-  open.door->add(open.handle.incarnation);
-  open.door->receive(open.handle.incarnation, letters);
+  open.endpoint->add(open.handle.incarnation);
+  open.endpoint->receive(open.handle.incarnation, letters);
   Outbox outbox(open.handle, open.from(letters->member));
   EXPECT_EQ(outbox.fd(), -1); // it connects when there is something to bring
   std::vector<std::string> sent;
@@ -163,26 +170,27 @@ TEST(Outbox, BringsMessagesInOrder) {
 }
 
 TEST(Outbox, SendsAgainWhatABrokenConnectionHasNotTaken) {
-  const OpenDoor open;
+  const OpenEndpoint open;
   const auto letters = std::make_shared<Letters>();
   const ProcessId& to = open.handle.incarnation;
-  open.door->add(to);
-  open.door->receive(to, letters);
+  open.endpoint->add(to);
+  open.endpoint->receive(to, letters);
   Outbox outbox(open.handle, open.from(letters->member));
   outbox.push("one");
   turn(outbox, 5000);
-  const auto another = open.knock(); // which ends the first connection
-  EXPECT_EQ(OpenDoor::ask(*another, {door_request::kAgree, to, letters->member, "handle"}), door_answer::kHere);
+  const auto another = open.dial(); // which ends the first connection
+  EXPECT_EQ(
+      OpenEndpoint::ask(*another, {endpoint_request::kAgree, to, letters->member, "handle"}), endpoint_answer::kHere);
   outbox.push("two");
   turn(outbox, 5000);
   EXPECT_EQ(letters->all(), (std::vector<std::string>{"one", "two"}));
 }
 
 TEST(Outbox, BringsTheNewestIfThereAreTooMany) {
-  const OpenDoor open;
+  const OpenEndpoint open;
   const auto letters = std::make_shared<Letters>();
-  open.door->add(open.handle.incarnation);
-  open.door->receive(open.handle.incarnation, letters);
+  open.endpoint->add(open.handle.incarnation);
+  open.endpoint->receive(open.handle.incarnation, letters);
   Outbox outbox(open.handle, open.from(letters->member));
   std::vector<std::string> newest;
   for (size_t i = 0; i < Outbox::kMost + 3; ++i) {
@@ -196,8 +204,8 @@ TEST(Outbox, BringsTheNewestIfThereAreTooMany) {
 }
 
 TEST(Outbox, KeepsLittleForAMemberThatIsGone) {
-  OpenDoor open;
-  open.door->close();
+  OpenEndpoint open;
+  open.endpoint->close();
   Outbox outbox(open.handle, open.from(newProcessId()));
   for (size_t i = 0; i < 2 * Outbox::kMost; ++i) {
     outbox.push("message");
@@ -209,12 +217,12 @@ TEST(Outbox, KeepsLittleForAMemberThatIsGone) {
 }
 
 TEST(Outbox, SaysOnceThatNobodyListens) {
-  OpenDoor open;
+  OpenEndpoint open;
   Outbox outbox(open.handle, open.from(newProcessId()));
   outbox.push("somebody listens, who does not know this process");
   turn(outbox, 5000);
   EXPECT_FALSE(outbox.wasRefused());
-  open.door->close();
+  open.endpoint->close();
   Outbox refused(open.handle, open.from(newProcessId()));
   refused.push("message");
   turn(refused, 5000);
@@ -230,7 +238,7 @@ TEST(KeptRecord, IsReadByOtherProcessesOfTheHost) {
   MemberHandle self;
   self.incarnation = incarnation;
   self.pid = ::getpid();
-  const Witness witness = Witness::of(self, engine.hostMates().name(), key, Deadline::after(3000));
+  const Witness witness = Witness::of(self, engine.localPeers().name(), key, Deadline::after(3000));
   EXPECT_FALSE(witness.record()); // nothing was kept
   for (uint64_t epoch = 1; epoch < 6; ++epoch) {
     elastic::Record record;
@@ -245,7 +253,7 @@ TEST(KeptRecord, IsReadByOtherProcessesOfTheHost) {
   }
   MemberHandle other = self;
   other.pid = 1;
-  EXPECT_THROW((void)Witness::of(other, engine.hostMates().name(), key, Deadline::after(3000)), Error);
+  EXPECT_THROW((void)Witness::of(other, engine.localPeers().name(), key, Deadline::after(3000)), Error);
 }
 
 } // namespace

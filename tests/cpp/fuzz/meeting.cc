@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "fuzz/consumers.h"
-#include "fuzz/door.h"
+#include "fuzz/endpoint.h"
 #include "fuzz/promise.h"
 #include "transport/memory_store.h"
 #include "transport/rendezvous/rank_record.h"

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <map>
 
-#include "fuzz/door.h"
+#include "fuzz/endpoint.h"
 #include "fuzz/promise.h"
 
 namespace pycomm::fuzz {

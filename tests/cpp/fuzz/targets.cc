@@ -5,7 +5,7 @@
 #include "base/error.h"
 #include "fuzz/agreement.h"
 #include "fuzz/consumers.h"
-#include "fuzz/door.h"
+#include "fuzz/endpoint.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
 #include "transport/frame_header.h"
@@ -135,8 +135,8 @@ const std::vector<Target>& targets() {
       {"meeting", readMeeting, meetingSample},
       {"sealed", readSealed, sealedSample},
       {"secret", readSecret, secretSample},
-      {"door", readDoor, doorSample},
-      {"knock", readKnock, knockSample},
+      {"endpoint", readEndpoint, endpointSample},
+      {"dial", readDial, dialSample},
       {"control", readControl, controlSample},
       {"bulk", readBulk, bulkSample},
       {"frames", readFrames, framesSample},

@@ -17,7 +17,7 @@ bool walkedDetach(SharedHeap& /*heap*/, BufferView /*part*/) noexcept {
 
 void HostWorker::wake(const std::function<void()>& /*failed*/) {}
 
-bool HostWorker::run(std::function<void()> /*errand*/) {
+bool HostWorker::run(std::function<void()> /*task*/) {
   return false;
 }
 

@@ -188,7 +188,7 @@ TEST(GreetedLink, BelievesNoReplyThatIsNone) {
   }
 }
 
-/// Watches a link as the lane does: it registers a descriptor with the kernel only when the link names another one.
+/// Watches a link as the data loop does: it registers a descriptor with the kernel only when the link names another one.
 class Watcher {
  public:
   bool bringUp(Link& link, int timeout_ms) {

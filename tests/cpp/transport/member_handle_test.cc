@@ -16,7 +16,7 @@ MemberHandle example(const std::string& host = "alpha") {
   MemberHandle handle;
   handle.version = FrameHeader::kVersion;
   handle.incarnation = newProcessId();
-  handle.door = newProcessId();
+  handle.endpoint = newProcessId();
   handle.nonce = 0x0123456789abcdefU;
   handle.key_id = "9f2c11aa";
   handle.host.boot_id = "4f0c";
@@ -43,7 +43,7 @@ TEST(MemberHandle, IsReadAsItWasWritten) {
   const MemberHandle read = MemberHandle::parse(text);
   EXPECT_EQ(read.text(), text);
   EXPECT_EQ(read.incarnation, handle.incarnation);
-  EXPECT_EQ(read.door, handle.door);
+  EXPECT_EQ(read.endpoint, handle.endpoint);
   EXPECT_EQ(read.nonce, handle.nonce);
   EXPECT_EQ(read.key_id, handle.key_id);
   EXPECT_EQ(read.host, handle.host);

@@ -56,9 +56,9 @@ int judged(uid_t client, const std::function<bool()>& become) {
     if (!become()) {
       return false;
     }
-    const UniqueFd door = listenHere();
+    const UniqueFd endpoint = listenHere();
     listens.raise();
-    const UniqueFd guest(door ? ::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC) : -1);
+    const UniqueFd guest(endpoint ? ::accept4(endpoint.get(), nullptr, nullptr, SOCK_CLOEXEC) : -1);
     if (!guest) {
       return false;
     }

@@ -127,18 +127,18 @@ TEST(UnixSockets, WhereAProcessMayHaveNoneAllConnectOverTcp) {
 // The queue of a socket that nobody looks at yet: the ranks themselves fill it if they are many, and any other user can.
 TEST(UnixSockets, AFullQueueIsReached) {
   UnixSockets mine(true);
-  UnixSockets mate(true);
-  const SocketAddress door = SocketAddress::unixSocket(mate.name());
+  UnixSockets local_peer(true);
+  const SocketAddress endpoint = SocketAddress::unixSocket(local_peer.name());
   int tries = 0;
   for (int error_number = 0; error_number != EAGAIN && tries < 10000; ++tries) {
     const UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    error_number = ::connect(socket.get(), door.raw(), door.rawLength()) == 0 ? 0 : errno;
+    error_number = ::connect(socket.get(), endpoint.raw(), endpoint.rawLength()) == 0 ? 0 : errno;
   }
   ASSERT_LT(tries, 10000) << "the queue is never full";
   std::vector<RankRecord> records(2);
   records[0].rank = 0;
   records[1].rank = 1;
-  records[1].unix_socket = mate.name();
+  records[1].unix_socket = local_peer.name();
   mine.reach(records, 0);
   EXPECT_TRUE(mine.reachesAll());
 }
@@ -147,16 +147,16 @@ TEST(UnixSockets, AFullQueueIsReached) {
 TEST(UnixSockets, OtherHostsAreNotTried) {
   std::vector<RankRecord> records(3);
   UnixSockets mine(true);
-  UnixSockets mate(true);
+  UnixSockets local_peer(true);
   for (int rank = 0; rank < 3; ++rank) {
     records[static_cast<size_t>(rank)].rank = rank;
-    records[static_cast<size_t>(rank)].unix_socket = mate.name();
+    records[static_cast<size_t>(rank)].unix_socket = local_peer.name();
   }
   records[2].identity.boot_id = "another";
   mine.reach(records, 0);
   EXPECT_FALSE(mine.reachesAll());
   EXPECT_TRUE(mine.reached()[0].empty());
-  EXPECT_EQ(mine.reached()[1], SocketAddress::unixSocket(mate.name()));
+  EXPECT_EQ(mine.reached()[1], SocketAddress::unixSocket(local_peer.name()));
   EXPECT_TRUE(mine.reached()[2].empty());
   // What another program wrote into the store is no name of a socket, or of nobody's.
   records[1].unix_socket = std::string(32, 'x');

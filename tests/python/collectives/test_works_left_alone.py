@@ -90,7 +90,9 @@ def starts_processes(rank: int, size: int) -> None:
     masks: list[Any] = []
 
     def look(_: Any) -> None:
-        masks.append((threading.current_thread().name, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        masks.append(
+            (threading.current_thread().name, signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        )
 
     if rank == 1:
         time.sleep(0.2)  # so that rank 0's callback runs on a thread of the library

@@ -111,7 +111,9 @@ def test_the_readmes_measurements_are_published() -> None:
     found = published(LOOPBACK, "benchmarks/allreduce.py --backends pycomm,pycomm:arena,")
     for ranks, times in ((2, 6), (4, 4)):
         assert abs(found["gloo", ranks, 25 << 20][1] / times - 1) < 0.1
-    words = r"takes (\S+) s, over gloo (\S+) s, with its fp16 hook (\S+) s, on one host alone (\S+) s"
+    words = (
+        r"takes (\S+) s, over gloo (\S+) s, with its fp16 hook (\S+) s, on one host alone (\S+) s"
+    )
     (said,) = re.findall(words, readme)
     seconds = tool("step_bars").steps(read(STEPS))
     measured = [seconds[way] for way in ("pycomm#int8", "gloo@4", "gloo@4#fp16", "no_sync")]

@@ -114,7 +114,7 @@ def pull_cable(host: int) -> Callable[[Training], float]:
 CASES = [
     Case("a rank of three hosts", (1, 2, 3), kill(1), (0, 2), (1,), in_ci=True),
     Case("rank 0, and with it the store", (1, 2, 3), kill(0), (1, 2), (0,), in_ci=True),
-    Case("rank 0 beside a host mate", (1, 1, 2), kill(0), (1, 2), (0,)),
+    Case("rank 0 beside a local peer", (1, 1, 2), kill(0), (1, 2), (0,)),
     Case("the upper one of two hosts", (1, 2), kill(1), (0,), (1,)),
     Case("one rank of each of two hosts", (1, 1, 2, 2), kill(1, 2), (0, 3), (1, 2)),
     Case("two of four hosts", (1, 2, 3, 4), kill(2, 3), (0, 1), (2, 3)),
@@ -282,7 +282,7 @@ def test_a_short_cut_costs_nobody_its_place(
         pytest.param((1, 2, 3), (1,), id="a rank", marks=pytest.mark.ci),
         pytest.param((1, 2, 3), (0,), id="rank 0"),
         pytest.param((1, 1, 2, 2), (2, 3), id="a host"),
-        pytest.param((1, 1, 2, 2), (3,), id="a rank beside a host mate"),
+        pytest.param((1, 1, 2, 2), (3,), id="a rank beside a local peer"),
     ],
 )
 def test_who_was_stopped_is_left_behind(

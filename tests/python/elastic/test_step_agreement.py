@@ -271,15 +271,15 @@ def start_with_faults(
         "reconfigure.call:1:kill",
         "reconfigure.ready:1:kill",
         "group.joined:1:kill",
-        "door.answer:1:kill",
-        "door.knock:1:kill",
+        "endpoint.answer:1:kill",
+        "endpoint.dial:1:kill",
     ],
 )
 def test_one_more_dies_at_any_place_of_the_change(tmp_path: Path, point: str, struck: int) -> None:
-    if point.startswith("door.answer") and struck == 1:
-        pytest.skip("the members meet at another door")
-    if point.startswith("door.knock") and struck == 0:
-        pytest.skip("it knocks at no door")
+    if point.startswith("endpoint.answer") and struck == 1:
+        pytest.skip("the members meet at another endpoint")
+    if point.startswith("endpoint.dial") and struck == 0:
+        pytest.skip("it connects to no endpoint")
     plan = Plan(steps=40, struck=(struck, point))
     with start_with_faults(4, tmp_path, plan) as running:
         killed_s = kill_after(running, 3, "step 5")

@@ -146,7 +146,7 @@ def seconds_until_late(gib: int) -> float:
 
 @sizes
 def test_a_rank_is_late(gib: int) -> None:
-    """Beside one element: how soon any deadline is told differs between machines."""
+    """Beside one element: machines differ in how soon they report any deadline."""
     needs(2 * gib * GIB + GIB)
     assert_within(seconds_until_late(gib), seconds_until_late(0) + AGREED_S)
 

@@ -422,13 +422,13 @@ def ends_at_a_fault_point(rank: int, world_size: int, path: str) -> Any:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", rings.first_of([1, 0, 2]))
 @pytest.mark.parametrize(
-    "point", ["door.ask:4:kill", "group.joined:1:kill", "reconfigure.ready:1:kill"]
+    "point", ["endpoint.ask:4:kill", "group.joined:1:kill", "reconfigure.ready:1:kill"]
 )
 def test_nobody_has_the_group_if_a_member_ends_before_it_is_ready(
     tmp_path: Path, point: str, victim: int
 ) -> None:
-    if victim == 0 and point.startswith("door.ask"):
-        pytest.skip("the first member asks at no door")
+    if victim == 0 and point.startswith("endpoint.ask"):
+        pytest.skip("the first member asks at no endpoint")
 
     def env(rank: int) -> dict[str, str]:
         fault = {"PYCOMM_FAULT": point} if rank == victim else {}

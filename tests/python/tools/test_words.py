@@ -15,7 +15,7 @@ BAD = {
         ("// Ends them. What is under way is dropped.", "What is"),
         ("int baton = 0;", "our own term"),
         ("// Any thread, whichever comes first.", "whichever"),
-        ("// When the lane is through with them.", "through with"),
+        ("// When the data loop is through with them.", "through with"),
         ("// It met an error.", "met an exception"),
     ),
     "pycomm/a.py": (

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "allocations.h"
-#include "engine/data/lone_lane.h"
+#include "engine/data/lone_data_loop.h"
 
 namespace pycomm::testing {
 namespace {
@@ -12,70 +12,72 @@ namespace {
 // ---- which way a frame leaves
 
 FrameHeader questionOf(uint64_t id) {
-  FrameHeader header = LoneLane::frameOf(*LoneLane(2).broadcast(id), FrameType::Waiting);
+  FrameHeader header = LoneDataLoop::frameOf(*LoneDataLoop(2).broadcast(id), FrameType::Waiting);
   header.op_id = id;
   return header;
 }
 
 TEST(DataPlaneFrames, ThoseToThisRankItselfTakeNoLink) {
-  LoneLane lane(2);
-  const auto sent = lane.message(false, Deadline::never(), 0);
-  lane.plane->post(sent);
-  lane.plane->post(lane.message(true, Deadline::never(), 0));
+  LoneDataLoop data_loop(2);
+  const auto sent = data_loop.message(false, Deadline::never(), 0);
+  data_loop.plane->post(sent);
+  data_loop.plane->post(data_loop.message(true, Deadline::never(), 0));
   EXPECT_TRUE(sent->done());
-  EXPECT_EQ(lane.connections, 0);
+  EXPECT_EQ(data_loop.connections, 0);
 }
 
 // A rank that only asks opens no bulk link: of many ranks, each would have one to every other.
 TEST(DataPlaneFrames, QuestionsTakeControlLinksUntilThereIsABulkLink) {
   const FrameHeader question = questionOf(5);
-  LoneLane lane(2);
-  lane.receive(1, question);
-  EXPECT_EQ(lane.takeAsked().size(), 1U) << "its answer";
-  EXPECT_EQ(lane.connections, 0);
-  lane.plane->post(lane.broadcast(1));
-  EXPECT_EQ(lane.takeDataFrames(1), std::vector<uint64_t>{1});
+  LoneDataLoop data_loop(2);
+  data_loop.receive(1, question);
+  EXPECT_EQ(data_loop.takeAsked().size(), 1U) << "its answer";
+  EXPECT_EQ(data_loop.connections, 0);
+  data_loop.plane->post(data_loop.broadcast(1));
+  EXPECT_EQ(data_loop.takeDataFrames(1), std::vector<uint64_t>{1});
   FrameHeader other = question;
   other.op_id = 6;
-  lane.receive(1, other);
-  EXPECT_TRUE(lane.takeAsked().empty());
-  EXPECT_TRUE(lane.takeDataFrames(1).empty());
+  data_loop.receive(1, other);
+  EXPECT_TRUE(data_loop.takeAsked().empty());
+  EXPECT_TRUE(data_loop.takeDataFrames(1).empty());
   FrameHeader last;
   std::memcpy(
-      static_cast<void*>(&last), lane.out[1].written.data() + lane.out[1].written.size() - sizeof last, sizeof last);
+      static_cast<void*>(&last),
+      data_loop.out[1].written.data() + data_loop.out[1].written.size() - sizeof last,
+      sizeof last);
   EXPECT_EQ(last.type, FrameType::NotEntered);
   EXPECT_EQ(last.op_id, 6U);
 }
 
 TEST(DataPlaneFrames, OnlyOneThatNoOperationNeedsMayBeLost) {
-  LoneLane lane(2);
-  lane.refuses = true;
-  const auto receive = lane.message(true);
-  lane.plane->post(receive);
-  lane.tick(2); // it asks for its message
-  EXPECT_EQ(lane.connections, 1);
-  EXPECT_TRUE(lane.noticed.empty()) << lane.noticed.front().text();
-  lane.plane->post(lane.broadcast(1));
-  EXPECT_EQ(lane.noticed.size(), 1U);
+  LoneDataLoop data_loop(2);
+  data_loop.refuses = true;
+  const auto receive = data_loop.message(true);
+  data_loop.plane->post(receive);
+  data_loop.tick(2); // it asks for its message
+  EXPECT_EQ(data_loop.connections, 1);
+  EXPECT_TRUE(data_loop.noticed.empty()) << data_loop.noticed.front().text();
+  data_loop.plane->post(data_loop.broadcast(1));
+  EXPECT_EQ(data_loop.noticed.size(), 1U);
 }
 
 TEST(DataPlaneFrames, NoneLeavesOnceThePlaneEnds) {
   const FrameHeader question = questionOf(5);
-  LoneLane lane(2);
-  lane.plane->follow(lane.broadcast(1));
-  lane.plane->fail(LoneLane::because(ErrorCode::PeerDead));
-  lane.receive(1, question);
-  lane.tick(200);
-  EXPECT_TRUE(lane.takeAsked().empty());
-  EXPECT_EQ(lane.connections, 0);
+  LoneDataLoop data_loop(2);
+  data_loop.plane->follow(data_loop.broadcast(1));
+  data_loop.plane->fail(LoneDataLoop::because(ErrorCode::PeerDead));
+  data_loop.receive(1, question);
+  data_loop.tick(200);
+  EXPECT_TRUE(data_loop.takeAsked().empty());
+  EXPECT_EQ(data_loop.connections, 0);
 }
 
 // ---- how the plane ends
 
 /// What an operation that comes now ends with.
-ErrorCode late(LoneLane& lane) {
-  const auto operation = lane.broadcast(99);
-  lane.plane->post(operation);
+ErrorCode late(LoneDataLoop& data_loop) {
+  const auto operation = data_loop.broadcast(99);
+  data_loop.plane->post(operation);
   EXPECT_TRUE(operation->done());
   const auto error = operation->error();
   EXPECT_TRUE(error.has_value());
@@ -84,29 +86,29 @@ ErrorCode late(LoneLane& lane) {
 }
 
 struct DataPlaneEnd : ::testing::Test {
-  LoneLane lane{2};
+  LoneDataLoop data_loop{2};
   int closed = 0;
 
   void fail(ErrorCode code) {
-    lane.plane->fail(LoneLane::because(code));
+    data_loop.plane->fail(LoneDataLoop::because(code));
   }
   void close(ErrorCode code = ErrorCode::Aborted) {
-    lane.plane->close(LoneLane::because(code), [this] { ++closed; });
+    data_loop.plane->close(LoneDataLoop::because(code), [this] { ++closed; });
   }
   /// Opens a link to rank 1, on which a goodbye can be said.
   void open() {
-    lane.plane->post(lane.broadcast(1));
-    EXPECT_EQ(lane.takeDataFrames(1).size(), 1U);
-    lane.tick(0); // nothing waits any more
+    data_loop.plane->post(data_loop.broadcast(1));
+    EXPECT_EQ(data_loop.takeDataFrames(1).size(), 1U);
+    data_loop.tick(0); // nothing waits any more
   }
   /// The links end then, and not before.
   void expectEndAt(int ms) {
-    EXPECT_EQ(lane.plane->nextTick(), lane.at(ms));
-    lane.tick(ms - 1);
+    EXPECT_EQ(data_loop.plane->nextTick(), data_loop.at(ms));
+    data_loop.tick(ms - 1);
     EXPECT_EQ(closed, 0);
-    lane.tick(ms);
+    data_loop.tick(ms);
     EXPECT_EQ(closed, 1);
-    EXPECT_EQ(lane.plane->nextTick(), TimePoint::max()) << "once";
+    EXPECT_EQ(data_loop.plane->nextTick(), TimePoint::max()) << "once";
   }
 };
 
@@ -116,7 +118,7 @@ TEST_F(DataPlaneEnd, AnOperationOfAWayThatIsOverAlreadyEndsAtOnce) {
   request.descriptor.kind = Collective::Broadcast;
   request.descriptor.algorithm = Algorithm::SharedMemory;
   const auto operation = std::make_shared<Operation>(std::move(request));
-  lane.plane->post(operation);
+  data_loop.plane->post(operation);
   ASSERT_TRUE(operation->done());
   EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
 }
@@ -124,15 +126,15 @@ TEST_F(DataPlaneEnd, AnOperationOfAWayThatIsOverAlreadyEndsAtOnce) {
 TEST_F(DataPlaneEnd, TheFirstFailureStays) {
   fail(ErrorCode::PeerDead);
   fail(ErrorCode::Timeout);
-  EXPECT_EQ(late(lane), ErrorCode::PeerDead);
-  EXPECT_EQ(lane.plane->nextTick(), TimePoint::max()) << "links stay open until the group is closed";
+  EXPECT_EQ(late(data_loop), ErrorCode::PeerDead);
+  EXPECT_EQ(data_loop.plane->nextTick(), TimePoint::max()) << "links stay open until the group is closed";
 }
 
 TEST_F(DataPlaneEnd, WithoutALinkNoGoodbyeIsWaitedFor) {
   close();
-  EXPECT_EQ(late(lane), ErrorCode::Aborted);
+  EXPECT_EQ(late(data_loop), ErrorCode::Aborted);
   expectEndAt(0);
-  EXPECT_EQ(late(lane), ErrorCode::Aborted);
+  EXPECT_EQ(late(data_loop), ErrorCode::Aborted);
 }
 
 TEST_F(DataPlaneEnd, GoodbyesThatHaveLeftNeedNoRoom) {
@@ -143,89 +145,89 @@ TEST_F(DataPlaneEnd, GoodbyesThatHaveLeftNeedNoRoom) {
 
 TEST_F(DataPlaneEnd, LinksStayOpenForGoodbyesThatWaitForRoom) {
   open();
-  lane.out[1].full = true;
+  data_loop.out[1].full = true;
   close();
-  EXPECT_EQ(lane.plane->nextTick(), lane.at(1500));
-  lane.passTo(100);
-  lane.out[1].full = false;
-  static_cast<void>(lane.takeDataFrames(1));
+  EXPECT_EQ(data_loop.plane->nextTick(), data_loop.at(1500));
+  data_loop.passTo(100);
+  data_loop.out[1].full = false;
+  static_cast<void>(data_loop.takeDataFrames(1));
   expectEndAt(120);
 }
 
 // News of the failure is still on its way to other ranks, and an end of the links would look like a death.
 TEST_F(DataPlaneEnd, LinksStayOpenForAWhileAfterAFailure) {
   fail(ErrorCode::PeerDead);
-  lane.passTo(10);
+  data_loop.passTo(10);
   close();
-  EXPECT_EQ(late(lane), ErrorCode::PeerDead) << "the group's cause, not that it is closed";
+  EXPECT_EQ(late(data_loop), ErrorCode::PeerDead) << "the group's cause, not that it is closed";
   expectEndAt(50);
 }
 
 TEST_F(DataPlaneEnd, AFailureThatIsLongAgoHoldsNothingUp) {
   fail(ErrorCode::PeerDead);
-  lane.passTo(500);
+  data_loop.passTo(500);
   close();
   expectEndAt(500);
 }
 
 TEST_F(DataPlaneEnd, AGroupThatClosesMayFail) {
   open();
-  lane.out[1].full = true;
+  data_loop.out[1].full = true;
   close();
-  lane.passTo(1);
+  data_loop.passTo(1);
   fail(ErrorCode::PeerDead);
-  EXPECT_EQ(late(lane), ErrorCode::PeerDead);
+  EXPECT_EQ(late(data_loop), ErrorCode::PeerDead);
   expectEndAt(1500);
 }
 
 // ---- operations that cannot begin
 
 TEST(DataPlaneRefused, OperationsEndWithTheGroupOldestFirst) {
-  LoneLane lane(2);
-  lane.plane->post(lane.broadcast(1, Deadline::never(), 1 << 20)); // waits for credit
+  LoneDataLoop data_loop(2);
+  data_loop.plane->post(data_loop.broadcast(1, Deadline::never(), 1 << 20)); // waits for credit
   std::vector<int> ended;
   for (const int ms : {50, 20}) {
-    const auto operation = lane.broadcast(1, Deadline::at(lane.at(ms))); // a second one of that name
+    const auto operation = data_loop.broadcast(1, Deadline::at(data_loop.at(ms))); // a second one of that name
     operation->onDone([&ended, ms] { ended.push_back(ms); });
-    lane.plane->post(operation);
+    data_loop.plane->post(operation);
     EXPECT_FALSE(operation->done()) << "its waiter would begin what the other ranks do not expect";
   }
-  EXPECT_EQ(lane.noticed.size(), 2U);
-  EXPECT_EQ(lane.plane->usage().refused, 2U);
-  EXPECT_LE(lane.plane->nextTick(), lane.at(20));
-  lane.plane->fail(LoneLane::because(ErrorCode::PeerDead));
+  EXPECT_EQ(data_loop.noticed.size(), 2U);
+  EXPECT_EQ(data_loop.plane->usage().refused, 2U);
+  EXPECT_LE(data_loop.plane->nextTick(), data_loop.at(20));
+  data_loop.plane->fail(LoneDataLoop::because(ErrorCode::PeerDead));
   EXPECT_EQ(ended, (std::vector<int>{50, 20}));
-  EXPECT_EQ(lane.plane->usage().refused, 0U);
+  EXPECT_EQ(data_loop.plane->usage().refused, 0U);
 }
 
 TEST(DataPlaneRefused, AFailureThatWasLostEndsThemAtTheirDeadlines) {
-  LoneLane lane(2);
-  lane.plane->post(lane.broadcast(1, Deadline::never(), 1 << 20));
-  const auto one = lane.broadcast(1, Deadline::at(lane.at(50)));
-  const auto other = lane.broadcast(1, Deadline::at(lane.at(20)));
-  lane.plane->post(one);
-  lane.plane->post(other);
-  lane.tick(19);
+  LoneDataLoop data_loop(2);
+  data_loop.plane->post(data_loop.broadcast(1, Deadline::never(), 1 << 20));
+  const auto one = data_loop.broadcast(1, Deadline::at(data_loop.at(50)));
+  const auto other = data_loop.broadcast(1, Deadline::at(data_loop.at(20)));
+  data_loop.plane->post(one);
+  data_loop.plane->post(other);
+  data_loop.tick(19);
   EXPECT_FALSE(other->done());
-  lane.tick(20);
+  data_loop.tick(20);
   ASSERT_TRUE(other->done());
   EXPECT_EQ(other->error()->code, ErrorCode::OutOfMemory) << other->error()->text();
   EXPECT_FALSE(one->done());
-  EXPECT_EQ(lane.plane->usage().refused, 1U);
+  EXPECT_EQ(data_loop.plane->usage().refused, 1U);
 }
 
 TEST(DataPlaneRefused, WithoutMemoryToRememberItAnOperationEndsAtOnce) {
   int at_once = 0;
   bool struck = true;
   for (int64_t nth = 1; struck && nth < 100; ++nth) {
-    LoneLane lane(2);
-    lane.plane->post(lane.broadcast(1, Deadline::never(), 1 << 20));
-    const auto second = lane.broadcast(1);
+    LoneDataLoop data_loop(2);
+    data_loop.plane->post(data_loop.broadcast(1, Deadline::never(), 1 << 20));
+    const auto second = data_loop.broadcast(1);
     failAllocation(nth);
-    lane.plane->post(second);
+    data_loop.plane->post(second);
     struck = allocationFailed();
     failAllocation(0);
-    EXPECT_TRUE(second->done() || lane.plane->usage().refused == 1) << "allocation " << nth;
+    EXPECT_TRUE(second->done() || data_loop.plane->usage().refused == 1) << "allocation " << nth;
     if (second->done()) {
       ++at_once;
       EXPECT_EQ(second->error()->code, ErrorCode::Internal) << "why it cannot begin: " << second->error()->text();
@@ -238,21 +240,21 @@ TEST(DataPlaneRefused, AMismatchThatWasFoundIsReportedEvenIfTheOperationThenGets
   int refused_after = 0;
   bool struck = true;
   for (int64_t nth = 1; struck && nth < 200; ++nth) {
-    LoneLane lane(3);
-    lane.receive(1, LoneLane::frameOf(*lane.broadcast(1, Deadline::never(), 11), FrameType::Waiting));
-    lane.receive(2, LoneLane::frameOf(*lane.broadcast(1), FrameType::Waiting));
-    const auto operation = lane.broadcast(1);
+    LoneDataLoop data_loop(3);
+    data_loop.receive(1, LoneDataLoop::frameOf(*data_loop.broadcast(1, Deadline::never(), 11), FrameType::Waiting));
+    data_loop.receive(2, LoneDataLoop::frameOf(*data_loop.broadcast(1), FrameType::Waiting));
+    const auto operation = data_loop.broadcast(1);
     failAllocation(nth);
-    lane.plane->post(operation);
+    data_loop.plane->post(operation);
     struck = allocationFailed();
     failAllocation(0);
-    if (lane.noticed.empty()) {
+    if (data_loop.noticed.empty()) {
       ADD_FAILURE() << "allocation " << nth << ": nothing is reported";
       continue;
     }
-    const ErrorCode first = lane.noticed.front().code;
+    const ErrorCode first = data_loop.noticed.front().code;
     EXPECT_TRUE(first == ErrorCode::CollectiveMismatch || first == ErrorCode::OutOfMemory);
-    refused_after += struck && first == ErrorCode::CollectiveMismatch && lane.plane->usage().refused == 1 ? 1 : 0;
+    refused_after += struck && first == ErrorCode::CollectiveMismatch && data_loop.plane->usage().refused == 1 ? 1 : 0;
   }
   EXPECT_GE(refused_after, 1);
 }
@@ -278,30 +280,30 @@ class LinkWithoutMemory final : public Link {
 };
 
 TEST(DataPlaneLinks, OneWhoseFirstReadFindsNoMemoryHasEnded) {
-  LoneLane lane(2);
-  lane.plane->post(lane.message(true));
-  lane.plane->adopt(1, std::make_unique<LinkWithoutMemory>());
-  ASSERT_EQ(lane.noticed.size(), 1U);
-  EXPECT_EQ(lane.noticed[0].code, ErrorCode::OutOfMemory);
-  lane.plane->peerLeft(1);
-  ASSERT_EQ(lane.noticed.size(), 2U) << "nothing more can come from that peer";
-  EXPECT_EQ(lane.noticed[1].code, ErrorCode::PeerLeft) << lane.noticed[1].text();
+  LoneDataLoop data_loop(2);
+  data_loop.plane->post(data_loop.message(true));
+  data_loop.plane->adopt(1, std::make_unique<LinkWithoutMemory>());
+  ASSERT_EQ(data_loop.noticed.size(), 1U);
+  EXPECT_EQ(data_loop.noticed[0].code, ErrorCode::OutOfMemory);
+  data_loop.plane->peerLeft(1);
+  ASSERT_EQ(data_loop.noticed.size(), 2U) << "nothing more can come from that peer";
+  EXPECT_EQ(data_loop.noticed[1].code, ErrorCode::PeerLeft) << data_loop.noticed[1].text();
 }
 
 TEST(DataPlaneLinks, OneThatWasNotTakenForWantOfMemoryMayStillArrive) {
-  LoneLane lane(2);
-  LaneWire in;
-  lane.plane->post(lane.message(true));
-  auto link = std::make_unique<LaneLink>(in, 2000);
+  LoneDataLoop data_loop(2);
+  DataLoopWire in;
+  data_loop.plane->post(data_loop.message(true));
+  auto link = std::make_unique<DataLoopLink>(in, 2000);
   failAllocation(1);
-  lane.plane->adopt(1, std::move(link));
+  data_loop.plane->adopt(1, std::move(link));
   const bool struck = allocationFailed();
   failAllocation(0);
   ASSERT_TRUE(struck);
-  ASSERT_EQ(lane.noticed.size(), 1U);
-  EXPECT_EQ(lane.noticed[0].code, ErrorCode::OutOfMemory);
-  lane.plane->peerLeft(1);
-  EXPECT_EQ(lane.noticed.size(), 1U) << "its link has not ended: " << lane.noticed.back().text();
+  ASSERT_EQ(data_loop.noticed.size(), 1U);
+  EXPECT_EQ(data_loop.noticed[0].code, ErrorCode::OutOfMemory);
+  data_loop.plane->peerLeft(1);
+  EXPECT_EQ(data_loop.noticed.size(), 1U) << "its link has not ended: " << data_loop.noticed.back().text();
 }
 
 // A link is read, or it is not kept: one that was kept and that the loop does not watch would never end.
@@ -309,17 +311,17 @@ TEST(DataPlaneLinks, OneThatIsKeptIsWatched) {
   bool struck = true;
   int refused = 0;
   for (int64_t nth = 1; struck && nth < 100; ++nth) {
-    LoneLane lane(2);
-    LaneWire in;
-    auto link = std::make_unique<LaneLink>(in, 2000);
+    LoneDataLoop data_loop(2);
+    DataLoopWire in;
+    auto link = std::make_unique<DataLoopLink>(in, 2000);
     failAllocation(nth);
-    lane.plane->adopt(1, std::move(link));
+    data_loop.plane->adopt(1, std::move(link));
     struck = allocationFailed();
     failAllocation(0);
     refused += struck ? 1 : 0;
-    EXPECT_EQ(lane.loop.watches(2000), !struck) << "allocation " << nth;
-    lane.plane->adopt(1, std::make_unique<LaneLink>(in, 2001));
-    EXPECT_EQ(lane.loop.watches(2001), struck) << "allocation " << nth << ": the first one was kept";
+    EXPECT_EQ(data_loop.loop.watches(2000), !struck) << "allocation " << nth;
+    data_loop.plane->adopt(1, std::make_unique<DataLoopLink>(in, 2001));
+    EXPECT_EQ(data_loop.loop.watches(2001), struck) << "allocation " << nth << ": the first one was kept";
   }
   EXPECT_GE(refused, 2);
 }

@@ -133,7 +133,7 @@ TEST(Asks, AReceiveThatIsOverdueIsReportedEachSecond) {
   plane.fail(end);
 }
 
-// 256 in 10 ms: else the questions of a rank with many receives would take the time of its lane, and of the rank that answers.
+// 256 in 10 ms: else the questions of a rank with many receives would take the time of its data loop, and of the rank that answers.
 TEST(Asks, ManyReceivesAskAFewAtATime) {
   constexpr size_t kReceives = 2000;
   LoneRank rank;

@@ -287,20 +287,20 @@ TEST(Messages, AGoodbyeThatOvertakesAMessageDoesNotEndItsReceiveFromAnyRank) {
     expectDone(receive(self, kAny, 0, values));
     std::vector<float> into(10);
     const auto last = receive(self, kAny, 0, into);
-    self.engine.lane().post([&] {
+    self.engine.dataLoop().post([&] {
       blocked.set_value();
       has_left.wait();
-      for (int k = 0; k < 2; ++k) { // it reads the goodbye, and has the lane told of it
+      for (int k = 0; k < 2; ++k) { // it reads the goodbye, and has the data loop told of it
         self.engine.control().run([] {});
       }
-      self.engine.lane().post([&] { // behind that: a rank that blames its sender now fails before it reads
+      self.engine.dataLoop().post([&] { // behind that: a rank that blames its sender now fails before it reads
         for (const Deadline most = Deadline::after(200); !self.group.failure() && !most.expired();) {
           std::this_thread::yield();
         }
       });
     });
-    ASSERT_TRUE(
-        self.group.wait(*last, Deadline::after(20000))); // this thread runs the lane: tasks come before descriptors
+    ASSERT_TRUE(self.group.wait(
+        *last, Deadline::after(20000))); // this thread runs the data loop: tasks come before descriptors
     const auto error = last->error();
     ASSERT_FALSE(error) << error->text();
     EXPECT_EQ(into, values);

@@ -82,11 +82,11 @@ struct WorkingRank {
   }
 
   const GroupIdentity identity;
-  NoLoop lane;
-  StagingPool staging{lane.stagingMemory()};
+  NoLoop data_loop;
+  StagingPool staging{data_loop.stagingMemory()};
   Tables tables{identity, Limits()};
   std::deque<OnWire> wire;
-  Transfers transfers{tables, staging, lane, [this](int peer, OutFrame&& frame) {
+  Transfers transfers{tables, staging, data_loop, [this](int peer, OutFrame&& frame) {
                         wire.push_back({peer, std::move(frame)});
                       }};
 };

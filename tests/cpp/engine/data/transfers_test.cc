@@ -31,10 +31,10 @@ class CountingLoop final : public Loop {
 struct TransfersTest : ::testing::Test {
   static constexpr int64_t kNumel = 4;
   const GroupIdentity identity = identityOf();
-  CountingLoop lane;
-  StagingPool staging{lane.stagingMemory()};
+  CountingLoop data_loop;
+  StagingPool staging{data_loop.stagingMemory()};
   Tables tables{identity, Limits()}; // its rows hold staging buffers
-  Transfers transfers{tables, staging, lane, [](int, OutFrame) {}};
+  Transfers transfers{tables, staging, data_loop, [](int, OutFrame) {}};
   const TimePoint now = Clock::now();
   std::vector<float> output = std::vector<float>(kNumel);
   const std::vector<float> values = {1, 2, 3, 4};
@@ -96,7 +96,7 @@ TEST_F(TransfersTest, AFrameGoesStraightToItsPlace) {
   const FrameHeader header = frameOf(*operation);
   OperationRow& row = transfers.add(operation, now);
   row.transfer->start();
-  EXPECT_EQ(lane.busy, 1);
+  EXPECT_EQ(data_loop.busy, 1);
   EXPECT_EQ(row.from(0)->done, 0U);
   EXPECT_EQ(row.from(0)->frames, 1U);
   EXPECT_TRUE(row.outgoing.empty());
@@ -152,7 +152,7 @@ TEST_F(TransfersTest, ASecondOperationOfOneNameIsNotTaken) {
   OperationRow& row = transfers.add(broadcast(1), now);
   EXPECT_THROW(static_cast<void>(transfers.add(broadcast(1), now)), Error);
   EXPECT_EQ(tables.find(1), &row);
-  EXPECT_EQ(lane.busy, 1);
+  EXPECT_EQ(data_loop.busy, 1);
 }
 
 TEST_F(TransfersTest, AnOperationThatGetsNoMemoryIsNotUnderWay) {
@@ -175,7 +175,7 @@ TEST_F(TransfersTest, AnOperationThatGetsNoMemoryIsNotUnderWay) {
       break;
     }
     ++refused;
-    EXPECT_EQ(lane.busy, 0);
+    EXPECT_EQ(data_loop.busy, 0);
     EXPECT_EQ(tables.usage().operations, 0U) << nth;
   }
   EXPECT_GT(refused, 3);

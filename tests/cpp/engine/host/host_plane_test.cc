@@ -473,7 +473,7 @@ TEST(HostPlane, DifferentCallsAreAMismatchAndNothingIsWritten) {
   }
 }
 
-// The lane watches over its deadline, and may have had no memory for the first report.
+// The data loop watches over its deadline, and may have had no memory for the first report.
 TEST(HostPlane, AnOperationThatWaitsIsReportedAgain) {
   Host host(2);
   std::vector<float> values(1, 1.0F);
@@ -987,7 +987,7 @@ TEST(HostPlane, WhatIsPostedWhileTheThreadLeavesIsNotForgotten) {
   peer.join();
 }
 
-// A peer that does not end its step is waited for. Neither the lane nor a thread that issues an operation waits with it.
+// A peer that does not end its step is waited for. Neither the data loop nor a thread that issues an operation waits with it.
 TEST(HostPlane, WhileAFailureTakesTensorsAwayNobodyElseWaits) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs fault points";
@@ -998,7 +998,7 @@ TEST(HostPlane, WhileAFailureTakesTensorsAwayNobodyElseWaits) {
   std::promise<void> ended;
   const TimePoint began = Clock::now();
   pair.plane().fail(unresponsive(1), nullptr, [&] { ended.set_value(); });
-  EXPECT_WITHIN_MS(elapsedMs(began), 500); // the lane would wait
+  EXPECT_WITHIN_MS(elapsedMs(began), 500); // the data loop would wait
   ASSERT_TRUE(waitUntilDelayed("pycomm-host"));
   const TimePoint delayed = Clock::now();
   std::vector<float> other(1);
@@ -1025,7 +1025,7 @@ TEST(HostPlane, CloseRightAfterAFailureKeepsTheCause) {
   (void)host.plane(0).drive(*operation, Deadline::after(0)); // peers may read and write the tensor from now on
   uint32_t left = 0;
   operation->onDone([&] { left = host.view(0).progress(0).left.load(); });
-  const ArmedFaults armed("host.errand:1:delay=2000");
+  const ArmedFaults armed("host.task:1:delay=2000");
   ErrorRecord cause;
   cause.code = ErrorCode::PeerDead;
   cause.summary = "Rank 1 is gone.";

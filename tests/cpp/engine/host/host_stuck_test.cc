@@ -177,7 +177,7 @@ TEST_F(HostStuck, OnlyTheOldestThatRunsIsStuckAndItSaysWhoLacks) {
   EXPECT_EQ(ranks[0]->stuck, (std::vector{first, first})) << "again each second";
 }
 
-// The lane has the deadlines: also of one that waits for others, and of one that moves.
+// The data loop has the deadlines: also of one that waits for others, and of one that moves.
 TEST_F(HostStuck, OneWhoseDeadlineComesNearIsReportedInAnyCase) {
   values.assign(2, std::vector<float>(4));
   post(0, values[0]);

@@ -24,11 +24,11 @@ TEST(Roster, HasWhatTheRendezvousFoundByRank) {
   EXPECT_EQ(roster.address_reason, "the test says so");
 }
 
-TEST(Roster, RanksOfOneHostAreMatesAndItselfIsOne) {
+TEST(Roster, RanksOfOneHostAreLocalRanksAndItselfIsOne) {
   const std::vector<std::string> hosts = {"alpha", "beta", "alpha"};
-  EXPECT_THAT(rosterOf(0, hosts).hostMates(), ElementsAre(0, 2));
-  EXPECT_THAT(rosterOf(1, hosts).hostMates(), ElementsAre(1));
-  EXPECT_THAT(rosterOf(2, hosts).hostMates(), ElementsAre(0, 2));
+  EXPECT_THAT(rosterOf(0, hosts).localRanks(), ElementsAre(0, 2));
+  EXPECT_THAT(rosterOf(1, hosts).localRanks(), ElementsAre(1));
+  EXPECT_THAT(rosterOf(2, hosts).localRanks(), ElementsAre(0, 2));
 }
 
 // Two machines may have the same name: their identity distinguishes hosts.

@@ -49,7 +49,7 @@ TEST(FailureText, AConnectionThatDoesNotComeUpIsLoggedWithBothEndsAndWhatToTry) 
       "that port. Try on each host: python -m pycomm doctor");
   EXPECT_NE(stillUnconnected({0, 2}, 70, identity).find("rank 0 on alpha and 1 more to connect"), std::string::npos);
   EXPECT_NE(neverConnected(0, identity).hint.find("python -m pycomm doctor"), std::string::npos);
-  identity.unix_sockets[0] = SocketAddress::unixSocket("mate");
+  identity.unix_sockets[0] = SocketAddress::unixSocket("local peer");
   EXPECT_EQ(stillUnconnected({0}, 70, identity).find("doctor"), std::string::npos) << "no firewall is in between";
 }
 

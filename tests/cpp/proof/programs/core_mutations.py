@@ -1,4 +1,4 @@
-"""Break a rule of the engine's lane, or a part of the simulator's digest; a named test must fail.
+"""Break a rule of the data loop, or a part of the simulator's digest; a named test must fail.
 
 The simulator runs few of these rules, and its seeds notice few of them: mutations.py has those that
 they notice. docs/evidence/simulator.md has the rules, by the numbers here. See mutated_tests.py for
@@ -15,14 +15,14 @@ import sys
 import mutated_tests
 from mutated_tests import Mutation
 
-_CLOSING = "LaneRules.AClosingRankTakesNoNewFramesButFinishesThoseUnderWayAndReadsGoodbyes"
-_REFUSED = "LaneRules.WhatCannotBeginEndsWithTheFailureOrAtItsDeadlineIfThatIsLost"
-_MANY = "LaneRules.OfManyOperationsThe64OldestAskAndAllDerivedOnes"
-_ROOM = "LaneRules.RoomThatComesBackGoesToTheOldestOperationsInOrder"
-_LATE = "LaneRules.ALateQuestionIsComparedWithTheLast256OperationsThatHaveEnded"
+_CLOSING = "DataLoopRules.AClosingRankTakesNoNewFramesButFinishesThoseUnderWayAndReadsGoodbyes"
+_REFUSED = "DataLoopRules.WhatCannotBeginEndsWithTheFailureOrAtItsDeadlineIfThatIsLost"
+_MANY = "DataLoopRules.OfManyOperationsThe64OldestAskAndAllDerivedOnes"
+_ROOM = "DataLoopRules.RoomThatComesBackGoesToTheOldestOperationsInOrder"
+_LATE = "DataLoopRules.ALateQuestionIsComparedWithTheLast256OperationsThatHaveEnded"
 _RECENT = "HistoryTest.RemembersTheLast256ThatHaveEnded"
 _NO_MEMORY = "AlthoughTheTickFoundNoMemory"
-_BEGINS = "LaneRules.WhatBeginsWithoutMemoryStillHasItsDeadline"
+_BEGINS = "DataLoopRules.WhatBeginsWithoutMemoryStillHasItsDeadline"
 
 
 def _rule(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
@@ -35,12 +35,12 @@ def _digest(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 
 MUTATIONS = [
     _rule(
-        "1: the lane ends operations of the host plane",
+        "1: the data loop ends operations of the host plane",
         "ends.cc",
         "  end_begun(rows, OperationRow::Runs::Elsewhere);\n",
         "  end_begun(rows, OperationRow::Runs::Elsewhere);\n"
         "  end_begun(rows, OperationRow::Runs::InSharedMemory);\n",
-        "LaneRules.OperationsInSharedMemoryAreForgottenAtTheEndAndNotEnded",
+        "DataLoopRules.OperationsInSharedMemoryAreForgottenAtTheEndAndNotEnded",
     ),
     _rule(
         "2: a held operation is entered",
@@ -48,7 +48,7 @@ MUTATIONS = [
         "  held_.push_back(operation);\n",
         "  held_.push_back(operation);\n"
         "  matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());\n",
-        "LaneRules.AHeldOperationIsNotEnteredSoThisRankIsLate",
+        "DataLoopRules.AHeldOperationIsNotEnteredSoThisRankIsLate",
     ),
     _rule(
         "3: a followed operation has edges to everyone",
@@ -59,21 +59,21 @@ MUTATIONS = [
         "  for (int peer = 0; peer < tables_.identity.size; ++peer) {\n"
         "    if (peer != tables_.identity.rank) {\n"
         "      row.incoming.emplace_back().peer = peer;\n    }\n  }\n",
-        "LaneRules.AFollowedOperationHasNoEdgesAndAsksAllRanksAfter200Ms",
+        "DataLoopRules.AFollowedOperationHasNoEdgesAndAsksAllRanksAfter200Ms",
     ),
     _rule(
         "4: a stuck operation asks everyone",
         "watched_operations.cc",
         "host_->inGroup(lacking)",
         "host_->inGroup(~hostBit(0))",
-        "LaneRules.AStuckOperationInSharedMemoryAsksAtOnceThoseThatLackItAndNoOthers",
+        "DataLoopRules.AStuckOperationInSharedMemoryAsksAtOnceThoseThatLackItAndNoOthers",
     ),
     _rule(
         "4: a recalled operation asks everyone",
         "watched_operations.cc",
         "    waiting::asksOnly(tables_, row, {}, Clock::now());\n",
         "",
-        "LaneRules.AQuestionFindsTheLast64OperationsInSharedMemoryWhichThenAskNobody",
+        "DataLoopRules.AQuestionFindsTheLast64OperationsInSharedMemoryWhichThenAskNobody",
     ),
     # ---- operations that cannot begin
     _rule(
@@ -111,7 +111,7 @@ MUTATIONS = [
         "ends.cc",
         "      endRefused(*operation, exception);\n",
         "",
-        "LaneRules.WhatCannotBeginEndsAtOnceIfNothingCanBeReported",
+        "DataLoopRules.WhatCannotBeginEndsAtOnceIfNothingCanBeReported",
     ),
     # ---- the three memories of what is over
     _rule(
@@ -150,14 +150,14 @@ MUTATIONS = [
         "std::array<std::shared_ptr<Operation>, 64> recent_;",
         "std::array<std::shared_ptr<Operation>, 16> recent_;",
         "HostPosting.TheLast64AreRemembered",
-        "LaneRules.AQuestionFindsTheLast64OperationsInSharedMemoryWhichThenAskNobody",
+        "DataLoopRules.AQuestionFindsTheLast64OperationsInSharedMemoryWhichThenAskNobody",
     ),
     _rule(
         "9: messages are past",
         "credit.cc",
         "edge.limit != kNoLimit || message || edge.eager_sent < over",
         "edge.limit != kNoLimit || (message && false) || edge.eager_sent < over",
-        "LaneRules.AMessageIsNeverKeptAsPastAndACollectiveIs",
+        "DataLoopRules.AMessageIsNeverKeptAsPastAndACollectiveIs",
     ),
     # ---- places for what a peer is ahead with
     _rule(
@@ -252,7 +252,7 @@ MUTATIONS = [
         "matching.cc",
         "  tables.failed = true;\n",
         "",
-        "LaneRules.NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet",
+        "DataLoopRules.NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet",
     ),
     _rule(
         "13: a closing rank takes new frames",
@@ -284,7 +284,7 @@ MUTATIONS = [
         "  TimePoint next = TimePoint::max();\n  for (auto& [op_id, row] : tables.entered) {\n",
         "  TimePoint next = TimePoint::max();\n  tables.next_deadline = next;\n"
         "  for (auto& [op_id, row] : tables.entered) {\n",
-        f"LaneRules.TheDeadlineOfAnOperationIsReported{_NO_MEMORY}",
+        f"DataLoopRules.TheDeadlineOfAnOperationIsReported{_NO_MEMORY}",
     ),
     _rule(
         "15: a held operation's deadline counts as reported before it is",
@@ -292,14 +292,14 @@ MUTATIONS = [
         "  TimePoint next = TimePoint::max();\n  for (const auto& operation : held_) {\n",
         "  TimePoint next = TimePoint::max();\n  next_deadline_ = next;\n"
         "  for (const auto& operation : held_) {\n",
-        f"LaneRules.TheDeadlineOfAHeldOperationIsReported{_NO_MEMORY}",
+        f"DataLoopRules.TheDeadlineOfAHeldOperationIsReported{_NO_MEMORY}",
     ),
     _rule(
         "15: a message's deadline counts as reported before it is",
         "messages.cc",
         "  TimePoint next = TimePoint::max();\n  const auto isOver",
         "  TimePoint next = TimePoint::max();\n  next_deadline_ = next;\n  const auto isOver",
-        f"LaneRules.TheDeadlineOfAMessageIsReported{_NO_MEMORY}",
+        f"DataLoopRules.TheDeadlineOfAMessageIsReported{_NO_MEMORY}",
     ),
     _rule(
         "15: an operation without a deadline is kept",
@@ -368,7 +368,7 @@ MUTATIONS = [
         "data_plane.cc",
         "    header.op_id ^= PointToPoint::kSelfBit;\n",
         "",
-        "LaneRules.AMessageToOneselfIsTwoOperationsWhoseIdsDifferInOneBit",
+        "DataLoopRules.AMessageToOneselfIsTwoOperationsWhoseIdsDifferInOneBit",
     ),
     # ---- what the digest has
     _digest(
@@ -409,21 +409,21 @@ MUTATIONS = [
     ),
     # ---- the failure of a group
     _rule(
-        "18: a failure reaches shared memory by the lane",
+        "18: a failure reaches shared memory by the data loop",
         "planes.cc",
         "    host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, "
         "[this] { onEnded(); });\n",
-        "    lane_.post([this, cause] {\n"
+        "    data_loop_.post([this, cause] {\n"
         "      host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, "
         "[this] { onEnded(); });\n    });\n",
-        "Planes.AFailureReachesSharedMemoryWithoutTheLane",
+        "Planes.AFailureReachesSharedMemoryWithoutTheDataLoop",
     ),
     _rule(
         "18: all has ended once one plane has",
         "planes.cc",
         "unended_.store(host_ == nullptr ? 1 : 2,",
         "unended_.store(1,",
-        "Planes.AFailureReachesSharedMemoryWithoutTheLane",
+        "Planes.AFailureReachesSharedMemoryWithoutTheDataLoop",
     ),
     _digest(
         "digest: inputs are left out",

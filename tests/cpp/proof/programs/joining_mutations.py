@@ -133,14 +133,14 @@ MUTATIONS = [
     ),
     _rule(
         "nobody takes a port that was another member's",
-        "door.cc",
+        "endpoint.cc",
         "      if (port.acceptor == nullptr) {\n        (void)take(port);\n      }\n",
         "",
         "FixedPort.TheNextMemberTakesItWhenOneHasEnded",
     ),
     _rule(
         "a port that all know lets visitors in",
-        "door.cc",
+        "endpoint.cc",
         "  if (!session.found.empty()) { // all else",
         "  if (false) { // all else",
         "FixedPort.AnswersOneQuestion",

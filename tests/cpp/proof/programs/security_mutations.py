@@ -1,4 +1,4 @@
-"""Remove one check of the closed door at a time; a named test must fail.
+"""Remove one check of what a listener lets in at a time; a named test must fail.
 
 Each mutation takes a check out of a copy of csrc: of TLS, of the store's seals, of who a process on
 this host is. See mutated_tests.py for what is expected of each. Two edits stand here twice, under
@@ -175,13 +175,13 @@ MUTATIONS = [
         "false",
         "TlsLink.AnErrorThatIsNotAboutTheBytesIsAReset",
     ),
-    # ---- the door
+    # ---- the endpoint
     Mutation(
         "first messages may be repeated",
         "tls_link.cc",
         "!context_->seenHellos().add(random)",
         "false",
-        "TlsDoor.ARecordedFirstMessageIsAnsweredOnce",
+        "TlsEndpoint.ARecordedFirstMessageIsAnsweredOnce",
     ),
     Mutation(
         "a process may be any rank",
@@ -202,7 +202,7 @@ MUTATIONS = [
         "acceptor.cc",
         "if (verdict == Verdict::Wait && now - stranger.arrived >= kStrangerWithin) {",
         "if (false) {",
-        "TlsDoor.AHandshakeThatStopsIsDroppedAfterTwoSeconds",
+        "TlsEndpoint.AHandshakeThatStopsIsDroppedAfterTwoSeconds",
     ),
     Mutation(
         "a crowd sends ranks away in their handshakes",
@@ -294,22 +294,22 @@ MUTATIONS = [
         "listener.cc",
         "if (fd && address_.isUnix() && !sameUser(fd.get())) {",
         "if (false) {",
-        "UnixDoor.ACrowdOfAnotherUserIsDroppedAndAPeerGetsIn",
+        "UnixEndpoint.ACrowdOfAnotherUserIsDroppedAndAPeerGetsIn",
     ),
     Mutation(
         "other users are greeted",
-        "host_mates.cc",
+        "local_peers.cc",
         "if (!sameUser(socket.get())) {",
         "if (false) {",
-        "HostMates.AnotherUserIsSentNothing",
+        "LocalPeers.AnotherUserIsSentNothing",
         "engine",
     ),
     Mutation(
         "memory is given for any key",
-        "host_mates.h",
+        "local_peers.h",
         "found = offered == key ? &memory : found;",
         "found = &memory;\n      static_cast<void>(offered == key);",
-        "HostMates.GivesMemoryForItsKeyOnly",
+        "LocalPeers.GivesMemoryForItsKeyOnly",
         "engine",
     ),
     Mutation(
@@ -317,15 +317,15 @@ MUTATIONS = [
         "memory_key.h",
         "((high ^ other.high) | (low ^ other.low)) == 0",
         "(low ^ other.low) == 0",
-        "HostMates.GivesMemoryForItsKeyOnly",
+        "LocalPeers.GivesMemoryForItsKeyOnly",
         "engine",
     ),
     Mutation(
         "a short question is taken for one with half of a key",
-        "host_mates.cc",
+        "local_peers.cc",
         "if (got != static_cast<ssize_t>(sizeof ask) || ask.magic != Ask::kMagic) {",
         "if (got <= 0 || ask.magic != Ask::kMagic) {",
-        "HostMates.HangsUpOnAQuestionOfAnotherLength",
+        "LocalPeers.HangsUpOnAQuestionOfAnotherLength",
         "engine",
     ),
     Mutation(

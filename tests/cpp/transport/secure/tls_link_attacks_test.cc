@@ -229,7 +229,7 @@ Changed flipEachByte(Role sender, size_t records) {
 // cover the record's header of five bytes (RFC 8446, 4.2.11.2 and 4.4.1). Its type and length must be right, or the record cannot
 // be read. Receivers shall ignore its version: OpenSSL compares the first byte of that, and not the second. Bytes 3 and 4 are the
 // record's length, and bytes 6 to 8 the message's: if one of these is larger, the receiver waits for more bytes. A rank that listens drops
-// such a connection after 2 s (TlsDoor).
+// such a connection after 2 s (TlsEndpoint).
 TEST(TlsLinkHandshake, AChangedByteOfTheFirstMessageEndsItOrChangesNothing) {
   const Changed changed = flipEachByte(Role::Client, 1);
   EXPECT_EQ(changed.harmless, std::vector<std::string>{"0.2"});

@@ -1,4 +1,4 @@
-#include "engine/meeting/door.h"
+#include "engine/meeting/endpoint.h"
 
 #include <sys/epoll.h>
 
@@ -13,13 +13,13 @@
 #include "base/fault_point.h"
 #include "base/fork_guard.h"
 #include "base/log.h"
-#include "engine/meeting/door_words.h"
+#include "engine/meeting/endpoint_words.h"
 #include "transport/secure/tls_link.h"
 
 namespace pycomm {
 namespace {
 
-constexpr uint32_t kDoorGroup = 0x726f6f64; // "door": instead of the hash of a group
+constexpr uint32_t kEndpointGroup = 0x726f6f64; // "door": instead of the hash of a group
 constexpr std::chrono::seconds kForRequest{10}; // from Hello or the last answer, for one that has not entered
 constexpr std::chrono::seconds kRemembered{60};
 constexpr size_t kMostRemembered = 16;
@@ -35,23 +35,24 @@ std::optional<int64_t> numberIn(const std::string& text) {
 } // namespace
 
 /// The listening sockets. They are polled as one, like a group's.
-class Door::Ears final : public Loop::Handler, public Loop::Ticker {
+class Endpoint::Ears final : public Loop::Handler, public Loop::Ticker {
  public:
-  Ears(Door& door, std::vector<Listener> listeners) : door_(door) {
+  Ears(Endpoint& endpoint, std::vector<Listener> listeners) : endpoint_(endpoint) {
     for (Listener& listener : listeners) {
-      const uint64_t nonce =
-          listener.address().isUnix() ? door.unixNonce(door.addressed({}), door.tls_.get()) : door.nonce_;
-      acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), configOf(nonce, door.tls_)));
+      const uint64_t nonce = listener.address().isUnix()
+          ? endpoint.unixNonce(endpoint.addressed({}), endpoint.tls_.get())
+          : endpoint.nonce_;
+      acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), configOf(nonce, endpoint.tls_)));
     }
     for (const auto& acceptor : acceptors_) {
-      door_.control_.watch(acceptor->fd(), EPOLLIN, *this);
+      endpoint_.control_.watch(acceptor->fd(), EPOLLIN, *this);
     }
-    door_.control_.addTicker(*this);
+    endpoint_.control_.addTicker(*this);
   }
   ~Ears() override {
-    door_.control_.removeTicker(*this);
+    endpoint_.control_.removeTicker(*this);
     for (const auto& acceptor : acceptors_) {
-      door_.control_.unwatch(acceptor->fd());
+      endpoint_.control_.unwatch(acceptor->fd());
     }
     for (const Port& port : ports_) {
       leave(port);
@@ -80,13 +81,13 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
     const TimePoint now = Clock::now();
     for (const auto& acceptor : acceptors_) {
       for (Accepted& accepted : acceptor->poll(now)) {
-        door_.admit(std::move(accepted), {});
+        endpoint_.admit(std::move(accepted), {});
       }
     }
     for (const Port& port : ports_) {
       if (port.acceptor != nullptr) {
         for (Accepted& accepted : port.acceptor->poll(now)) {
-          door_.admit(std::move(accepted), port.of);
+          endpoint_.admit(std::move(accepted), port.of);
         }
       }
     }
@@ -113,7 +114,7 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
   [[nodiscard]] static AcceptorConfig configOf(uint64_t nonce, const std::shared_ptr<const TlsContext>& tls) {
     AcceptorConfig config;
     config.nonce = nonce;
-    config.group = kDoorGroup;
+    config.group = kEndpointGroup;
     config.size = 1; // with config.rank = -1 the visitor's rank 0 fits
     config.tls = tls;
     config.any_process = true; // which member it is, it says when it enters
@@ -124,7 +125,7 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
       Listener listener = Listener::bind(port.address, {port.address.port(), port.address.port()});
       listener.deferSilent();
       auto acceptor = std::make_unique<Acceptor>(std::move(listener), configOf(FixedPort::kNonce, port.tls));
-      door_.control_.watch(acceptor->fd(), EPOLLIN, *this);
+      endpoint_.control_.watch(acceptor->fd(), EPOLLIN, *this);
       port.acceptor = std::move(acceptor);
       log(LogLevel::Info, "processes that want to join find this one at " + port.address.text());
       return "";
@@ -135,25 +136,25 @@ class Door::Ears final : public Loop::Handler, public Loop::Ticker {
   }
   void leave(const Port& port) const noexcept {
     if (port.acceptor != nullptr) {
-      door_.control_.unwatch(port.acceptor->fd());
+      endpoint_.control_.unwatch(port.acceptor->fd());
     }
   }
 
-  Door& door_; ///< holds this
+  Endpoint& endpoint_; ///< holds this
   std::vector<std::unique_ptr<Acceptor>> acceptors_;
   std::vector<Port> ports_;
   TimePoint try_again_; ///< to take those that other processes have
 };
 
 /// One process that has said Hello.
-class Door::Session final : public Loop::Handler {
+class Endpoint::Session final : public Loop::Handler {
  public:
-  Session(Door& door, uint64_t number, std::unique_ptr<Link> link, ProcessId found)
-      : found(std::move(found)), door_(door), number_(number), link_(std::move(link)), since_(Clock::now()) {
-    door_.control_.watch(link_->fd(), EPOLLIN, *this);
+  Session(Endpoint& endpoint, uint64_t number, std::unique_ptr<Link> link, ProcessId found)
+      : found(std::move(found)), endpoint_(endpoint), number_(number), link_(std::move(link)), since_(Clock::now()) {
+    endpoint_.control_.watch(link_->fd(), EPOLLIN, *this);
   }
   ~Session() override {
-    door_.control_.unwatch(link_->fd());
+    endpoint_.control_.unwatch(link_->fd());
     if (instance != nullptr) {
       instance->left(rank);
     }
@@ -218,8 +219,8 @@ class Door::Session final : public Loop::Handler {
   }
   void end() noexcept {
     if (!std::exchange(over_, true)) {
-      door_.control_.unwatch(link_->fd());
-      door_.drop(number_);
+      endpoint_.control_.unwatch(link_->fd());
+      endpoint_.drop(number_);
     }
   }
   /// False if there is no room: it goes on when there is.
@@ -230,12 +231,12 @@ class Door::Session final : public Loop::Handler {
       out_.erase(0, progress.nbytes);
       if (progress.nbytes == 0 && (!out_.empty() || link_->unsent())) {
         writes_ = true;
-        door_.control_.watch(link_->fd(), static_cast<uint32_t>(link_->roomEvent()), *this);
+        endpoint_.control_.watch(link_->fd(), static_cast<uint32_t>(link_->roomEvent()), *this);
         return false;
       }
     }
     if (std::exchange(writes_, false)) {
-      door_.control_.watch(link_->fd(), EPOLLIN, *this);
+      endpoint_.control_.watch(link_->fd(), EPOLLIN, *this);
     }
     return true;
   }
@@ -245,7 +246,7 @@ class Door::Session final : public Loop::Handler {
       return false;
     }
     std::memcpy(&length, in_.data(), sizeof length);
-    if (length > (isStranger() ? kMaxFirstDoorFrame : kMaxDoorFrame)) {
+    if (length > (isStranger() ? kMaxFirstEndpointFrame : kMaxEndpointFrame)) {
       end();
       return false;
     }
@@ -258,12 +259,12 @@ class Door::Session final : public Loop::Handler {
       end();
       return false;
     }
-    out_ += door_.answer(*this, *request);
+    out_ += endpoint_.answer(*this, *request);
     since_ = Clock::now();
     return true;
   }
 
-  Door& door_; ///< holds this
+  Endpoint& endpoint_; ///< holds this
   const uint64_t number_;
   const std::unique_ptr<Link> link_;
   std::string in_;
@@ -273,7 +274,7 @@ class Door::Session final : public Loop::Handler {
   bool over_ = false;
 };
 
-TimePoint Door::Ears::nextTick() const noexcept {
+TimePoint Endpoint::Ears::nextTick() const noexcept {
   TimePoint next = TimePoint::max();
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
@@ -281,13 +282,13 @@ TimePoint Door::Ears::nextTick() const noexcept {
   for (const Port& port : ports_) {
     next = std::min(next, port.acceptor != nullptr ? port.acceptor->nextDeadline() : try_again_);
   }
-  for (const auto& [number, session] : door_.sessions_) {
+  for (const auto& [number, session] : endpoint_.sessions_) {
     next = std::min(next, session->patience());
   }
   return next;
 }
 
-void Door::Ears::tick(TimePoint now) {
+void Endpoint::Ears::tick(TimePoint now) {
   onReady(0);
   if (now >= try_again_) {
     try_again_ = now + kOfferAgain;
@@ -298,23 +299,23 @@ void Door::Ears::tick(TimePoint now) {
     }
   }
   std::vector<uint64_t> slow;
-  for (const auto& [number, session] : door_.sessions_) {
+  for (const auto& [number, session] : endpoint_.sessions_) {
     if (now >= session->patience()) {
       slow.push_back(number);
     }
   }
   for (const uint64_t number : slow) {
-    door_.sessions_.erase(number);
+    endpoint_.sessions_.erase(number);
   }
 }
 
-std::shared_ptr<Door> Door::open(EventLoop& control, Config config) {
-  std::shared_ptr<Door> door(new Door(control, config));
-  control.run([&] { door->ears_ = std::make_unique<Ears>(*door, std::move(config.listeners)); });
-  return door;
+std::shared_ptr<Endpoint> Endpoint::open(EventLoop& control, Config config) {
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(control, config));
+  control.run([&] { endpoint->ears_ = std::make_unique<Ears>(*endpoint, std::move(config.listeners)); });
+  return endpoint;
 }
 
-Door::Door(EventLoop& control, const Config& config)
+Endpoint::Endpoint(EventLoop& control, const Config& config)
     : control_(control),
       forks_(forkCount()),
       tls_(config.tls),
@@ -328,11 +329,11 @@ Door::Door(EventLoop& control, const Config& config)
   }
 }
 
-Door::~Door() {
+Endpoint::~Endpoint() {
   close();
 }
 
-void Door::close() noexcept {
+void Endpoint::close() noexcept {
   if (forkCount() != forks_) { // nor would its mutexes be safe: a thread of the parent may have held one
     (void)ears_.release();
     for (auto& [number, session] : sessions_) {
@@ -356,9 +357,9 @@ void Door::close() noexcept {
   }
 }
 
-MemberHandle Door::addressed(MemberHandle handle) const {
+MemberHandle Endpoint::addressed(MemberHandle handle) const {
   handle.version = FrameHeader::kVersion;
-  handle.door = id_;
+  handle.endpoint = id_;
   handle.nonce = nonce_;
   handle.key_id = tls_ == nullptr ? "" : tls_->secret().keyId();
   handle.host = HostIdentity::ofThisProcess();
@@ -369,31 +370,31 @@ MemberHandle Door::addressed(MemberHandle handle) const {
   return handle;
 }
 
-uint64_t Door::unixNonce(const MemberHandle& handle, const TlsContext* tls) {
+uint64_t Endpoint::unixNonce(const MemberHandle& handle, const TlsContext* tls) {
   if (tls == nullptr) {
     return handle.nonce;
   }
-  const Key key = tls->secret().derive("pycomm 1 door" + handle.door);
+  const Key key = tls->secret().derive("pycomm 1 endpoint" + handle.endpoint);
   uint64_t nonce = 0;
   std::memcpy(&nonce, key.bytes(), sizeof nonce);
   return nonce;
 }
 
-Hello Door::hello(uint64_t nonce) {
+Hello Endpoint::hello(uint64_t nonce) {
   Hello hello;
   hello.nonce = nonce;
   hello.rank = 0;
   hello.size = 1;
-  hello.group = kDoorGroup;
+  hello.group = kEndpointGroup;
   return hello;
 }
 
-void Door::add(const ProcessId& incarnation) {
+void Endpoint::add(const ProcessId& incarnation) {
   const std::lock_guard<std::mutex> lock(mutex_);
   here_[incarnation];
 }
 
-void Door::remove(const ProcessId& incarnation) noexcept {
+void Endpoint::remove(const ProcessId& incarnation) noexcept {
   if (forkCount() != forks_) {
     return;
   }
@@ -403,7 +404,7 @@ void Door::remove(const ProcessId& incarnation) noexcept {
   mailboxes_.erase(incarnation);
 }
 
-std::vector<Door::Offer> Door::offer(
+std::vector<Endpoint::Offer> Endpoint::offer(
     const ProcessId& incarnation,
     const std::vector<SocketAddress>& addresses,
     const std::shared_ptr<const TlsContext>& tls) {
@@ -420,7 +421,7 @@ std::vector<Door::Offer> Door::offer(
   return offers;
 }
 
-void Door::withdraw(const ProcessId& incarnation) noexcept {
+void Endpoint::withdraw(const ProcessId& incarnation) noexcept {
   if (forkCount() != forks_) {
     return;
   }
@@ -433,11 +434,11 @@ void Door::withdraw(const ProcessId& incarnation) noexcept {
         }
       });
     }
-  } catch (const std::exception&) { // no memory for the task: the ports stay until the door closes
+  } catch (const std::exception&) { // no memory for the task: the ports stay until the endpoint closes
   }
 }
 
-void Door::receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox) {
+void Endpoint::receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::weak_ptr<Mailbox>& known = mailboxes_[incarnation];
   if (!known.expired()) {
@@ -449,13 +450,13 @@ void Door::receive(const ProcessId& incarnation, std::weak_ptr<Mailbox> mailbox)
   known = std::move(mailbox);
 }
 
-void Door::forgetOld(std::deque<Called>& called, TimePoint now) const {
+void Endpoint::forgetOld(std::deque<Called>& called, TimePoint now) const {
   while (!called.empty() && (called.size() > kMostRemembered || now - called.front().since > kRemembered)) {
     called.pop_front();
   }
 }
 
-void Door::call(const ProcessId& incarnation, std::shared_ptr<Instance> instance) {
+void Endpoint::call(const ProcessId& incarnation, std::shared_ptr<Instance> instance) {
   const TimePoint now = Clock::now();
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto here = here_.find(incarnation);
@@ -472,9 +473,9 @@ void Door::call(const ProcessId& incarnation, std::shared_ptr<Instance> instance
   }
 }
 
-void Door::admit(Accepted accepted, const ProcessId& found) {
+void Endpoint::admit(Accepted accepted, const ProcessId& found) {
   if (sessions_.size() >= kMaxSessions) {
-    log(LogLevel::Warn, "too many processes are at the door: a connection was dropped, and tries again");
+    log(LogLevel::Warn, "too many processes are at the endpoint: a connection was dropped, and tries again");
     return;
   }
   const uint64_t number = next_session_++;
@@ -486,18 +487,18 @@ void Door::admit(Accepted accepted, const ProcessId& found) {
 
 // Not at once: the session may be the one that calls. The task runs before close() returns, which posts a later one when there is no
 // session any more.
-void Door::drop(uint64_t session) noexcept {
+void Endpoint::drop(uint64_t session) noexcept {
   try {
     control_.post([this, session]() noexcept { sessions_.erase(session); });
-  } catch (const std::exception&) { // no memory: it stays until the door closes
+  } catch (const std::exception&) { // no memory: it stays until the endpoint closes
   }
 }
 
-std::shared_ptr<Instance> Door::find(const ProcessId& to, const std::string& name, int64_t uuid, std::string& why) {
+std::shared_ptr<Instance> Endpoint::find(const ProcessId& to, const std::string& name, int64_t uuid, std::string& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto here = here_.find(to);
   if (here == here_.end()) {
-    why = packWords({door_answer::kGone});
+    why = packWords({endpoint_answer::kGone});
     return nullptr;
   }
   for (auto called = here->second.rbegin(); called != here->second.rend(); ++called) {
@@ -510,19 +511,19 @@ std::shared_ptr<Instance> Door::find(const ProcessId& to, const std::string& nam
       for (int rank = 0; rank < instance.size(); ++rank) {
         list += (rank == 0 ? "" : "; ") + std::to_string(rank) + ": " + instance.member(rank).who();
       }
-      why = packWords({door_answer::kOther, list});
+      why = packWords({endpoint_answer::kOther, list});
       return nullptr;
     }
   }
-  why = packWords({door_answer::kNotYet});
+  why = packWords({endpoint_answer::kNotYet});
   return nullptr;
 }
 
-std::string Door::letIn(Session& session, const std::vector<std::string>& request) {
+std::string Endpoint::letIn(Session& session, const std::vector<std::string>& request) {
   const auto uuid = request.size() == 6 ? numberIn(request[4]) : std::nullopt;
   const auto rank = request.size() == 6 ? numberIn(request[5]) : std::nullopt;
   if (!uuid || !rank || session.instance != nullptr) {
-    return packWords({door_answer::kGone});
+    return packWords({endpoint_answer::kGone});
   }
   std::string why;
   const std::shared_ptr<Instance> instance = find(request[1], request[3], *uuid, why);
@@ -530,28 +531,28 @@ std::string Door::letIn(Session& session, const std::vector<std::string>& reques
     return why;
   }
   if (const auto failure = instance->failure()) {
-    return packWords({door_answer::kFailed, failure->serialize()});
+    return packWords({endpoint_answer::kFailed, failure->serialize()});
   }
   const bool fits =
       *rank >= 0 && *rank < instance->size() && instance->member(static_cast<int>(*rank)).incarnation == request[2];
   const auto peer = session.peer();
-  if (!fits || (peer && instance->member(static_cast<int>(*rank)).door != *peer)) {
-    return packWords({door_answer::kGone});
+  if (!fits || (peer && instance->member(static_cast<int>(*rank)).endpoint != *peer)) {
+    return packWords({endpoint_answer::kGone});
   }
-  if (request[0] == door_request::kLook) {
-    return packWords({door_answer::kHere});
+  if (request[0] == endpoint_request::kLook) {
+    return packWords({endpoint_answer::kHere});
   }
   if (instance->member(0).incarnation != request[1] || !instance->enter(static_cast<int>(*rank))) {
-    return packWords({door_answer::kNotYet}); // its last connection has not been seen to end
+    return packWords({endpoint_answer::kNotYet}); // its last connection has not been seen to end
   }
   session.instance = instance;
   session.rank = static_cast<int>(*rank);
-  return packWords({door_answer::kHere});
+  return packWords({endpoint_answer::kHere});
 }
 
-std::string Door::introduce(Session& session, const std::vector<std::string>& request) {
+std::string Endpoint::introduce(Session& session, const std::vector<std::string>& request) {
   if (request.size() != 4 || session.instance != nullptr || !session.from.empty()) {
-    return packWords({door_answer::kGone});
+    return packWords({endpoint_answer::kGone});
   }
   std::string why;
   const std::shared_ptr<Mailbox> mailbox = mailboxOf(request[1], why);
@@ -559,9 +560,9 @@ std::string Door::introduce(Session& session, const std::vector<std::string>& re
     return why;
   }
   if (!mailbox->knows(request[2], request[3], session.peer())) {
-    return packWords({door_answer::kGone});
+    return packWords({endpoint_answer::kGone});
   }
-  session.gives = request[0] == door_request::kGive;
+  session.gives = request[0] == endpoint_request::kGive;
   for (const auto& [number, other] :
        sessions_) { // one connection per member: it has opened another, so that one is of no use to it
     if (other->from == request[2] && other->gives == session.gives && other->mailbox.lock() == mailbox) {
@@ -570,40 +571,40 @@ std::string Door::introduce(Session& session, const std::vector<std::string>& re
   }
   session.mailbox = mailbox;
   session.from = request[2];
-  return packWords({door_answer::kHere});
+  return packWords({endpoint_answer::kHere});
 }
 
-std::shared_ptr<Door::Mailbox> Door::mailboxOf(const ProcessId& to, std::string& why) const {
+std::shared_ptr<Endpoint::Mailbox> Endpoint::mailboxOf(const ProcessId& to, std::string& why) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = mailboxes_.find(to);
   std::shared_ptr<Mailbox> mailbox = found == mailboxes_.end() ? nullptr : found->second.lock();
   if (mailbox == nullptr) {
-    why = packWords({here_.count(to) != 0 ? door_answer::kNotYet : door_answer::kGone});
+    why = packWords({here_.count(to) != 0 ? endpoint_answer::kNotYet : endpoint_answer::kGone});
   }
   return mailbox;
 }
 
-std::string Door::answerWho(const Session& session, const std::vector<std::string>& request) const {
+std::string Endpoint::answerWho(const Session& session, const std::vector<std::string>& request) const {
   std::string why;
   const std::shared_ptr<Mailbox> mailbox =
       request.size() == 2 ? mailboxOf(session.found.empty() ? request[1] : session.found, why) : nullptr;
   if (mailbox == nullptr) {
-    return why.empty() ? packWords({door_answer::kGone}) : why;
+    return why.empty() ? packWords({endpoint_answer::kGone}) : why;
   }
   const std::vector<std::string> notice = mailbox->notice();
-  std::vector<std::string_view> words = {notice.empty() ? door_answer::kNone : door_answer::kHere};
+  std::vector<std::string_view> words = {notice.empty() ? endpoint_answer::kNone : endpoint_answer::kHere};
   words.insert(words.end(), notice.begin(), notice.end());
   return packWords(words);
 }
 
-std::string Door::answer(Session& session, const std::vector<std::string>& request) {
-  namespace ask = door_request;
+std::string Endpoint::answer(Session& session, const std::vector<std::string>& request) {
+  namespace ask = endpoint_request;
   const std::string& what = request.front();
   if (what == ask::kWho) {
     return answerWho(session, request);
   }
   if (!session.found.empty()) { // all else is asked of a process that one knows
-    return packWords({door_answer::kGone});
+    return packWords({endpoint_answer::kGone});
   }
   if (what == ask::kAgree || what == ask::kGive) {
     return introduce(session, request);
@@ -611,59 +612,59 @@ std::string Door::answer(Session& session, const std::vector<std::string>& reque
   if (!session.from.empty()) {
     const std::shared_ptr<Mailbox> mailbox = session.mailbox.lock();
     if (mailbox != nullptr && session.gives && what == ask::kState) {
-      return packWords({mailbox->take(session.from, request) ? door_answer::kHere : door_answer::kNone});
+      return packWords({mailbox->take(session.from, request) ? endpoint_answer::kHere : endpoint_answer::kNone});
     }
     if (mailbox == nullptr || session.gives || what != ask::kSay || request.size() != 2) {
-      return packWords({door_answer::kGone});
+      return packWords({endpoint_answer::kGone});
     }
-    return packWords({mailbox->deliver(session.from, request[1]) ? door_answer::kHere : door_answer::kGone});
+    return packWords({mailbox->deliver(session.from, request[1]) ? endpoint_answer::kHere : endpoint_answer::kGone});
   }
   if (what == ask::kEnter || what == ask::kLook) {
     return letIn(session, request);
   }
   if (session.instance == nullptr) {
-    return packWords({door_answer::kGone});
+    return packWords({endpoint_answer::kGone});
   }
   Instance& instance = *session.instance;
   try {
-    PYCOMM_FAULT_POINT("door.answer");
+    PYCOMM_FAULT_POINT("endpoint.answer");
     if (what == ask::kSet && request.size() == 3) {
       instance.set(request[1], request[2]);
-      return packWords({door_answer::kHere});
+      return packWords({endpoint_answer::kHere});
     }
     if (what == ask::kFind && request.size() == 2) {
       const auto value = instance.find(request[1]);
-      return value ? packWords({door_answer::kHere, *value}) : packWords({door_answer::kNone});
+      return value ? packWords({endpoint_answer::kHere, *value}) : packWords({endpoint_answer::kNone});
     }
     if (what == ask::kHas && request.size() == 2) {
-      return packWords({instance.has(request[1]) ? door_answer::kHere : door_answer::kNone});
+      return packWords({instance.has(request[1]) ? endpoint_answer::kHere : endpoint_answer::kNone});
     }
     if (what == ask::kRemove && request.size() == 2) {
-      return packWords({instance.remove(request[1]) ? door_answer::kHere : door_answer::kNone});
+      return packWords({instance.remove(request[1]) ? endpoint_answer::kHere : endpoint_answer::kNone});
     }
     if (what == ask::kAdd && request.size() == 3) {
       if (const auto amount = numberIn(request[2])) {
-        return packWords({door_answer::kHere, std::to_string(instance.add(request[1], *amount))});
+        return packWords({endpoint_answer::kHere, std::to_string(instance.add(request[1], *amount))});
       }
     }
     if (what == ask::kReady && request.size() == 1) {
       const Instance::Ready ready = instance.ready(session.rank);
-      return packWords({door_answer::kHere, std::to_string(ready.count), std::to_string(ready.first_missing)});
+      return packWords({endpoint_answer::kHere, std::to_string(ready.count), std::to_string(ready.first_missing)});
     }
     if (what == ask::kFail && request.size() == 2) {
       const auto record = ErrorRecord::deserialize(request[1], instance.size(), instance.job());
       if (record && !instance.fail(*record)) {
-        return packWords({door_answer::kComplete});
+        return packWords({endpoint_answer::kComplete});
       }
       if (record) {
         instance.told(session.rank);
       }
-      return packWords({door_answer::kHere});
+      return packWords({endpoint_answer::kHere});
     }
     throw Error(ErrorCode::ProtocolViolation, "a member asks for what no pycomm of this version asks for");
   } catch (const Error& error) {
     instance.told(session.rank);
-    return packWords({door_answer::kFailed, error.record().serialize()});
+    return packWords({endpoint_answer::kFailed, error.record().serialize()});
   }
 }
 

@@ -41,8 +41,8 @@ Hello helloOf(int rank) {
 }
 
 /// Rank 0 of a group of three, at its Unix socket.
-struct UnixDoor {
-  explicit UnixDoor(std::shared_ptr<const TlsContext> tls = nullptr)
+struct UnixEndpoint {
+  explicit UnixEndpoint(std::shared_ptr<const TlsContext> tls = nullptr)
       : acceptor(Listener::bindUnix(randomUnixName()), config(std::move(tls))) {}
 
   static AcceptorConfig config(std::shared_ptr<const TlsContext> tls) {
@@ -98,7 +98,7 @@ struct UnixDoor {
 // A child that runs as another user. It connects `count` times and says each time what a rank would say. At first it fills the queue. The
 // last connections stay open until `read`: a reply to those that are closed could not be sent, so they would never be taken for ranks.
 bool crowdAsOther(
-    const SocketAddress& door,
+    const SocketAddress& endpoint,
     int count,
     SharedFlag& full,
     SharedFlag& connected,
@@ -110,7 +110,7 @@ bool crowdAsOther(
   }
   for (const Deadline deadline = soon(); connected.value() < count && !deadline.expired();) {
     UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (socket && ::connect(socket.get(), door.raw(), door.rawLength()) == 0) {
+    if (socket && ::connect(socket.get(), endpoint.raw(), endpoint.rawLength()) == 0) {
       (void)::send(socket.get(), hello.data(), hello.size(), MSG_NOSIGNAL); // it may be dropped already
       connected.raise(connected.value() + 1);
       held.push_back(std::move(socket));
@@ -129,83 +129,83 @@ bool crowdAsOther(
 }
 
 // All say what rank 2 would say, and none is taken for it: they are dropped before a byte is read. So none is counted either.
-TEST(UnixDoor, ACrowdOfAnotherUserIsDroppedAndAPeerGetsIn) {
+TEST(UnixEndpoint, ACrowdOfAnotherUserIsDroppedAndAPeerGetsIn) {
   if (::geteuid() != 0) {
     GTEST_SKIP() << "needs root, to become another user";
   }
-  UnixDoor door;
+  UnixEndpoint endpoint;
   SharedFlag full;
   SharedFlag connected;
   SharedFlag read;
-  Process crowd([&] { return crowdAsOther(door.acceptor.address(), kCrowd, full, connected, read); });
+  Process crowd([&] { return crowdAsOther(endpoint.acceptor.address(), kCrowd, full, connected, read); });
   ASSERT_TRUE(full.wait()) << "the queue is full before the rank looks at it";
   const int64_t queued = connected.value();
-  GreetedLink link({}, door.acceptor.address(), helloOf(1));
+  GreetedLink link({}, endpoint.acceptor.address(), helloOf(1));
   EXPECT_FALSE(link.finishConnect()) << "it waits for room in the queue";
   const TimePoint begin = Clock::now();
-  ASSERT_TRUE(door.open(link));
+  ASSERT_TRUE(endpoint.open(link));
   const int64_t took_ms = elapsedMs(begin);
-  ASSERT_EQ(door.accepted.size(), 1U);
-  EXPECT_EQ(door.accepted[0].hello.rank, 1);
+  ASSERT_EQ(endpoint.accepted.size(), 1U);
+  EXPECT_EQ(endpoint.accepted[0].hello.rank, 1);
   for (const Deadline deadline = soon(); connected.value() < kCrowd && !deadline.expired();) {
-    door.poll();
+    endpoint.poll();
   }
   for (int turn = 0; turn < kCrowd; ++turn) { // each takes some from the queue, if there are any
-    door.poll();
+    endpoint.poll();
   }
   read.raise();
   EXPECT_TRUE(crowd.join());
-  EXPECT_EQ(door.accepted.size(), 1U) << "a stranger was taken for a rank";
-  EXPECT_EQ(door.acceptor.rejected(), 0);
+  EXPECT_EQ(endpoint.accepted.size(), 1U) << "a stranger was taken for a rank";
+  EXPECT_EQ(endpoint.acceptor.rejected(), 0);
   EXPECT_GT(queued, 64) << "more than are dropped in a turn";
   EXPECT_WITHIN_MS(took_ms, 2000);
 }
 
-TEST(UnixDoor, AStrangerOfThisUserIsReadLikeOneAtAPort) {
-  UnixDoor door;
-  door.frozen = Clock::now();
+TEST(UnixEndpoint, AStrangerOfThisUserIsReadLikeOneAtAPort) {
+  UnixEndpoint endpoint;
+  endpoint.frozen = Clock::now();
   const std::string junk = "GET / HTTP/1.1\r\n\r\n";
-  const auto stranger = connectSocket({}, door.acceptor.address(), soon(), kNoAbort);
+  const auto stranger = connectSocket({}, endpoint.acceptor.address(), soon(), kNoAbort);
   writeAll(*stranger, {reinterpret_cast<const std::byte*>(junk.data()), junk.size()}, soon(), kNoAbort);
-  EXPECT_TRUE(door.drops(*stranger));
-  EXPECT_EQ(door.acceptor.rejected(), 1);
+  EXPECT_TRUE(endpoint.drops(*stranger));
+  EXPECT_EQ(endpoint.acceptor.rejected(), 1);
 }
 
 // The kernel carries the bytes and says which user is at the other end, so nothing is in TLS. The number in the Hello is derived from
 // the secret.
-TEST(UnixDoor, WithASecretAPeerSpeaksPlainAndMustKnowTheNumber) {
+TEST(UnixEndpoint, WithASecretAPeerSpeaksPlainAndMustKnowTheNumber) {
   const auto secret = std::make_shared<const Secret>(Secret::generate());
-  UnixDoor door(std::make_shared<const TlsContext>(secret, newProcessId()));
-  GreetedLink link({}, door.acceptor.address(), helloOf(1));
-  ASSERT_TRUE(door.open(link));
-  ASSERT_EQ(door.accepted.size(), 1U);
-  EXPECT_EQ(door.accepted[0].hello.rank, 1);
+  UnixEndpoint endpoint(std::make_shared<const TlsContext>(secret, newProcessId()));
+  GreetedLink link({}, endpoint.acceptor.address(), helloOf(1));
+  ASSERT_TRUE(endpoint.open(link));
+  ASSERT_EQ(endpoint.accepted.size(), 1U);
+  EXPECT_EQ(endpoint.accepted[0].hello.rank, 1);
   EXPECT_THAT(link.describe(), Not(HasSubstr("(TLS)")));
-  EXPECT_THAT(door.accepted[0].link->describe(), Not(HasSubstr("(TLS)")));
+  EXPECT_THAT(endpoint.accepted[0].link->describe(), Not(HasSubstr("(TLS)")));
 
   Hello guessed = helloOf(2);
   guessed.nonce = kNonce + 1;
   const ErrorRecord record = errorOf([&] {
-    GreetedLink other({}, door.acceptor.address(), guessed);
-    (void)door.open(other);
+    GreetedLink other({}, endpoint.acceptor.address(), guessed);
+    (void)endpoint.open(other);
   });
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
-  EXPECT_EQ(door.accepted.size(), 1U);
-  EXPECT_EQ(door.acceptor.rejected(), 1);
+  EXPECT_EQ(endpoint.accepted.size(), 1U);
+  EXPECT_EQ(endpoint.acceptor.rejected(), 1);
 }
 
-TEST(UnixDoor, WithASecretNothingAnswersAHandshake) {
+TEST(UnixEndpoint, WithASecretNothingAnswersAHandshake) {
   const auto secret = std::make_shared<const Secret>(Secret::generate());
   const auto self = std::make_shared<const TlsContext>(secret, newProcessId());
-  UnixDoor door(self);
+  UnixEndpoint endpoint(self);
   const ErrorRecord record = errorOf([&] {
     const auto client = std::make_shared<const TlsContext>(secret, newProcessId());
-    GreetedLink link({}, door.acceptor.address(), helloOf(1), {client, self->self()});
-    (void)door.open(link, 5000);
+    GreetedLink link({}, endpoint.acceptor.address(), helloOf(1), {client, self->self()});
+    (void)endpoint.open(link, 5000);
   });
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
-  EXPECT_TRUE(door.accepted.empty());
-  EXPECT_EQ(door.acceptor.rejected(), 1);
+  EXPECT_TRUE(endpoint.accepted.empty());
+  EXPECT_EQ(endpoint.acceptor.rejected(), 1);
 }
 
 } // namespace

@@ -20,15 +20,15 @@
 namespace pycomm::testing {
 
 /// Both directions of a link between the rank and one peer.
-struct LaneWire {
+struct DataLoopWire {
   std::string written; ///< by the rank
   std::string coming; ///< what it will read
   bool full = false; ///< the peer reads nothing
 };
 
-class LaneLink final : public Link {
+class DataLoopLink final : public Link {
  public:
-  LaneLink(LaneWire& wire, int fd) : wire_(wire), fd_(fd) {}
+  DataLoopLink(DataLoopWire& wire, int fd) : wire_(wire), fd_(fd) {}
   [[nodiscard]] int fd() const noexcept override {
     return fd_;
   }
@@ -55,14 +55,14 @@ class LaneLink final : public Link {
   }
 
  private:
-  LaneWire& wire_; ///< outlives the plane, which owns this
+  DataLoopWire& wire_; ///< outlives the plane, which owns this
   const int fd_;
 };
 
 /// Rank 0 of some; the test is the others, and the clock.
-class LoneLane {
+class LoneDataLoop {
  public:
-  explicit LoneLane(int size = 3, Limits limits = {}) : identity(identityOf(size)) {
+  explicit LoneDataLoop(int size = 3, Limits limits = {}) : identity(identityOf(size)) {
     Clock::simulate(&now_);
     DataPlane::Events events;
     events.noticed = [this](ErrorRecord record) {
@@ -83,17 +83,17 @@ class LoneLane {
       if (refuses) {
         throw Error(ErrorCode::ConnectionReset, "no");
       }
-      return std::make_unique<LaneLink>(out[peer], kOutFd + peer);
+      return std::make_unique<DataLoopLink>(out[peer], kOutFd + peer);
     };
     plane = std::make_unique<DataPlane>(identity, loop, std::move(events), std::move(options));
   }
-  ~LoneLane() {
+  ~LoneDataLoop() {
     plane->fail(because(ErrorCode::ShutDown));
     plane.reset();
     Clock::simulate(nullptr);
   }
-  LoneLane(const LoneLane&) = delete;
-  LoneLane& operator=(const LoneLane&) = delete;
+  LoneDataLoop(const LoneDataLoop&) = delete;
+  LoneDataLoop& operator=(const LoneDataLoop&) = delete;
 
   static ErrorRecord because(ErrorCode code) {
     ErrorRecord reason;
@@ -186,7 +186,7 @@ class LoneLane {
 
   const GroupIdentity identity;
   fuzz::HandLoop loop;
-  std::map<int, LaneWire> out; ///< by peer: the link that the rank has opened
+  std::map<int, DataLoopWire> out; ///< by peer: the link that the rank has opened
   std::vector<ErrorRecord> noticed;
   bool loses_news = false; ///< there is no memory to report what is noticed
   bool refuses = false; ///< no link to a peer can be opened

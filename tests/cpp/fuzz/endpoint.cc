@@ -1,5 +1,5 @@
 // What a connection with a secret may bring: to the port, to the process that connects, and in the texts about it.
-#include "fuzz/door.h"
+#include "fuzz/endpoint.h"
 
 #include <sys/socket.h>
 
@@ -140,14 +140,14 @@ Secret fuzzSecret() {
 
 // ---- the port
 
-std::vector<uint8_t> doorSample() {
+std::vector<uint8_t> endpointSample() {
   const std::string bytes = std::string("\x20\x00\x05", 3) + ScriptedTls::record(0x16, identityText(0, kSelf)) +
       ScriptedTls::record(0x17, encodeHello(helloOf(0))) + ScriptedTls::record(0x17, std::string(40, 'x')) +
       ScriptedTls::record(0x18, "") + ScriptedTls::record(0x15, "");
   return bytesOf(bytes);
 }
 
-bool readDoor(const uint8_t* bytes, size_t nbytes) {
+bool readEndpoint(const uint8_t* bytes, size_t nbytes) {
   static Acceptor acceptor = [] {
     AcceptorConfig config = acceptorConfig();
     config.tls = contextOfSelf();
@@ -211,14 +211,14 @@ bool readDoor(const uint8_t* bytes, size_t nbytes) {
 
 // ---- the process that connects
 
-std::vector<uint8_t> knockSample() {
+std::vector<uint8_t> dialSample() {
   const std::string bytes = std::string("\x63\x00\x00\x05", 4) + ScriptedTls::record(0x16, "hello") +
       ScriptedTls::record(0x17, encodeHelloAccepted(identity().hash)) +
       ScriptedTls::record(0x17, std::string(40, 'x')) + ScriptedTls::record(0x18, "") + ScriptedTls::record(0x15, "");
   return bytesOf(bytes);
 }
 
-bool readKnock(const uint8_t* bytes, size_t nbytes) {
+bool readDial(const uint8_t* bytes, size_t nbytes) {
   if (nbytes < 4) {
     return false;
   }

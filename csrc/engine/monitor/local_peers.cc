@@ -1,4 +1,4 @@
-#include "engine/monitor/host_mates.h"
+#include "engine/monitor/local_peers.h"
 
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -35,43 +35,43 @@ bool readGreeting(int socket, Greeting& greeting, UniqueFd& words) {
 } // namespace
 
 /// The socket that other processes connect to.
-struct HostMates::Server final : EventLoop::Handler {
-  explicit Server(HostMates& owner) : mates(owner) {}
+struct LocalPeers::Server final : EventLoop::Handler {
+  explicit Server(LocalPeers& owner) : local_peers(owner) {}
   void onReady(uint32_t) override {
-    mates.admit();
+    local_peers.admit();
   }
   void onThrown(const std::exception_ptr& exception) noexcept override {
-    mates.onThrown(exception);
+    local_peers.onThrown(exception);
   }
-  HostMates& mates; ///< holds this
+  LocalPeers& local_peers; ///< holds this
   UniqueFd socket;
 };
 
 /// A process that watches us. It may ask for the memory of groups; when it hangs up, its word is free.
-struct HostMates::Watcher final : EventLoop::Handler {
-  explicit Watcher(HostMates& owner) : mates(owner) {}
+struct LocalPeers::Watcher final : EventLoop::Handler {
+  explicit Watcher(LocalPeers& owner) : local_peers(owner) {}
   void onReady(uint32_t) override {
-    mates.hearWatcher(*this);
+    local_peers.hearWatcher(*this);
   }
   void onThrown(const std::exception_ptr& exception) noexcept override {
-    mates.onThrown(exception);
+    local_peers.onThrown(exception);
   }
   std::optional<MemoryKey> asks; ///< for what is not offered yet
-  HostMates& mates; ///< holds this
+  LocalPeers& local_peers; ///< holds this
   UniqueFd socket;
   uint32_t word = 0;
 };
 
 /// A process that we watch.
-struct HostMates::Watched final : EventLoop::Handler {
-  explicit Watched(HostMates& owner) : mates(owner) {}
+struct LocalPeers::Watched final : EventLoop::Handler {
+  explicit Watched(LocalPeers& owner) : local_peers(owner) {}
   void onReady(uint32_t) override {
-    mates.heard(*this);
+    local_peers.heard(*this);
   }
   void onThrown(const std::exception_ptr& exception) noexcept override {
-    mates.onThrown(exception);
+    local_peers.onThrown(exception);
   }
-  HostMates& mates; ///< holds this
+  LocalPeers& local_peers; ///< holds this
   std::string name;
   UniqueFd socket;
   uint64_t watch = 0; ///< 0 until its greeting has come
@@ -79,13 +79,13 @@ struct HostMates::Watched final : EventLoop::Handler {
   std::unordered_map<uint64_t, Died> interests;
 };
 
-HostMates::HostMates(EventLoop& loop, Report report) : loop_(loop), report_(std::move(report)) {}
+LocalPeers::LocalPeers(EventLoop& loop, Report report) : loop_(loop), report_(std::move(report)) {}
 
-HostMates::~HostMates() {
+LocalPeers::~LocalPeers() {
   close();
 }
 
-std::string HostMates::name() {
+std::string LocalPeers::name() {
   const std::lock_guard<std::mutex> lock(name_mutex_);
   if (!std::exchange(opened_, true)) {
     try {
@@ -98,7 +98,7 @@ std::string HostMates::name() {
   return name_;
 }
 
-void HostMates::open() {
+void LocalPeers::open() {
   const std::string name = randomUnixName();
   auto server = std::make_unique<Server>(*this);
   server->socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
@@ -117,7 +117,7 @@ void HostMates::open() {
   name_ = name;
 }
 
-DeathWatch& HostMates::deathWatch() {
+DeathWatch& LocalPeers::deathWatch() {
   if (death_watch_ == nullptr) {
     death_watch_ = std::make_unique<DeathWatch>([this](uint64_t watch) {
       Loop::guarded(*this, [&] { loop_.post(Loop::owned(*this, [this, watch] { onDeath(watch); })); });
@@ -126,7 +126,7 @@ DeathWatch& HostMates::deathWatch() {
   return *death_watch_;
 }
 
-void HostMates::onThrown(const std::exception_ptr& exception) noexcept {
+void LocalPeers::onThrown(const std::exception_ptr& exception) noexcept {
   try {
     std::rethrow_exception(exception);
   } catch (const std::bad_alloc&) { // nor is there memory for a line
@@ -138,7 +138,7 @@ void HostMates::onThrown(const std::exception_ptr& exception) noexcept {
   }
 }
 
-void HostMates::admit() {
+void LocalPeers::admit() {
   for (int i = 0; i < kBacklog; ++i) {
     UniqueFd socket = UniqueFd::from(
         [&] { return ::accept4(server_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
@@ -186,7 +186,7 @@ void HostMates::admit() {
   }
 }
 
-void HostMates::tick(TimePoint now) noexcept {
+void LocalPeers::tick(TimePoint now) noexcept {
   if (server_ == nullptr || now < admit_again_) {
     return;
   }
@@ -198,7 +198,7 @@ void HostMates::tick(TimePoint now) noexcept {
   }
 }
 
-void HostMates::hearWatcher(Watcher& watcher) {
+void LocalPeers::hearWatcher(Watcher& watcher) {
   Ask ask;
   UniqueFd none;
   const ssize_t got = takeMessage(watcher.socket.get(), &ask, sizeof ask, none);
@@ -217,7 +217,7 @@ void HostMates::hearWatcher(Watcher& watcher) {
   answer(watcher);
 }
 
-void HostMates::answer(Watcher& watcher) noexcept {
+void LocalPeers::answer(Watcher& watcher) noexcept {
   const MemoryOffers::Memory* const memory = offers_.find(*watcher.asks);
   if (memory == nullptr) {
     return; // the group is not so far yet here
@@ -230,7 +230,7 @@ void HostMates::answer(Watcher& watcher) noexcept {
   (void)passMessage(watcher.socket.get(), &reply, sizeof reply, fd); // a watcher may miss it
 }
 
-void HostMates::offer(const MemoryKey& key, MemoryOffers::Memory memory) {
+void LocalPeers::offer(const MemoryKey& key, MemoryOffers::Memory memory) {
   offers_.set(key, std::move(memory));
   for (const auto& entry : watchers_) {
     if (entry.second->asks == key) {
@@ -239,18 +239,18 @@ void HostMates::offer(const MemoryKey& key, MemoryOffers::Memory memory) {
   }
 }
 
-void HostMates::withdraw(const MemoryKey& key) noexcept {
+void LocalPeers::withdraw(const MemoryKey& key) noexcept {
   offers_.remove(key);
 }
 
-void HostMates::dismiss(int fd) noexcept {
+void LocalPeers::dismiss(int fd) noexcept {
   const auto watcher = watchers_.find(fd);
   loop_.unwatch(fd);
   deathWatch().takeBack(watcher->second->word);
   watchers_.erase(watcher);
 }
 
-uint64_t HostMates::watch(const std::string& name, Died died) {
+uint64_t LocalPeers::watch(const std::string& name, Died died) {
   const uint64_t interest = next_interest_++;
   if (closed_ || name.empty() || name.size() > kMaxUnixName) {
     return interest;
@@ -278,11 +278,11 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
 }
 
 // Also once more, where there was no descriptor before. If that process has ended in order, nothing changes.
-void HostMates::connect(Watched& watched) {
+void LocalPeers::connect(Watched& watched) {
   if (watched.socket || watched.watch != 0 || watched.dead) {
     return;
   }
-  watched.socket = connectToMate(watched.name);
+  watched.socket = connectToLocalPeer(watched.name);
   try {
     if (watched.socket) {
       loop_.watch(watched.socket.get(), EPOLLIN, watched);
@@ -295,7 +295,7 @@ void HostMates::connect(Watched& watched) {
   }
 }
 
-void HostMates::unwatch(uint64_t interest) noexcept {
+void LocalPeers::unwatch(uint64_t interest) noexcept {
   for (auto watched = watched_.begin(); watched != watched_.end(); ++watched) {
     if (watched->second->interests.erase(interest) != 0) {
       if (watched->second->interests.empty()) {
@@ -306,7 +306,7 @@ void HostMates::unwatch(uint64_t interest) noexcept {
   }
 }
 
-void HostMates::forget(WatchedByName::iterator watched) noexcept {
+void LocalPeers::forget(WatchedByName::iterator watched) noexcept {
   if (watched->second->socket) {
     loop_.unwatch(watched->second->socket.get());
   }
@@ -316,7 +316,7 @@ void HostMates::forget(WatchedByName::iterator watched) noexcept {
   watched_.erase(watched);
 }
 
-void HostMates::heard(Watched& watched) {
+void LocalPeers::heard(Watched& watched) {
   if (watched.watch == 0) {
     Greeting greeting;
     UniqueFd words;
@@ -341,7 +341,7 @@ void HostMates::heard(Watched& watched) {
   watched.socket.reset();
 }
 
-void HostMates::onDeath(uint64_t watch) {
+void LocalPeers::onDeath(uint64_t watch) {
   for (const auto& entry : watched_) {
     Watched& watched = *entry.second;
     if (watched.watch != watch) {
@@ -356,7 +356,7 @@ void HostMates::onDeath(uint64_t watch) {
   }
 }
 
-void HostMates::close() noexcept {
+void LocalPeers::close() noexcept {
   {
     const std::lock_guard<std::mutex> lock(name_mutex_);
     opened_ = true; // a name that was never asked for is not opened any more

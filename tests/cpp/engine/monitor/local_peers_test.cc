@@ -1,4 +1,4 @@
-#include "engine/monitor/host_mates.h"
+#include "engine/monitor/local_peers.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -39,7 +39,7 @@ constexpr MemoryKey kKey{0x0123456789abcdef, 7};
 // A process that asks for the memory under `key`, and returns whether it got some.
 bool asks(const std::string& name, const MemoryKey& key, int timeout_ms) {
   const AbortToken none;
-  return static_cast<bool>(HostMates::ask(name, key, Deadline::after(timeout_ms), none));
+  return static_cast<bool>(LocalPeers::ask(name, key, Deadline::after(timeout_ms), none));
 }
 
 // The length of the next message: 0 at the end, -1 if none comes.
@@ -53,7 +53,7 @@ ssize_t takeWithin10s(int socket, char* room, size_t nbytes, UniqueFd& fd) {
 
 /// What the process of that name answers to who asks for a report; "none" if it has none.
 std::string reportOf(const std::string& name) {
-  const UniqueFd socket = connectToMate(name);
+  const UniqueFd socket = connectToLocalPeer(name);
   std::array<char, 64> room{};
   UniqueFd memory;
   const auto take = [&] { return takeWithin10s(socket.get(), room.data(), room.size(), memory); };
@@ -72,16 +72,16 @@ std::string reportOf(const std::string& name) {
   return text;
 }
 
-TEST(HostMates, TellsAProcessThatAsksWhatThisOneIsDoing) {
+TEST(LocalPeers, TellsAProcessThatAsksWhatThisOneIsDoing) {
   EventLoop loop("test");
   std::string said = "all is well";
-  HostMates mates(loop, [&] {
+  LocalPeers local_peers(loop, [&] {
     if (said == "throw") {
       throw std::bad_alloc();
     }
     return said;
   });
-  const std::string name = mates.name();
+  const std::string name = local_peers.name();
   EXPECT_EQ(reportOf(name), "all is well");
   loop.run([&] { said.assign(100000, 'x'); });
   EXPECT_EQ(reportOf(name), std::string(100000, 'x'));
@@ -89,7 +89,7 @@ TEST(HostMates, TellsAProcessThatAsksWhatThisOneIsDoing) {
   EXPECT_EQ(reportOf(name), "none");
   loop.run([&] { said.clear(); });
   EXPECT_EQ(reportOf(name), "none");
-  mates.close();
+  local_peers.close();
   loop.stop();
 }
 
@@ -98,28 +98,28 @@ std::shared_ptr<const SharedArena> someMemory() {
 }
 
 // A group that finds no memory to withdraw an offer: the number of its descriptor is that of another file before long.
-TEST(HostMates, WhatIsOfferedStaysWhatItIs) {
+TEST(LocalPeers, WhatIsOfferedStaysWhatItIs) {
   EventLoop loop("test");
-  HostMates mates(loop);
-  const std::string name = mates.name();
+  LocalPeers local_peers(loop);
+  const std::string name = local_peers.name();
   auto memory = someMemory();
   const int number = memory->fd();
-  loop.run([&] { mates.offer(kKey, memory); });
+  loop.run([&] { local_peers.offer(kKey, memory); });
   memory.reset();
   const UniqueFd other(::memfd_create("other", MFD_CLOEXEC));
   EXPECT_NE(other.get(), number);
   const AbortToken none;
-  const UniqueFd got = HostMates::ask(name, kKey, Deadline::after(10000), none);
+  const UniqueFd got = LocalPeers::ask(name, kKey, Deadline::after(10000), none);
   EXPECT_NO_THROW((void)SharedArena::attach(UniqueFd(::dup(got.get())), 4096));
-  mates.close();
+  local_peers.close();
   loop.stop();
 }
 
-TEST(HostMates, GivesMemoryForItsKeyOnly) {
+TEST(LocalPeers, GivesMemoryForItsKeyOnly) {
   EventLoop loop("test");
-  HostMates mates(loop);
-  const std::string name = mates.name();
-  loop.run([&] { mates.offer(kKey, someMemory()); });
+  LocalPeers local_peers(loop);
+  const std::string name = local_peers.name();
+  loop.run([&] { local_peers.offer(kKey, someMemory()); });
   for (const MemoryKey& wrong :
        {MemoryKey{}, MemoryKey{kKey.high, kKey.low + 1}, MemoryKey{kKey.high ^ 1, kKey.low}, MemoryKey{0, kKey.low}}) {
     const ErrorRecord record = errorOf([&] { (void)asks(name, wrong, 200); });
@@ -127,22 +127,22 @@ TEST(HostMates, GivesMemoryForItsKeyOnly) {
     EXPECT_THAT(record.summary, HasSubstr("did not answer in time"));
   }
   EXPECT_TRUE(asks(name, kKey, 10000));
-  loop.run([&] { mates.withdraw({0, kKey.low}); });
+  loop.run([&] { local_peers.withdraw({0, kKey.low}); });
   EXPECT_TRUE(asks(name, kKey, 10000));
-  loop.run([&] { mates.withdraw(kKey); });
+  loop.run([&] { local_peers.withdraw(kKey); });
   EXPECT_EQ(errorOf([&] { (void)asks(name, kKey, 200); }).code, ErrorCode::Unsupported);
-  mates.close();
+  local_peers.close();
   loop.stop();
 }
 
 // A pcsa question as 0.2.0 sent it, with half of the key, and a longer one.
-TEST(HostMates, HangsUpOnAQuestionOfAnotherLength) {
+TEST(LocalPeers, HangsUpOnAQuestionOfAnotherLength) {
   EventLoop loop("test");
-  HostMates mates(loop);
-  const std::string name = mates.name();
-  loop.run([&] { mates.offer({0, 0}, someMemory()); });
+  LocalPeers local_peers(loop);
+  const std::string name = local_peers.name();
+  loop.run([&] { local_peers.offer({0, 0}, someMemory()); });
   for (const size_t nbytes : {sizeof(Greeting), sizeof(AskReport), sizeof(Ask) + 8}) {
-    const UniqueFd socket = connectToMate(name);
+    const UniqueFd socket = connectToLocalPeer(name);
     std::array<char, 64> question{};
     const Ask ask;
     std::memcpy(question.data(), &ask, sizeof ask);
@@ -151,12 +151,12 @@ TEST(HostMates, HangsUpOnAQuestionOfAnotherLength) {
     EXPECT_EQ(takeWithin10s(socket.get(), question.data(), sizeof(Greeting), words), sizeof(Greeting));
     EXPECT_EQ(takeWithin10s(socket.get(), question.data(), question.size(), words), 0) << nbytes;
   }
-  mates.close();
+  local_peers.close();
   loop.stop();
 }
 
 // It reaches the socket, as any process of the host does: it is sent nothing at all, so it needs no key to fail.
-TEST(HostMates, AnotherUserIsSentNothing) {
+TEST(LocalPeers, AnotherUserIsSentNothing) {
   if (::geteuid() != 0) {
     GTEST_SKIP() << "needs root, to become another user";
   }
@@ -180,20 +180,20 @@ TEST(HostMates, AnotherUserIsSentNothing) {
                 Process other([&] { return getsNothing(4321); });
                 Process same([&] { return getsNothing(0); });
                 EventLoop loop("test");
-                HostMates mates(loop);
-                const std::string own = mates.name();
+                LocalPeers local_peers(loop);
+                const std::string own = local_peers.name();
                 std::copy(own.begin(), own.end(), name->begin());
                 named.raise();
                 const bool refused = other.join(20000);
                 const bool greeted = !same.join(20000);
-                mates.close();
+                local_peers.close();
                 loop.stop();
                 return refused && greeted;
               }).join(60000));
 }
 
 // A lack of files passes: processes that asked meanwhile are served when it is over, and so are later ones.
-TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
+TEST(LocalPeers, ServesProcessesThatCameWhileItHadNoFiles) {
   if (kSanitized) {
     GTEST_SKIP() << "the sanitizers' own runtimes need descriptors";
   }
@@ -214,11 +214,11 @@ TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
                 SharedFlag over;
                 Process late([&] { return over.wait() && asks(name->data(), kKey, 10000); });
                 EventLoop loop("test");
-                HostMates mates(loop);
-                const std::string own = mates.name();
+                LocalPeers local_peers(loop);
+                const std::string own = local_peers.name();
                 std::copy(own.begin(), own.end(), name->begin());
                 const auto memory = someMemory();
-                loop.run([&] { mates.offer(kKey, memory); });
+                loop.run([&] { local_peers.offer(kKey, memory); });
                 std::vector<UniqueFd> hoard;
                 const rlimit limit{64, 64};
                 ::setrlimit(RLIMIT_NOFILE, &limit);
@@ -234,14 +234,14 @@ TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
                 const bool served = early.join(5000);
                 const bool soon = Clock::now() - begin < std::chrono::seconds(3);
                 const bool later = late.join(5000);
-                mates.close();
+                local_peers.close();
                 loop.stop();
                 return own.size() == 16 && asked && waits && served && soon && later;
               }).join(30000));
 }
 
 // The greeting of a process brings a descriptor, which the kernel drops if there is no room for it.
-TEST(HostMates, WatchesAProcessOnceThereIsADescriptorForIt) {
+TEST(LocalPeers, WatchesAProcessOnceThereIsADescriptorForIt) {
   if (kSanitized) {
     GTEST_SKIP() << "the sanitizers' own runtimes need descriptors";
   }
@@ -253,8 +253,8 @@ TEST(HostMates, WatchesAProcessOnceThereIsADescriptorForIt) {
                         std::array<char, 17>();
                 Process other([&] {
                   EventLoop loop("other");
-                  HostMates mates(loop);
-                  const std::string own = mates.name();
+                  LocalPeers local_peers(loop);
+                  const std::string own = local_peers.name();
                   std::copy(own.begin(), own.end(), name->begin());
                   named.raise();
                   for (;;) {
@@ -266,10 +266,10 @@ TEST(HostMates, WatchesAProcessOnceThereIsADescriptorForIt) {
                   return false;
                 }
                 EventLoop loop("test");
-                HostMates mates(loop);
+                LocalPeers local_peers(loop);
                 std::atomic<int> deaths{0};
                 const auto watch = [&] {
-                  loop.run([&] { static_cast<void>(mates.watch(name->data(), [&] { ++deaths; })); });
+                  loop.run([&] { static_cast<void>(local_peers.watch(name->data(), [&] { ++deaths; })); });
                 };
                 const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
                 const auto another = [&] { return UniqueFd(::fcntl(memory.get(), F_DUPFD_CLOEXEC, 0)); };
@@ -293,7 +293,7 @@ TEST(HostMates, WatchesAProcessOnceThereIsADescriptorForIt) {
                 while (deaths < 2 && !most.expired()) {
                   std::this_thread::sleep_for(std::chrono::milliseconds(1));
                 }
-                mates.close();
+                local_peers.close();
                 loop.stop();
                 return lived && deaths == 2;
               }).join(30000));

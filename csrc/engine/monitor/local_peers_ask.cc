@@ -1,4 +1,4 @@
-// How HostMates asks another process for the memory of a group, and answers who asks for a report.
+// How LocalPeers asks another process for the memory of a group, and answers who asks for a report.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -9,22 +9,22 @@
 
 #include "base/error.h"
 #include "engine/monitor/host_greeting.h"
-#include "engine/monitor/host_mates.h"
+#include "engine/monitor/local_peers.h"
 #include "transport/memory/shared_arena.h"
 #include "transport/net/address.h"
 #include "transport/net/unix_peer.h"
 
 namespace pycomm {
 
-UniqueFd connectToMate(const std::string& name) {
+UniqueFd connectToLocalPeer(const std::string& name) {
   return connectToSameUser(name, SOCK_SEQPACKET);
 }
 
-UniqueFd HostMates::ask(const std::string& name, const MemoryKey& key, Deadline deadline, const AbortToken& abort) {
+UniqueFd LocalPeers::ask(const std::string& name, const MemoryKey& key, Deadline deadline, const AbortToken& abort) {
   if (name.empty() || name.size() > kMaxUnixName) {
     throw Error(ErrorCode::Unsupported, "the rank that would share memory cannot be reached by a Unix socket");
   }
-  const UniqueFd socket = connectToMate(name);
+  const UniqueFd socket = connectToLocalPeer(name);
   if (!socket) {
     throw Error(systemError(ErrorCode::SystemError, "no connection to the rank that would share memory", errno));
   }
@@ -55,7 +55,7 @@ UniqueFd HostMates::ask(const std::string& name, const MemoryKey& key, Deadline 
   throw Error(ErrorCode::Unsupported, "the rank that would share memory did not answer in time");
 }
 
-void HostMates::answerReport(int socket) noexcept {
+void LocalPeers::answerReport(int socket) noexcept {
   AskReport reply;
   std::optional<SharedArena> memory;
   try {

@@ -55,17 +55,17 @@ class MemoryOffers {
 /// long as it watches. If that cannot be had (a container without memfd, another user, no descriptors left), one INFO line says so, and
 /// a death is noticed by its sockets, like that of a rank on another host.
 /// Thread: the control loop's, except where said.
-class HostMates final : Loop::Ticker {
+class LocalPeers final : Loop::Ticker {
  public:
   using Died = std::function<void()>;
 
   using Report = std::function<std::string()>;
 
   /// `report`: makes the reply to a process of the same user that asks what this one does (`pycomm status`). Called on the control loop.
-  explicit HostMates(EventLoop& loop, Report report = {});
-  ~HostMates() override;
-  HostMates(const HostMates&) = delete;
-  HostMates& operator=(const HostMates&) = delete;
+  explicit LocalPeers(EventLoop& loop, Report report = {});
+  ~LocalPeers() override;
+  LocalPeers(const LocalPeers&) = delete;
+  LocalPeers& operator=(const LocalPeers&) = delete;
 
   /// The name that other processes watch this one by; empty where there is none. Not on the control loop: opens the socket when first
   /// asked.

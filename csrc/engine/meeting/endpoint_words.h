@@ -11,15 +11,15 @@
 
 namespace pycomm {
 
-// What a process and a door say to each other, after the Hello: one request, one answer, in turn. Each is a frame of 4 bytes with its length
+// What a process and an endpoint say to each other, after the Hello: one request, one answer, in turn. Each is a frame of 4 bytes with its length
 // and then texts, each with 4 bytes of length before it. The first text says what it is.
 
 /// Bytes of a frame. A list of a round comes in parts of 1 MiB (StoreRound).
-inline constexpr size_t kMaxDoorFrame = 2 << 20;
+inline constexpr size_t kMaxEndpointFrame = 2 << 20;
 /// The same before the process has entered: names, numbers and a handle.
-inline constexpr size_t kMaxFirstDoorFrame = 2 << 10;
+inline constexpr size_t kMaxFirstEndpointFrame = 2 << 10;
 
-namespace door_request {
+namespace endpoint_request {
 inline constexpr std::string_view kEnter = "enter"; ///< to, from, instance, uuid, rank: kHere, or why not
 inline constexpr std::string_view kLook = "look"; ///< the same, without entering
 inline constexpr std::string_view kSet = "set"; ///< key, value
@@ -36,18 +36,18 @@ inline constexpr std::string_view kWho = "who"; ///< to, which is "" at a fixed 
 inline constexpr std::string_view kGive =
     "give"; ///< to, from, the handle of `from`: kHere, and from then on this process says kState only
 inline constexpr std::string_view kState = "state"; ///< of a newcomer, a part of the members' state: kHere or kNone
-} // namespace door_request
+} // namespace endpoint_request
 
-namespace door_answer {
+namespace endpoint_answer {
 inline constexpr std::string_view kHere = "here";
 inline constexpr std::string_view kNone = "none";
 inline constexpr std::string_view kNotYet =
     "not yet"; ///< that member has not called reconfigure() with this uuid: ask again
-inline constexpr std::string_view kGone = "gone"; ///< this door knows no such incarnation
+inline constexpr std::string_view kGone = "gone"; ///< this endpoint knows no such incarnation
 inline constexpr std::string_view kOther = "other"; ///< that member has called it with this uuid and another list; why
 inline constexpr std::string_view kFailed = "failed"; ///< an ErrorRecord
 inline constexpr std::string_view kComplete = "complete"; ///< all members are ready, so it cannot fail any more
-} // namespace door_answer
+} // namespace endpoint_answer
 
 [[nodiscard]] inline std::string packWords(const std::vector<std::string_view>& words) {
   std::string out(sizeof(uint32_t), '\0');

@@ -20,7 +20,7 @@
 
 namespace pycomm {
 
-/// Where processes that want to meet this one knock: one listening socket for each interface of the process, whatever number of groups it
+/// Where processes that want to meet this one attempt: one listening socket for each interface of the process, whatever number of groups it
 /// has, and however often these are reconfigured. It answers for every incarnation of this process that can be met, and lets members into
 /// the Instance that they name. A connection carries no frame of a group: groups open links of their own when their ranks have met.
 ///
@@ -28,17 +28,17 @@ namespace pycomm {
 /// it gets that answer and nothing else.
 ///
 /// It listens and answers on the control loop, where an answer takes microseconds. Any thread may call what is public.
-class Door final {
+class Endpoint final {
  public:
-  /// Takes the messages of an agreement that other members, and newcomers, bring to the door. On the control loop: it must not block.
+  /// Takes the messages of an agreement that other members, and newcomers, bring to the endpoint. On the control loop: it must not block.
   class Mailbox {
    public:
     virtual ~Mailbox() = default;
-    /// Whether `from` may bring messages. `handle`: as it calls itself. `door`: the process at the other end, if the connection is in TLS.
+    /// Whether `from` may bring messages. `handle`: as it calls itself. `endpoint`: the process at the other end, if the connection is in TLS.
     [[nodiscard]] virtual bool knows(
         const ProcessId& from,
         const std::string& handle,
-        const std::optional<ProcessId>& door) = 0;
+        const std::optional<ProcessId>& endpoint) = 0;
     /// False if `from` may not bring messages any more: it has to introduce itself again.
     [[nodiscard]] virtual bool deliver(const ProcessId& from, const std::string& bytes) = 0;
     /// The answer to a process that wants to become a member; empty: none can.
@@ -55,19 +55,19 @@ class Door final {
     std::vector<Listener> listeners;
     std::string unix_name; ///< of the listener that is a Unix socket; empty: there is none
     std::shared_ptr<const TlsContext> tls; ///< null: no secret
-    ProcessId id; ///< of this door: MemberHandle::door
+    ProcessId id; ///< of this endpoint: MemberHandle::endpoint
     uint64_t nonce = 0; ///< of a Hello over TCP
   };
 
-  [[nodiscard]] static std::shared_ptr<Door> open(EventLoop& control, Config config);
-  ~Door();
-  Door(const Door&) = delete;
-  Door& operator=(const Door&) = delete;
+  [[nodiscard]] static std::shared_ptr<Endpoint> open(EventLoop& control, Config config);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
 
   /// Hangs up, and listens no more. Idempotent. Not on the control loop. In a child of fork() it does nothing.
   void close() noexcept;
 
-  /// The fields of a handle that are the door's.
+  /// The fields of a handle that are the endpoint's.
   [[nodiscard]] MemberHandle addressed(MemberHandle handle) const;
   [[nodiscard]] const std::shared_ptr<const TlsContext>& tls() const noexcept {
     return tls_;
@@ -99,7 +99,7 @@ class Door final {
 
   /// The number in a Hello over a Unix socket, which is not in TLS: with a secret, only its holders know it.
   [[nodiscard]] static uint64_t unixNonce(const MemberHandle& handle, const TlsContext* tls);
-  /// How a process introduces itself at a door.
+  /// How a process introduces itself at an endpoint.
   [[nodiscard]] static Hello hello(uint64_t nonce);
 
  private:
@@ -110,7 +110,7 @@ class Door final {
     TimePoint since;
   };
 
-  Door(EventLoop& control, const Config& config);
+  Endpoint(EventLoop& control, const Config& config);
   /// `found`: the incarnation at whose fixed port it came; else empty.
   void admit(Accepted accepted, const ProcessId& found);
   void drop(uint64_t session) noexcept;
