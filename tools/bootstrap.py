@@ -180,11 +180,10 @@ def asked_torch() -> str:
     asked = os.environ.get(ASKED_TORCH, "").strip()
     if asked:
         if not can_be_asked(asked):
-            first = native.torch_range(ROOT).SUPPORTED[0]
+            first, last = native.torch_range(ROOT).SUPPORTED[0], NEWEST_TORCH.rpartition(".")[0]
             raise SystemExit(
-                f"[bootstrap] TORCH={asked} is not a release of torch {first} to "
-                f"{NEWEST_TORCH.rpartition('.')[0]}, which pycomm supports with Python {machine.VERSION}. "
-                f"Try: TORCH={TORCH}"
+                f"[bootstrap] TORCH={asked} is not a release of torch {first} to {last}, which "
+                f"pycomm supports with Python {machine.VERSION}. Try: TORCH={TORCH}"
             )
         return asked
     noted = STAMPS / "torch"
