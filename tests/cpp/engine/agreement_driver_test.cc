@@ -744,7 +744,9 @@ TEST(FixedPort, AnswersOneQuestion) {
     const Dialed dialed = dial(to, from, Deadline::after(5000), none);
     EXPECT_NE(dialed.link, nullptr) << dialed.why;
     const std::string answer = askEndpoint(*dialed.link, words, Deadline::after(5000), none).front();
-    EXPECT_EQ(codeOf([&] { (void)askEndpoint(*dialed.link, words, Deadline::after(5000), none); }), ErrorCode::ConnectionReset);
+    EXPECT_EQ(
+        codeOf([&] { (void)askEndpoint(*dialed.link, words, Deadline::after(5000), none); }),
+        ErrorCode::ConnectionReset);
     return answer;
   };
   EXPECT_EQ(ask({endpoint_request::kAgree, member, from.self.incarnation, self}), endpoint_answer::kGone);
