@@ -206,15 +206,15 @@ def can_be_asked(release: str) -> bool:
 def torch_arguments(release: str = "") -> list[str]:
     """pip's arguments for the CPU build of torch: the machine's own wheel, else torch's index.
 
-    Without `release`: of any supported release if the machine has a wheel, else that of CI.
+    Without `release`: that of CI, else any supported release that the machine has a wheel of.
     """
     versions = native.torch_range(ROOT)
-    for version in torch_versions():
+    wanted = release or TORCH
+    for version in sorted(torch_versions(), key=lambda each: not each.startswith(f"{wanted}+")):
         number, _, build = version.partition("+")
         fits = number == release if release else not versions.why_unsupported(version)
         if build == "cpu" and fits:
             return [f"torch=={version}"]
-    wanted = release or TORCH
     plain = would_take(f"torch=={wanted}")
     source = plain["download_info"] if plain else None
     if isinstance(source, dict) and str(source.get("url", "")).startswith("file:"):

@@ -162,6 +162,9 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
   }
   backend_->takeOver(epoch.met);
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
+  if (epoch.changes.joined != present_.changes.joined) {
+    join_points_ = 0; // as those who have joined count, also if they came in without an Admission round
+  }
   present_ = epoch;
   entitle();
   return true;

@@ -741,10 +741,11 @@ void Agreement::promiseWhenReady(TimePoint now) {
     promise.step.committed = loaded_;
   } else {
     promise.step = step_;
-    // A process that has raised still helps others to a quorum.
-    promise.leaving = raised_ ? Message::Leaving::AtOnce
-        : leaving_            ? Message::Leaving::WithItsStep
-                              : Message::Leaving::No;
+    // A process that has raised still helps others to a quorum. One that closed behind its last step has left, and is not lost.
+    promise.leaving = leavesInOrder() ? Message::Leaving::WithItsStep
+        : raised_                     ? Message::Leaving::AtOnce
+        : leaving_                    ? Message::Leaving::WithItsStep
+                                      : Message::Leaving::No;
     promise.reach = reach_;
     for (const auto& [peer, times] : resets_) {
       if (const int position = view_.position(peer); position >= 0 && times >= 2) {

@@ -240,6 +240,8 @@ void MemorySharing::openHostPlane(Opened opened) {
       planes_.host()->fail(failed_.reason(), nullptr, nullptr);
     }
   });
+  engine_.dataLoop().run(
+      [] {}); // the data plane knows it now, and which ends were asked for, before an operation begins
 }
 
 } // namespace pycomm

@@ -12,7 +12,7 @@ namespace pycomm::numeric {
 /// it is destroyed.
 ///
 /// A thread may have other settings (torch.set_flush_denormal, a Fortran library built with -ffast-math), and callers
-/// drive lanes themselves. Without this class, two ranks that add the same numbers could get different bits.
+/// drive the data loop themselves. Without this class, two ranks that add the same numbers could get different bits.
 class FpEnvironment {
  public:
   FpEnvironment() noexcept : saved_(read()) {

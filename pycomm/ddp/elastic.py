@@ -450,6 +450,24 @@ def make_group(group: Any, elastic: Elastic) -> Any:
             f"{dist.get_world_size(group)} ranks: no step could begin"
         )
     made = elastic_group(group)
+    try:
+        _found(made, group, elastic)
+    except BaseException:
+        dist.destroy_process_group(made)  # it may listen at a port
+        raise
+    if not _warned and dist.get_rank() == 0:
+        logger.warning(
+            "elastic=: steps of the wrapped model survive the death of ranks. The process group "
+            "does not: after a death its own collectives raise (dist.all_reduce, dist.barrier). "
+            "Use model.elastic.leader in place of rank 0, and model.elastic.mean() in place of "
+            "dist.all_reduce(); no other collectives in the training loop."
+        )
+    _warned = True
+    return made
+
+
+def _found(made: Any, group: Any, elastic: Elastic) -> None:
+    """Makes these ranks the first members, unless another training has the file or port."""
     refusal, offer = "", None
     if elastic.peers is not None and not elastic.join:
         from pycomm.ddp import joining
@@ -465,18 +483,8 @@ def make_group(group: Any, elastic: Elastic) -> Any:
     if not refusal and offer is not None:
         refusal = joining.port_trouble(elastic.peers_port, [offer for *_, offer in said])
     if refusal:
-        dist.destroy_process_group(made)
         raise InvalidArgumentError(refusal)
     reconfigure(1, [handle for handle, *_ in said], group=made)
-    if not _warned and dist.get_rank() == 0:
-        logger.warning(
-            "elastic=: steps of the wrapped model survive the death of ranks. The process group "
-            "does not: after a death its own collectives raise (dist.all_reduce, dist.barrier). "
-            "Use model.elastic.leader in place of rank 0, and model.elastic.mean() in place of "
-            "dist.all_reduce(); no other collectives in the training loop."
-        )
-    _warned = True
-    return made
 
 
 def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:

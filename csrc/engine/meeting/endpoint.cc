@@ -24,6 +24,7 @@ constexpr std::chrono::seconds kForRequest{10}; // from Hello or the last answer
 constexpr std::chrono::seconds kRemembered{60};
 constexpr size_t kMostRemembered = 16;
 constexpr size_t kMaxSessions = 8192;
+constexpr size_t kMaxFoundSessions = 64; // anybody can ask at a fixed port
 constexpr size_t kReadNbytes = 64 << 10;
 
 std::optional<int64_t> numberIn(const std::string& text) {
@@ -177,6 +178,10 @@ class Endpoint::Session final : public Loop::Handler {
     if (!flush()) {
       return;
     }
+    if (answered_ && !found.empty()) { // whoever asks at a fixed port gets one answer
+      end();
+      return;
+    }
     while (!takeRequest()) {
       if (over_) {
         return;
@@ -191,7 +196,9 @@ class Endpoint::Session final : public Loop::Handler {
         return;
       }
     }
-    (void)flush(); // the next request has an event of its own
+    if (flush() && !found.empty()) { // the next request has an event of its own
+      end();
+    }
   }
   /// When a process that has not entered is dropped. Single bytes do not put it off.
   [[nodiscard]] TimePoint patience() const noexcept {
@@ -261,6 +268,7 @@ class Endpoint::Session final : public Loop::Handler {
     }
     out_ += endpoint_.answer(*this, *request);
     since_ = Clock::now();
+    answered_ = true;
     return true;
   }
 
@@ -271,6 +279,7 @@ class Endpoint::Session final : public Loop::Handler {
   std::string out_;
   TimePoint since_; ///< the Hello, or the last answer
   bool writes_ = false; ///< the loop reports room only
+  bool answered_ = false;
   bool over_ = false;
 };
 
@@ -374,7 +383,7 @@ uint64_t Endpoint::unixNonce(const MemberHandle& handle, const TlsContext* tls) 
   if (tls == nullptr) {
     return handle.nonce;
   }
-  const Key key = tls->secret().derive("pycomm 1 endpoint" + handle.endpoint);
+  const Key key = tls->secret().derive("pycomm 1 door" + handle.endpoint);
   uint64_t nonce = 0;
   std::memcpy(&nonce, key.bytes(), sizeof nonce);
   return nonce;
@@ -474,7 +483,10 @@ void Endpoint::call(const ProcessId& incarnation, std::shared_ptr<Instance> inst
 }
 
 void Endpoint::admit(Accepted accepted, const ProcessId& found) {
-  if (sessions_.size() >= kMaxSessions) {
+  const auto wasFound = [](const auto& each) { return !each.second->found.empty(); };
+  if (sessions_.size() >= kMaxSessions ||
+      (!found.empty() &&
+       static_cast<size_t>(std::count_if(sessions_.begin(), sessions_.end(), wasFound)) >= kMaxFoundSessions)) {
     log(LogLevel::Warn, "too many processes are at the endpoint: a connection was dropped, and tries again");
     return;
   }

@@ -20,8 +20,8 @@
 
 namespace pycomm {
 
-/// Where processes that want to meet this one attempt: one listening socket for each interface of the process, whatever number of groups it
-/// has, and however often these are reconfigured. It answers for every incarnation of this process that can be met, and lets members into
+/// Where other processes connect to meet this one: one listening socket for each interface of the process, whatever number of groups it
+/// has, and however often these are reconfigured; and those of offer(). It answers for every incarnation of this process that can be met, and lets members into
 /// the Instance that they name. A connection carries no frame of a group: groups open links of their own when their ranks have met.
 ///
 /// A connection names the incarnation that it looks for, the one that it comes from, and the instance. If any of them is not the one here,

@@ -220,13 +220,14 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
     const Visitor& from,
     Deadline deadline,
     std::string& missing) {
-  bool is_other = false;
+  bool all_are_others = true;
   for (size_t i = 0; i < at.hosts.size(); ++i) {
     const std::string& host = at.hosts[i];
     const Deadline share = shareOf(deadline, at.hosts.size() - i);
     const std::vector<SocketAddress> addresses = at.addressesOf(host, share);
     if (addresses.empty()) {
       note(missing, host, "this name has no address");
+      all_are_others = false;
     }
     for (size_t k = 0; k < addresses.size(); ++k) {
       const MemberHandle to = FixedPort::listenerAt(addresses[k], from.self);
@@ -234,11 +235,11 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
       if (answer.notice) {
         return std::move(answer.notice);
       }
-      is_other = is_other || answer.is_other;
+      all_are_others = all_are_others && answer.is_other;
       note(missing, host + " (" + addresses[k].text() + ")", answer.why);
     }
   }
-  if (is_other) {
+  if (all_are_others) { // else a member may still come to one of the ports
     throw Error(ErrorCode::ConfigMismatch, missing, "the members' secret file, and a port that no other job uses");
   }
   return std::nullopt;

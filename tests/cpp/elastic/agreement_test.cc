@@ -388,6 +388,22 @@ TEST(Agreement, AMemberThatClosesLeavesNobodyBehind) {
   EXPECT_EQ(group.installed[0][0].members, ids({0}));
 }
 
+// Its last step is committed; the others have not agreed on the next members when it closes.
+TEST(Agreement, AMemberThatClosesBehindItsLastStepHasLeft) {
+  Group group(3);
+  group.members[0].leave();
+  group.members[0].retire();
+  for (Agreement& member : group.members) {
+    member.step({1, false, false});
+    member.boundary(group.now);
+  }
+  group.run();
+  group.pass(500);
+  ASSERT_EQ(group.installed[1].size(), 1U);
+  EXPECT_EQ(group.installed[1][0].members, ids({1, 2}));
+  EXPECT_TRUE(group.installed[1][0].left.test(0));
+}
+
 TEST(Agreement, AProposerThatSealsLastIsAMember) {
   Group group(5);
   group.seals = false;

@@ -740,10 +740,14 @@ TEST(FixedPort, AnswersOneQuestion) {
   const ProcessId member = host.members.handle(0).incarnation;
   const std::string self = from.self.text();
   const AbortToken none;
-  const Dialed dialed = dial(to, from, Deadline::after(5000), none);
-  ASSERT_NE(dialed.link, nullptr) << dialed.why;
   const auto ask = [&](const std::vector<std::string_view>& words) {
-    return askEndpoint(*dialed.link, words, Deadline::after(5000), none).front();
+    const Dialed dialed = dial(to, from, Deadline::after(5000), none);
+    EXPECT_NE(dialed.link, nullptr) << dialed.why;
+    const std::string answer = askEndpoint(*dialed.link, words, Deadline::after(5000), none).front();
+    EXPECT_EQ(
+        codeOf([&] { (void)askEndpoint(*dialed.link, words, Deadline::after(5000), none); }),
+        ErrorCode::ConnectionReset);
+    return answer;
   };
   EXPECT_EQ(ask({endpoint_request::kAgree, member, from.self.incarnation, self}), endpoint_answer::kGone);
   EXPECT_EQ(ask({endpoint_request::kSay, "a message"}), endpoint_answer::kGone);

@@ -44,7 +44,7 @@ TEST(MeetInProcesses, RefusesASecondOwnerOfARankAndLetsTheFirstLive) {
   Process first([&] { return tryToMeet(store, configOf(1, 2)).good(); });
   (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
   const pid_t first_pid = first.pid();
-  // Twice: a refused attempt must not open the endpoint for the next.
+  // Twice: a refused attempt must not let the next one in.
   for (int i = 0; i < 2; ++i) {
     EXPECT_TRUE(Process([&] {
                   const Outcome second = tryToMeet(store, configOf(1, 2));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,10 @@ def test_a_newcomer_dies_within_it(tmp_path: Path) -> None:
     with start(2, plan, SHARED) as running:
         running.wait_for_mark(0, "step 10")
         with start(1, dies, SHARED) as first:
-            first.collect(60)
+            (gone,) = first.collect(60)
         with start(1, joining(plan), SHARED) as second:
             results = [*running.collect(90), *second.collect(90)]
+    assert gone.exit_code == -signal.SIGKILL, gone.describe()
     values = check(results)
     assert values[0]["stats"]["lost_ranks"] == 0
 
@@ -163,4 +165,19 @@ def test_what_a_call_costs_and_where_it_is_refused(tmp_path: Path) -> None:
     ).values()
     assert "join_pause=None" in text
     print(f"{1e6 * call_s:.1f} µs per call")
-    assert call_s < 200e-6  # that of a commit round on an idle machine, and it makes none
+    assert call_s < 20e-6  # a commit round takes longer, also with one rank
+
+
+def deals(rank: int, world_size: int, peers: str) -> None:
+    import pycomm
+
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    elastic = pycomm.Elastic(peers=peers, state=[optimizer], join_pause=None)
+    model = pycomm.DistributedDataParallel(net, weight="samples", elastic=elastic)
+    with pytest.raises(pycomm.errors.UnsupportedError, match="join_pause=None"):
+        pycomm.BalancedSampler(range(64), global_batch=8, model=model)
+
+
+def test_no_sampler_where_processes_join_between_epochs(tmp_path: Path) -> None:
+    run_ranks(1, deals, args=(str(tmp_path / "peers"),), preload=TORCH_DDP).check()

@@ -136,7 +136,8 @@ def ends(rank: int, world_size: int, how: str) -> float:
 )
 def test_the_process_ends(how: str) -> None:
     killed = how in ("in begin", "in the agreement")
-    with start_ranks(3, ends, args=(how,), destroy=False) as running:
+    fresh = how in ("open", "in a step")  # with all exit handlers of libraries, which take longer
+    with start_ranks(3, ends, args=(how,), destroy=False, fresh=fresh) as running:
         if killed:
             kill_after(running, 2, "waits")
         for rank in range(2 if killed else 3):
@@ -148,8 +149,10 @@ def test_the_process_ends(how: str) -> None:
         assert not result.timed_out, result.describe()
         assert result.exit_code == (3 if how == "in a step" else 0), result.describe()
         assert result.error is None, result.describe()
-    for result in results:
-        assert_within(result.value or 0.0, CLOSES_S, results.describe())
+    if how in ("destroyed", "deleted", "twice"):
+        for result in results:
+            assert result.value > 0, result.describe()
+            assert_within(result.value, CLOSES_S, results.describe())
     assert_within(took_s, ENDS_S, results.describe())
 
 

@@ -349,9 +349,9 @@ def test_compilers_at_once_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("versions", "url", "expected"),
     [
-        # A wheel of the CPU build that pip already knows of wins, the newest supported one.
-        (["2.15.0", "2.14.0+cpu", "2.13.0+cpu"], "", ["torch==2.14.0+cpu"]),
-        (["2.16.0+cpu", "2.15.0", "2.13.0+cpu", "2.10.0+cpu"], "", ["torch==2.13.0+cpu"]),
+        # A wheel of the CPU build that pip already knows of wins: CI's, else the newest supported.
+        (["2.15.0", "2.14.0+cpu", "2.13.0+cpu"], "", ["torch==2.13.0+cpu"]),
+        (["2.16.0+cpu", "2.15.0", "2.14.1+cpu", "2.10.0+cpu"], "", ["torch==2.14.1+cpu"]),
         # A plain version is taken from a local file only: PyPI's is the CUDA build.
         (["2.15.0"], "file:///wheels/x.whl", ["torch==2.13.0"]),
         (["2.15.0"], "https://files.pythonhosted.org/x.whl", None),

@@ -28,7 +28,7 @@ TEST(HostWorker, WorkRunsAfterAWakeAndAgainWhileItAsksForThat) {
   EXPECT_EQ(runs, 3);
 }
 
-TEST(HostWorker, AnErrandThatWasTakenRunsAlthoughStopComesFirst) {
+TEST(HostWorker, ATaskThatWasTakenRunsAlthoughStopComesFirst) {
   std::promise<void> begun;
   std::promise<void> go_on;
   std::atomic<bool> second{false};
