@@ -178,7 +178,7 @@ class Endpoint::Session final : public Loop::Handler {
     if (!flush()) {
       return;
     }
-    if (answered_ && !found.empty()) { // whoever asks at a fixed port gets one answer
+    if (answered_ && !found.empty()) { // a caller at a fixed port gets one answer
       end();
       return;
     }
