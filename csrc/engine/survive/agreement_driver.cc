@@ -132,7 +132,7 @@ void AgreementDriver::found(Reconfigurable::Met first) {
   agreement_ = std::make_unique<Agreement>(settings(), view_, Clock::now());
   act(); // keeps the first record
   (void)ledger_.install(view_); // which gives it the epoch
-  present_ = Epoch{view_.epoch, std::move(first), firstRanks(view_)};
+  present_ = Epoch{view_.epoch, std::move(first), firstRanks(view_), 0, {}};
   announce(view_);
 }
 
