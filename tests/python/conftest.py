@@ -97,11 +97,11 @@ def native_is_built() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:  # the first of them that runs waits for the build, and others wait for it
-        if "fault_build" in getattr(item, "fixturenames", ()) and not item.get_closest_marker(
-            "timeout"
-        ):
-            item.add_marker(pytest.mark.timeout(900))
+    for item in items:  # the build is none of a test's time: it has a limit of its own
+        if "fault_build" in getattr(item, "fixturenames", ()):
+            limit = item.get_closest_marker("timeout")
+            seconds = limit.args[0] if limit else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(seconds, func_only=True), append=False)
     given = config.getoption("--ring")
     if given or not any("::" in argument for argument in config.args):
         chosen = rings.read(given or rings.BY_DEFAULT)
@@ -251,7 +251,7 @@ def _built_with_fault_points(
 def fault_build(_built_with_fault_points: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What fault_ranks.use_fault_build() loads in a rank, which fails where no test asked for it.
 
-    The first test that asks may wait for minutes, so all that ask may take 900 s.
+    The first test that asks may wait for minutes, which do not count for its timeout.
     """
     monkeypatch.setenv("TEST_FAULT_BUILD", str(_built_with_fault_points))
     return _built_with_fault_points
