@@ -200,6 +200,9 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     }
 
 
+start = functools.partial(elastic_training.start_training, trains)
+
+
 def fail_to_take_over() -> None:
     """From now on a process that joins raises as it makes its reducer."""
     import pycomm.ddp.joining

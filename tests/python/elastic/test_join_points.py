@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import signal
 import time
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import rings
 import torch
-from elastic_joining import Plan, trains
-from elastic_training import SHARED, TCP, start_training
+from elastic_joining import Plan, start
+from elastic_training import SHARED, TCP
 from ranks import TORCH_DDP, run_ranks
 from test_joined_trainings import check, joining
 
@@ -25,7 +24,6 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-start = functools.partial(start_training, trains)
 EVERY = 40
 """Steps."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import random
 import signal
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 import rings
 import torch
-from elastic_joining import Plan, trains, trains_with_faults
-from elastic_training import SHARED, TCP, start_training
+from elastic_joining import Plan, start, trains_with_faults
+from elastic_training import SHARED, TCP
 from ranks import TORCH_DDP, RankResult, Ranks, run_ranks, start_ranks
 from time_bound import assert_within
 
@@ -27,8 +26,6 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(200),
 ]
-
-start = functools.partial(start_training, trains)
 
 
 def joining(plan: Plan) -> Plan:

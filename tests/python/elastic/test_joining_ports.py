@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 import time
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_joining import Plan, trains
-from elastic_training import SHARED, TCP, start_training
+from elastic_joining import Plan, start
+from elastic_training import SHARED, TCP
 from ranks import TORCH_DDP, Ranks, free_port, run_ranks
 from test_joined_trainings import check, joining
 from test_joining_hosts import Trainer, two_hosts
@@ -30,7 +29,6 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-start = functools.partial(start_training, trains)
 TAKEN_WITHIN_S = 1.0
 """As docs/elastic.md has it."""
 

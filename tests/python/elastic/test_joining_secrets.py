@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rings
-from elastic_joining import Plan, trains
-from elastic_training import SHARED, TCP, start_training
+from elastic_joining import Plan, start
+from elastic_training import SHARED, TCP
 from test_joined_trainings import check, joining
 from time_bound import assert_within
 
@@ -22,8 +21,6 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(200),
 ]
-
-start = functools.partial(start_training, trains)
 
 
 @pytest.mark.time_bound
