@@ -122,7 +122,7 @@ def test_two_hosts_train_together_with_a_secret_that_nobody_sees(
         if b"\0RANK=2\0" in each and (found := re.search(rb"PYCOMM_SECRET_FILE=([^\0]+)", each))
     }
     assert Path(found).read_bytes().startswith(secret)
-    assert "TLS with the secret of key id" in job.text
+    job.wait_for("TLS with the secret of key id")  # on another pipe than the sums
     job.go.touch()
     assert job.end() == 0, job.text
     job.all_gone(5)
