@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,7 +73,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def let_children_have_their_signals() -> None:
+    """Children do not inherit that nohup, or a shell's "&", has this process ignore a signal.
+
+    A program that ignores SIGTERM or SIGINT from its start cannot be ended by a test. Where there
+    is a handler, even one that does nothing, a new program begins with the default.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    let_children_have_their_signals()
     config.addinivalue_line("markers", "needs_native: needs the built extension")
     config.pluginmanager.register(turns, "turns")
     if must_run.wanted():

@@ -22,7 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 POOL = 5
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
+"""Also of a process that joins later, and waits until the others have done what comes before."""
 _NUMEL, _LR = 700, 0.5
 HOOKS = ("ours", "ordered", "ordered without a group", "top_k")
 USES = ("all_reduce", "barrier", "objects", "messages", "hook", "sync_every", "local_sgd")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-_PATIENCE_S = 5.0
-"""The last frames of a peer, and what a thread of the group's has still to drop."""
+_PATIENCE_S = 30.0
+"""The last frames of a peer, which may lack a core, and what a thread has still to drop."""
 
 
 def check_idle() -> None:

@@ -54,6 +54,7 @@ from rank_child import (
     mark,
     other_backends_threads,
 )
+from thread_state import LOOKS_ASLEEP
 from zygote import Process, Zygote, ZygoteDiedError, zygote_for
 
 __all__ = [
@@ -87,8 +88,6 @@ group, and with it gloo's threads, alive to the end of the process, which at tim
 _TAIL_NCHARS = 6000
 _LONGEST_LOOK_S = 1.0
 """A look that took longer says that the machine stood still, and with it the ranks."""
-_LOOKS_ASLEEP = 10
-"""A thread that only waits for a lock or a page for a moment is awake at one of so many looks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +246,7 @@ class Ranks:
         def sleeps() -> bool:
             nonlocal looks
             looks = looks + 1 if self.state(rank) == "S" else 0
-            return looks == _LOOKS_ASLEEP
+            return looks == LOOKS_ASLEEP
 
         self.wait_until(rank, sleeps, "never slept", timeout_s)
 

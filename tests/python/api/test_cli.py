@@ -27,8 +27,11 @@ from pycomm.cli import env, main, status
 
 # What Ctrl-C does to a command that waits: the alarm comes when it has begun.
 INTERRUPTED = """
-import os, signal, sys, threading
+import contextlib, os, signal, sys, threading
 from pycomm.cli import doctor, main  # an interrupted import may lose the exception
+from pycomm._native import loader
+with contextlib.suppress(ImportError):
+    loader.load()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 sys.exit(main(sys.argv[1:]))

@@ -137,7 +137,7 @@ def test_a_first_host_to_which_nobody_comes_judges_nothing() -> None:
 
 @pytest.mark.usefixtures("hosts")
 def test_one_of_two_other_hosts_is_missing() -> None:
-    plan = dataclasses.replace(QUICK, wait_s=2.0)
+    plan = dataclasses.replace(QUICK, wait_s=5.0)
     report = report_of(examine(3, {0: plan, 1: plan}))
     assert (report.exit_code, problems(report)) == (1, [(STOP, "MISSING")])
 

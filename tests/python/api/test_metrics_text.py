@@ -217,6 +217,9 @@ def test_a_file_that_cannot_be_written_is_not_tried_all_the_time(
     monkeypatch.setattr(_metrics, "replace", refuse)
     identity = Identity(str(tmp_path), rank=0, run=1, world_size=2)
     writer = _metrics._Writer(types.ModuleType("native"), identity, lambda: frozenset({"0"}))
+    deadline = time.monotonic() + 30
+    while not tried and time.monotonic() < deadline:
+        time.sleep(0.01)
     time.sleep(5 * _metrics._POLL_S)
     before_the_end = len(tried)
     writer.stop()

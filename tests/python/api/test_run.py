@@ -431,7 +431,7 @@ dist.init_process_group("pycomm")
 dist.barrier()
 if dist.get_rank() == 1:
     dist.destroy_process_group()  # the other one fails at once
-    time.sleep(1)  # and has ended before this one, as if this one had much memory to give back
+    time.sleep(100)  # and has ended before this one, as if this one had much memory to give back
     sys.exit(7)
 dist.barrier()
 """

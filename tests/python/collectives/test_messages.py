@@ -150,7 +150,7 @@ def test_a_receive_of_another_dtype_is_a_mismatch_on_both_ranks() -> None:
 def never_sends(rank: int, world_size: int) -> None:
     # A group of its own, as the limit is also that of making it: here both ranks begin together.
     dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     if rank == 0:
         dist.recv(torch.zeros(4), tag=11, group=group)
     while pycomm.last_error(group) is None:

@@ -219,8 +219,11 @@ def stopped_in_the_middle(rank: int, world_size: int) -> Any:
     tensor = pycomm.empty(1 << 22)
     tensor.fill_(1)
     dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["rank 0 is through", "rank 2 is through"])
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"rank {rank} is through", "")
     try:
         dist.all_reduce(tensor)
     except pycomm.errors.PycommError as error:

@@ -282,15 +282,16 @@ def exit_code(child: int) -> int:
 
 
 class SlowToCopy(torch.Tensor):
-    """Copying into it is Python code, which takes a while."""
+    """Copying into it is Python code, which takes until somebody has asked."""
 
     copies = threading.Event()
+    asked = threading.Event()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             cls.copies.set()
-            time.sleep(0.3)
+            cls.asked.wait(LONG_S)
         with torch._C._DisableTorchDispatch():
             return func(*args, **(kwargs or {}))
 
@@ -302,6 +303,7 @@ def asked_while_another_thread_copies(rank: int, world_size: int) -> None:
     future = work.get_future()
     assert SlowToCopy.copies.wait(LONG_S)
     assert not work.is_completed()
+    SlowToCopy.asked.set()
     future.wait()
     assert work.is_completed() and work.is_success() and work.exception() is None
     assert torch.equal(tensor.as_subclass(torch.Tensor), torch.full((64, 64), 2.0))

@@ -216,7 +216,7 @@ def test_short_example(name: str, by: str) -> None:
 def test_short_example_of_failures(name: str) -> None:
     if name == "elastic.py" and importlib.util.find_spec("sklearn") is None:
         pytest.skip("scikit-learn is not installed")
-    done = run_python([str(EXAMPLES / name)], timeout_s=200.0)
+    done = run_python([str(EXAMPLES / name)], timeout_s=200.0, env=PATIENT)
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in SHORT[name]:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)

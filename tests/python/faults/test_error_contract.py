@@ -74,7 +74,7 @@ def fails(rank: int, world_size: int, how: str) -> dict[str, Any]:
         return seen
     options = dist.AllreduceOptions()
     if how == "late":
-        options.timeout = timedelta(seconds=1)
+        options.timeout = timedelta(seconds=2)
     tensors = [torch.ones(100), torch.ones(50_000), torch.ones(7)]
     group = dist.group.WORLD
     assert group is not None

@@ -23,7 +23,7 @@ from fault_cases import WORLDS, cases, mismatch_cases, sample
 from fault_ranks import Case, patience
 from fault_report import agreement, took
 from ranks import RankError, RankResult, RankResults, run_ranks, start_ranks
-from time_bound import assert_within
+from time_bound import TookTooLong, assert_within
 
 import pycomm
 from pycomm._native import loader
@@ -197,8 +197,9 @@ def test_ranks_that_call_different_things(
         agreement(record_property, name, told, joined=True)
         took(record_property, name, max(each["s"] for each in met), 1.0)
     # The ranks vote for 25 ms on which two to name. A rank that loses its core in that time may
-    # choose alone.
-    assert differ * 20 <= len(results[0].value), f"{differ} of {len(results[0].value)} differ"
+    # choose alone, so what fails here is a time.
+    if differ * 20 > len(results[0].value):
+        raise TookTooLong(f"in {differ} of {len(results[0].value)} mismatches a rank chose alone")
     for each in (each for met in results.values() for each in met):
         said = f"{each['case']}, rank {each['victim']} differs"
         assert_within(each["s"], 2 * fault_ranks.MISMATCH_S, said)

@@ -99,8 +99,8 @@ def reduce_until_silence(rank: int, world_size: int) -> Any:
 @pytest.mark.time_bound
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_stopped_rank_is_named_after_the_silence_that_was_asked_for(transport: str) -> None:
-    # Not the least, 0.5: where a rank that nobody stopped loses its cores for so long, it is named.
-    options = {"heartbeat_timeout": 1.5, "transport": transport}
+    # More than by default: a rank that nobody stopped is named, too, if it loses its cores so long.
+    options = {"heartbeat_timeout": 5, "transport": transport}
     with start_ranks(3, reduce_until_silence, pg_options=options) as running:
         for rank in range(3):
             running.wait_for_mark(rank, "in the middle")
@@ -113,8 +113,8 @@ def test_a_stopped_rank_is_named_after_the_silence_that_was_asked_for(transport:
         error = results[rank].value
         assert (error.code, error.record["peer"]) == ("PEER_UNRESPONSIVE", 1), error.text
         silence = int(error.text.split("has been silent for ")[1].split(" ms")[0])
-        assert silence >= 1500
-        assert_within(silence / 1000, 3.0, "which is the default")
+        assert silence >= 5000
+        assert_within(silence / 1000, 6.5)
 
 
 def raise_while_others_reduce(rank: int, world_size: int) -> None:
@@ -143,16 +143,17 @@ def test_a_rank_that_ends_with_an_exception_releases_the_others() -> None:
 
 
 def one_rank_is_late(rank: int, world_size: int) -> None:
-    # A group of its own, as the limit is also that of making it: here all ranks begin together.
-    dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    dist.all_reduce(torch.ones(10), group=group)
+    dist.all_reduce(torch.ones(10))
     if rank == 1:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         mark("late")
         signal.sigtimedwait([signal.SIGTERM], 60)
+    # Of the operation alone: a group's is also that of making it.
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    options.timeout = timedelta(seconds=1)
     try:
-        dist.all_reduce(torch.ones(10), group=group)
+        dist.group.WORLD.allreduce([torch.ones(10)], options).wait()  # type: ignore[union-attr]
     except Exception:
         mark("failed")
         raise

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import child_environment
 
 from pycomm._native import process_end
 
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.ci
 
 COMMON = r"""
 import atexit, os, sys, threading, time
+
+import thread_state
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 
@@ -48,7 +51,10 @@ def start(backend, ranks):
         backend, store=dist.FileStore(folder + "/store", ranks), rank=rank, world_size=ranks
     )
 
+hooked = threading.Event()
+
 def hook(state, bucket):
+    hooked.set()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -74,7 +80,7 @@ start("gloo", 2)
 model = pycomm.DistributedDataParallel(torch.nn.Linear(4, 4))
 model.register_comm_hook(None, hook)
 if rank == 1:
-    time.sleep(60)
+    time.sleep(600)  # until it is killed
 
 def at_last():
     try:
@@ -82,8 +88,10 @@ def at_last():
     except RuntimeError as error:
         print("refused:", error, flush=True)
 
-threading.Thread(target=model(torch.ones(2, 4)).sum().backward, daemon=True).start()
-time.sleep(0.5)
+thread = threading.Thread(target=model(torch.ones(2, 4)).sum().backward, daemon=True)
+thread.start()
+hooked.wait()
+thread_state.wait_until_asleep(thread)
 """
 
 REFUSAL = r"""
@@ -108,6 +116,7 @@ def test_a_daemon_thread_is_late(program: str, ranks: int, want: str, tmp_path: 
     started = [
         subprocess.Popen(
             [sys.executable, "-c", COMMON + program, str(rank), str(tmp_path)],
+            env=child_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -115,7 +124,7 @@ def test_a_daemon_thread_is_late(program: str, ranks: int, want: str, tmp_path: 
         for rank in range(ranks)
     ]
     try:
-        said, _ = started[0].communicate(timeout=40)
+        said, _ = started[0].communicate(timeout=120)
     finally:
         for each in started:
             each.kill()
@@ -124,7 +133,11 @@ def test_a_daemon_thread_is_late(program: str, ranks: int, want: str, tmp_path: 
     assert want in said
 
 
-def test_the_end_waits_for_threads_that_want_the_lock() -> None:
+def test_the_end_waits_for_threads_that_want_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So long that only a thread that wants nothing ends it, also where it hardly gets a core.
+    monkeypatch.setattr(process_end, "_SETTLE_S", 60.0)
+    monkeypatch.setattr(process_end, "_HOLD_S", 0.05)
+    interval_s = sys.getswitchinterval()
     naps = [0]
     enough = threading.Event()
 
@@ -136,7 +149,10 @@ def test_the_end_waits_for_threads_that_want_the_lock() -> None:
 
     thread = threading.Thread(target=nap)
     thread.start()
-    process_end._let_threads_return()
+    try:
+        process_end._let_threads_return()
+    finally:
+        sys.setswitchinterval(interval_s)
     seen = naps[0]
     enough.set()
     thread.join()

@@ -68,7 +68,8 @@ def handshake(name: str, own: int) -> None:
 
 
 def deadline(own: int) -> Any:
-    group = pair(1.0)
+    handshake("deadline", own)  # the limit is also that of making the group
+    group = pair(3.0)
     if own == 1:
         return caught(lambda: dist.all_reduce(torch.ones(4), group=group))
     return until_failed(group)
@@ -106,7 +107,8 @@ def messages_differ(own: int) -> Any:
 
 
 def no_message(own: int) -> Any:
-    group = pair(1.0)
+    handshake("no message", own)  # as above
+    group = pair(3.0)
     if own == 1:
         return caught(lambda: dist.recv(torch.ones(4), src=3, group=group, tag=7))
     return until_failed(group)
@@ -114,6 +116,7 @@ def no_message(own: int) -> Any:
 
 def aborted(own: int) -> Any:
     group = pair()
+    handshake("abort", own)  # both have it: who still joins would fail in that
     if own == 1:
         return caught(lambda: dist.all_reduce(torch.ones(4), group=group))
     creation.native_backend(group).abort()
@@ -122,6 +125,7 @@ def aborted(own: int) -> Any:
 
 def left(own: int) -> Any:
     group = pair()
+    handshake("leave", own)  # as above
     error = caught(lambda: dist.all_reduce(torch.ones(4), group=group)) if own == 1 else None
     dist.destroy_process_group(group)  # on both: the next name has the number of groups
     return error
@@ -210,6 +214,7 @@ def dies(rank: int, world_size: int, how: int) -> Any:
         return None
     group = pair()
     dist.all_reduce(torch.ones(4), group=group)
+    handshake("summed", rank)  # a death that comes before would end this one
     if rank == 3:
         os.kill(os.getpid(), how)
     error = caught(lambda: dist.all_reduce(torch.ones(4), group=group))
@@ -225,7 +230,7 @@ def dies(rank: int, world_size: int, how: int) -> Any:
     ],
 )
 def test_a_rank_that_dies_or_stops_has_its_own_number(how: int, code: str, wanted: str) -> None:
-    with start_ranks(4, dies, args=(how,), env={"PYCOMM_HEARTBEAT_TIMEOUT": "1"}) as running:
+    with start_ranks(4, dies, args=(how,)) as running:
         running.wait_for_mark(1, "seen")
         running.kill(3)
         error = running.collect(60.0)[1].value
@@ -239,13 +244,16 @@ def leaves_after_another_failure(rank: int, world_size: int, store: str, late: s
         use_fault_build()
     dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
     first = dist.new_group([0, 1], timeout=timedelta(seconds=30))
-    second = dist.new_group([1, 2], timeout=timedelta(seconds=1))
+    second = dist.new_group([1, 2], timeout=timedelta(seconds=30))
     if late and rank == 1:
         loader.load().arm_fault_points(late)
     if rank == 0:
         return caught(lambda: dist.all_reduce(torch.ones(4), group=first))
     if rank == 1:
-        error = caught(lambda: dist.all_reduce(torch.ones(4), group=second))
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        options.timeout = timedelta(seconds=1)  # of the operation: a group's is that of making it
+        error = caught(lambda: second.allreduce([torch.ones(4)], options).wait())
         dist.destroy_process_group(first)
         return error
     return until_failed(second)

@@ -122,7 +122,7 @@ def test_junk_where_a_session_will_meet_ends_no_training(secret: Any) -> None:
     model = nn.Linear(1, 1, bias=False)
     with Serving() as serving:
         address = serving.server.address
-        with ParameterClient(model, servers=address, worker=0, reconnect=5.0) as client:
+        with ParameterClient(model, servers=address, worker=0, reconnect=20.0) as client:
             step(client, model)
             stranger = store_of(address)
             keys = [str(each) for each in stranger.list_keys() if "/1/group/" in str(each)]

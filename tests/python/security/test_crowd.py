@@ -128,9 +128,9 @@ def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_pat
     with Crowd(range(first, last + 1)) as crowd:
         beside = seconds("beside", first, last)
     print(f"alone {alone:.2f} s, beside {crowd.opened} strangers {beside:.2f} s")
-    assert crowd.opened >= CROWD / 2, "it filled all places, many times"
     print(f"{crowd.per_s:.0f} strangers per second")
     assert_within(1 / crowd.per_s, 1 / FEWEST_PER_S, "for each stranger")
+    assert crowd.opened >= CROWD / 2, "it filled all places, many times"
     assert_within(beside, alone + 1)
 
 
@@ -286,8 +286,8 @@ def test_another_users_crowd_at_unix_sockets_delays_a_group_by_less_than_a_secon
         beside = seconds("beside")
     print(f"alone {alone:.2f} s, beside {crowd.did} {beside:.2f} s")
     assert len(list((tmp_path / "beside").glob("name-*"))) >= SIZE
-    assert crowd.did["opened"] >= CROWD / 4
     assert crowd.did["answered"] == 0
     took_s = crowd.did["seconds"] / crowd.did["opened"]
     assert_within(took_s, 1 / FEWEST_PER_S, "for each stranger")
+    assert crowd.did["opened"] >= CROWD / 4
     assert_within(beside, alone + 1)

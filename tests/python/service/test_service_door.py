@@ -15,7 +15,7 @@ from time_bound import assert_within
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm.service import ParameterClient, RefusedError
+from pycomm.service import ParameterClient, RefusedError, notices
 from pycomm.service.client import _check_answer
 from pycomm.service.core import ServerCore
 from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
@@ -69,6 +69,7 @@ def test_a_server_ends_although_it_waits_for_workers_to_meet_it() -> None:
     again.serve()
 
 
+@pytest.mark.time_bound
 def test_a_counter_that_was_far_ahead_for_a_while_keeps_no_worker_out() -> None:
     """Neither the worker whose number was large, nor a new process that takes its place."""
     server = counter_server()
@@ -100,6 +101,7 @@ def junk_hellos(store: TCPStore, number: int) -> None:
 
 def test_a_thousand_hellos_that_are_junk_are_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     server = counter_server()
+    begin = time.monotonic()
     with serving(server) as address:
         stranger = store_of(address)
         junk_hellos(stranger, 1000)
@@ -109,34 +111,39 @@ def test_a_thousand_hellos_that_are_junk_are_a_few_lines(caplog: pytest.LogCaptu
         with ParameterClient(model, servers=address, worker=0) as client:
             assert count(client, model, 1) == 1
     lines = [each for each in caplog.messages if "refuses a worker" in each]
-    assert 1 <= len(lines) <= 3, lines
+    between_s = notices._BETWEEN_WARNINGS_S
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - begin) / between_s, lines
 
 
 def test_a_counter_that_is_overwritten_again_and_again_is_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = counter_server()
+    begin = time.monotonic()
     with serving(server) as address:
         stranger = store_of(address)
         for _ in range(20):
             stranger.set(SESSIONS, "abc")
             time.sleep(0.1)
         server.stop()
-    assert sum("another process has written" in each for each in caplog.messages) == 1
+    lines = [each for each in caplog.messages if "another process has written" in each]
+    assert 1 <= len(lines) <= 1 + (time.monotonic() - begin) / notices._BETWEEN_WARNINGS_S, lines
 
 
 def test_a_server_greets_64_connections_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these hellos can be read, and nobody meets the server."""
-    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 6.0)
     server = counter_server()
-    most = 0
     with serving(server) as address:
         stranger = store_of(address)
         for connection in range(100):
             text = dataclasses.replace(HELLO, connection=connection).encode().decode()
             stranger.set(f"{PREFIX}/{stranger.add(SESSIONS, 1)}/hello", text)
-        until = time.monotonic() + 3
-        while time.monotonic() < until:
+        until = time.monotonic() + 30
+        while len(server._door._greeting) < 64 and time.monotonic() < until:
+            time.sleep(0.02)
+        most = 0
+        for _ in range(50):
             most = max(most, len(server._door._greeting))
             time.sleep(0.02)
         assert most == 64
