@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 30.0
 """The last frames of a peer, and what a thread of the group's has still to drop."""
 
 
