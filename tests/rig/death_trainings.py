@@ -30,8 +30,6 @@ _END_S = 30.0
 _POLL_S = 0.01
 _LOOK_S = 1.0
 _TAIL = 3000
-_NOTICE_S = 0.5
-"""What ranks need to notice the step before which they end, while they go on."""
 
 
 class BrokenError(RuntimeError):
@@ -220,11 +218,14 @@ class Training:
         return "\n".join(lines)
 
     def end(self) -> None:
-        """Ends all ranks behind one step, and checks how all of them ended."""
+        """Ends all ranks behind one step, and checks how all of them ended.
+
+        A rank passes the gate to a step once it has noted the one before it. So behind a closed
+        gate none is further than a step beyond the newest note.
+        """
+        self.gate.set(goes=False)
         self.accounts.read()
-        steps = self.accounts.steps
-        span_s = (steps[self.step].ended_s - steps[self.step - 5].ended_s) / 5
-        self.gate.set(goes=True, end=self.step + 3 + int(_NOTICE_S / max(span_s, 0.001)))
+        self.gate.set(goes=True, end=self.step + 3)
         running = [each for each in self.processes.values() if each.rank.struck_s == float("inf")]
         self.wait(lambda: all(map(self._ended, running)), 2 * _END_S, "for the end")
         self.accounts.read()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from rank_child import describe_exception, mark
+from signals import CaughtSignal
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import pycomm
 
 PREFETCH = 2
+HELD_AT = 20
+"""The step before which ranks wait that are to be killed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Plan:
     length: int = 200
     global_batch: int = 24
     accumulate: int = 1
+    held: tuple[int, ...] = ()
+    """Ranks that the test kills: with ``HELD_AT`` no death comes too late, however late it is."""
 
     @property
     def lookahead(self) -> int:
@@ -81,12 +87,15 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     epochs: list[int] = []
     means: list[float] = []
     error: Any = None
+    continued = CaughtSignal(signal.SIGCONT)  # which nobody sends
     try:
         with (Path(plan.folder) / f"{rank}").open("w") as file:
             for epoch in range(plan.epochs):
                 sampler.set_epoch(epoch)
                 epochs.append(0)
                 for indices, inputs in loader:
+                    if rank in plan.held and len(means) == HELD_AT:
+                        continued.wait()
                     file.write(json.dumps(indices.tolist()) + "\n")
                     file.flush()
                     loss = model(inputs).square().mean()

@@ -28,8 +28,8 @@ from zygote import MODULES, Zygote
 
 import pycomm
 
-SILENCE_S = 1.0
-"""``heartbeat_timeout`` of all of these trainings."""
+SILENCE_S = 3.0
+"""``heartbeat_timeout`` of all of these trainings: a loaded machine keeps no process so long."""
 PATIENCE_S = 90.0
 _MOST_STEPS = 20_000
 _ports = itertools.count(29500)

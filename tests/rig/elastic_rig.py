@@ -1,12 +1,17 @@
-"""Agreements on steps that tests write in Python, in place of the native one, and a model."""
+"""Agreements on steps that tests write in Python, a model, and what ranks announce to others."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from signals import wait_until_asleep
 from torch import nn
 
 
@@ -87,3 +92,29 @@ def batch_of(rank: int, step: int, samples: int = 6) -> torch.Tensor:
     """Another batch on every rank and in every step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(samples, 20, generator=generator)
+
+
+def announce(what: str, rank: int) -> None:
+    """This rank has come so far: ``await_ranks`` of others returns."""
+    dist.distributed_c10d._get_default_store().set(f"{what}/{rank}", "")
+
+
+def await_ranks(what: str, ranks: Iterable[int]) -> None:
+    """Waits until each of these has announced it; an error after a minute."""
+    keys = [f"{what}/{rank}" for rank in ranks]
+    dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=60))
+
+
+def announce_when_asleep(what: str, rank: int, *, behind: str = "", of: Iterable[int] = ()) -> None:
+    """Announces it as soon as the main thread blocks in what it calls next.
+
+    With ``behind``: not before those ranks have announced that.
+    """
+
+    def look() -> None:
+        if behind:
+            await_ranks(behind, of)
+        wait_until_asleep(os.getpid())  # the main thread
+        announce(what, rank)
+
+    threading.Thread(target=look, daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_child import describe_exception, mark
+from signals import CaughtSignal
 
 import pycomm
 from pycomm._group.creation import native_backend
@@ -40,6 +42,9 @@ class Plan:
     """A rank that arms fault points when its steps begin, of the build that has them, and which."""
     late: tuple[int, int, float] = (-1, -1, 0.0)
     """A rank that is busy before a step, and for how long."""
+    held: tuple[tuple[int, int], ...] = ()
+    """Ranks that the test kills or stops, and the step before which each waits for that. So they
+    are struck in the middle of the steps, however late the test is. SIGCONT ends the wait."""
 
 
 def bucket(rank: int, step: int, index: int, numel: int) -> torch.Tensor:
@@ -110,6 +115,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     ended_s: list[float] = []
     redone = 0
     error: BaseException | None = None
+    continued = CaughtSignal(signal.SIGCONT)
     if rank == plan.struck[0]:
         loader.load().arm_fault_points(plan.struck[1])
     mark("trains")
@@ -118,6 +124,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             if plan.late[:2] == (rank, step):
                 mark("late")
                 time.sleep(plan.late[2])
+            if (rank, step) in plan.held:
+                continued.wait()
             time.sleep(plan.between_s)
             steps.begin()
             while True:

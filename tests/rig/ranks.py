@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pickle
 import selectors
@@ -86,6 +87,8 @@ group, and with it gloo's threads, alive to the end of the process, which at tim
 """
 
 _TAIL_NCHARS = 6000
+_MARKS_NBYTES = 1 << 20
+"""What a pipe holds of marks that no test reads: the rank must not wait for that."""
 _LONGEST_LOOK_S = 1.0
 """A look that took longer says that the machine stood still, and with it the ranks."""
 
@@ -186,6 +189,8 @@ class Ranks:
 
     def _start(self, rank: int) -> None:
         read_fd, write_fd = os.pipe()
+        with contextlib.suppress(OSError):  # past the caller's limit it holds 64 KiB
+            fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _MARKS_NBYTES)
         out = (self.folder / f"{rank}.out").open("wb")
         err = (self.folder / f"{rank}.err").open("wb")
         self._files += [out, err]
@@ -275,7 +280,7 @@ class Ranks:
 
     def _drain_marks(self, timeout_s: float) -> dict[int, list[str]]:
         for key, _ in self._selector.select(max(timeout_s, 0.0)):
-            chunk = os.read(key.fd, 65536)
+            chunk = os.read(key.fd, _MARKS_NBYTES)
             if not chunk:
                 self._selector.unregister(key.fd)
                 os.close(key.fd)

@@ -1,9 +1,15 @@
-"""Waiting for a signal that another process sends."""
+"""Signals that come when a program is where they are meant for, and waiting for one."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
+from pathlib import Path
+
+_LOOKS_ASLEEP = 20
+_BETWEEN_LOOKS_S = 0.005
 
 
 class CaughtSignal:
@@ -34,3 +40,45 @@ class CaughtSignal:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {self._number.name} came within {timeout_s:g} s")
             time.sleep(0.01)
+
+
+def wait_until_asleep(thread_id: int, timeout_s: float = 60.0) -> None:
+    """Returns once a thread of this process blocks: it was asleep at 20 looks in a row.
+
+    Args:
+        thread_id: The kernel's number of it.
+
+    Raises:
+        TimeoutError: It did not within ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    asleep = 0
+    while asleep < _LOOKS_ASLEEP:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"thread {thread_id} did not block within {timeout_s:g} s")
+        stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+        # "pid (name) state …": the name may hold anything, so look from its end.
+        asleep = asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+        time.sleep(_BETWEEN_LOOKS_S)
+
+
+def interrupt_main_thread(number: signal.Signals, begun: threading.Event) -> list[float]:
+    """The main thread gets a signal once it has set ``begun`` and then blocks.
+
+    A timer may fire before the main thread has come to what the signal is to interrupt.
+
+    Returns:
+        ``time.monotonic()`` of that moment, as soon as it has come.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    sent_s: list[float] = []
+
+    def send() -> None:
+        assert begun.wait(60.0)
+        wait_until_asleep(os.getpid())  # the main thread's, which no fork makes wrong
+        sent_s.append(time.monotonic())
+        signal.pthread_kill(main, number)
+
+    threading.Thread(target=send, daemon=True).start()
+    return sent_s

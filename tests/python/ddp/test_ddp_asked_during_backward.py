@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from signals import interrupt_main_thread
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -39,16 +40,16 @@ def ask(model: Any) -> Any:
     return stats
 
 
-def signal_rank_0(rank: int, handler: Callable[..., None]) -> None:
-    """The main thread of rank 0 gets a signal soon. Rank 1 waits until its handler has set
-    "handled" in the store: so rank 0 gets it in the backward pass that it begins meanwhile."""
+def signal_rank_0(rank: int, model: Any, handler: Callable[..., None]) -> None:
+    """The main thread of rank 0 gets a signal once it waits in the model's next backward pass, for
+    rank 1, which waits here until the handler has set "handled" in the store."""
     if rank == 1:
         dist.distributed_c10d._get_default_store().wait(["handled"])
         return
     signal.signal(signal.SIGUSR1, handler)
-    main = threading.main_thread().ident
-    assert main is not None
-    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+    begun = threading.Event()
+    next(model.parameters()).register_hook(lambda _: begun.set())
+    interrupt_main_thread(signal.SIGUSR1, begun)
 
 
 def a_signal_comes_while_backward_waits(rank: int, world_size: int) -> None:
@@ -68,7 +69,7 @@ def a_signal_comes_while_backward_waits(rank: int, world_size: int) -> None:
             refused.append(str(error))
         store.set("handled", "yes")
 
-    signal_rank_0(rank, handler)
+    signal_rank_0(rank, model, handler)
     assert all(map(torch.equal, backward(model, rank), want))
     if rank == 0:
         assert (asked[0].passes, asked[0].steps) == (3, 2)
@@ -95,7 +96,7 @@ def a_state_is_taken_while_backward_waits(rank: int, world_size: int, **options:
         taken.append(model.communication_state_dict())
         store.set("handled", "yes")
 
-    signal_rank_0(rank, handler)
+    signal_rank_0(rank, model, handler)
     train()
     if "weighed" in before:  # the times of a rank go on between passes
         for state in (before, *taken):
@@ -220,7 +221,7 @@ def each_method_in_a_handler(rank: int, world_size: int) -> None:
                     wrong.append(f"{name}: {error}")
         store.set("handled", "yes")
 
-    signal_rank_0(rank, handler)
+    signal_rank_0(rank, model, handler)
     backward(model, rank)
     assert not wrong, wrong
 

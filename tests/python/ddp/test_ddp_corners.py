@@ -6,7 +6,6 @@ import contextlib
 import copy
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import all_ranks, wrap
+from signals import wait_until_asleep
 from time_bound import assert_within
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -195,17 +195,6 @@ def test_fp16_compression_of_other_dtypes_is_refused_when_registered() -> None:
 # Python's lock
 
 
-def _sleeps(thread_id: int, looks: int = 20) -> bool:
-    """Whether a thread of this process blocks: asleep at so many looks in a row."""
-    deadline_s = time.monotonic() + 30
-    asleep = 0
-    while asleep < looks and time.monotonic() < deadline_s:
-        stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
-        asleep = asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
-        time.sleep(0.005)
-    return asleep == looks
-
-
 def installs_while_backward_waits(rank: int, world_size: int) -> float:
     future: Any = torch.futures.Future()
     launched, installing = threading.Event(), threading.Event()
@@ -230,7 +219,8 @@ def installs_while_backward_waits(rank: int, world_size: int) -> float:
     threads = [backward, threading.Thread(target=complete)]
     for thread in threads:
         thread.start()
-    assert launched.wait(30) and _sleeps(backward.native_id)
+    assert launched.wait(30) and backward.native_id is not None
+    wait_until_asleep(backward.native_id)
     began_s = time.monotonic()
     installing.set()
     model.reducer._install_post_backward_futures([])  # blocks until backward has ended

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from ddp_rig import wrap
 from ranks import TORCH_DDP, run_ranks
+from signals import interrupt_main_thread
 from time_bound import assert_within
 from torch import nn
 from torch.futures import Future
 
 import pycomm
+from pycomm._group.creation import native_backend
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -123,50 +125,47 @@ def interrupted(rank: int, world_size: int) -> float:
     model = wrap(nn.Linear(4, 4))
     model.register_comm_hook(None, never)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main = threading.main_thread().ident
-    assert main is not None
-    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
-    began_s = time.monotonic()
+    begun = threading.Event()
+    model.module.weight.register_hook(lambda _: begun.set())
+    sent_s = interrupt_main_thread(signal.SIGINT, begun)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 4)).sum().backward()
-    return time.monotonic() - began_s
+    return time.monotonic() - sent_s[0]
 
 
 @pytest.mark.time_bound
 def test_ctrl_c_ends_the_wait_for_a_hook() -> None:
-    for took_s in run_ranks(1, interrupted, timeout_s=20, preload=TORCH_DDP).values():
+    for took_s in run_ranks(1, interrupted, preload=TORCH_DDP).values():
         assert_within(took_s, 5.0)
 
 
 def future_interrupted(rank: int, world_size: int) -> float:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main = threading.main_thread().ident
-    assert main is not None
-    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
-    began_s = time.monotonic()
+    begun = threading.Event()
+    sent_s = interrupt_main_thread(signal.SIGINT, begun)
     with pytest.raises(KeyboardInterrupt):
+        begun.set()
         Future().wait()
-    return time.monotonic() - began_s
+    return time.monotonic() - sent_s[0]
 
 
 @pytest.mark.time_bound
 def test_ctrl_c_ends_the_wait_for_a_future() -> None:
-    for took_s in run_ranks(1, future_interrupted, timeout_s=20).values():
+    for took_s in run_ranks(1, future_interrupted).values():
         assert_within(took_s, 5.0)
 
 
 def overdue(rank: int, world_size: int) -> tuple[str, str]:
     model = wrap(nn.Linear(4, 4))
     model.register_comm_hook(None, never)
+    native_backend().set_timeout(timedelta(seconds=1))
     with pytest.raises(pycomm.errors.CollectiveTimeoutError) as caught:
         model(torch.ones(2, 4)).sum().backward()
     return caught.value.code, str(caught.value)
 
 
 def test_a_hook_that_never_ends_is_a_timeout_that_names_it() -> None:
-    for code, text in run_ranks(
-        1, overdue, timeout_s=30, init_timeout_s=1.0, preload=TORCH_DDP
-    ).values():
+    for code, text in run_ranks(1, overdue, preload=TORCH_DDP).values():
         assert code == "TIMEOUT"
         for part in ("comm hook 'never'", "bucket 0 of 1", "'weight'", "'bias'", "2000 ms"):
             assert part in text, text

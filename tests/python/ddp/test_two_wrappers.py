@@ -13,7 +13,9 @@ import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import wrap
-from elastic_rig import Net, batch_of
+from elastic_rig import Net, announce, await_ranks, batch_of
+from signals import interrupt_main_thread
+from time_bound import assert_within
 from torch import nn
 from two_wrappers import Kind, Program, Training, random_program
 
@@ -125,7 +127,7 @@ WAITS_S = 8.0
 
 
 def one_fails(rank: int, world_size: int) -> Any:
-    """Rank 1 alone fails in the end of the first wrapper."""
+    """Rank 1 alone fails in the end of the first wrapper, where it waits for the others."""
     import signal
 
     import pycomm
@@ -134,6 +136,7 @@ def one_fails(rank: int, world_size: int) -> Any:
         raise InterruptedError
 
     models = [wrap(Net(), elastic=pycomm.Elastic()) for _ in range(2)]
+    begun = threading.Event()
     took_s = 0.0
     for step in range(3):
         for model in models:
@@ -141,25 +144,27 @@ def one_fails(rank: int, world_size: int) -> Any:
         losses = [model(batch_of(rank, step)).square().mean() for model in models]
         if rank == 1 and step == 1:
             signal.signal(signal.SIGALRM, raise_alarm)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            models[0].module.wide.weight.register_hook(lambda _: begun.set())
+            interrupt_main_thread(signal.SIGALRM, begun)
             with pytest.raises(InterruptedError):
                 (losses[0] + losses[1]).backward()
+            announce("failed", rank)
             time.sleep(WAITS_S)
             return None
         if step == 1:
-            time.sleep(0.8)
+            await_ranks("failed", [1])
         began_s = time.monotonic()
         (losses[0] + losses[1]).backward()
         took_s = max(took_s, time.monotonic() - began_s)
     return [model.elastic.members for model in models], took_s
 
 
+@pytest.mark.time_bound
 def test_a_rank_that_fails_in_one_leaves_both() -> None:
     found = ranks.run_ranks(3, one_fails, timeout_s=60, preload=ranks.TORCH_DDP)
-    for value in (found[0].value, found[2].value):
-        members, took_s = value
+    for members, _ in (found[0].value, found[2].value):
         assert members == [(0, 2), (0, 2)]
-        assert took_s < WAITS_S / 2
+    assert_within(max(found[0].value[1], found[2].value[1]), WAITS_S / 2)
 
 
 class Headed(nn.Module):

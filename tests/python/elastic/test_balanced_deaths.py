@@ -74,7 +74,7 @@ def check(results: RankResults, plan: Plan, dead: Sequence[int]) -> dict[str, An
 def test_a_rank_is_killed(
     tmp_path: Path, workers: tuple[int, ...], dead: list[int], accumulate: int
 ) -> None:
-    plan = Plan(str(tmp_path), workers, accumulate=accumulate)
+    plan = Plan(str(tmp_path), workers, accumulate=accumulate, held=tuple(dead))
     with start(plan) as running:
         for rank in dead:
             running.wait_for_mark(rank, "step 10")

@@ -217,10 +217,7 @@ def saves(rank: int, world_size: int, folder: str) -> Any:
 
 @pytest.mark.faults
 def test_a_leader_that_was_left_behind_does_not_save(tmp_path: Path) -> None:
-    options = {"heartbeat_timeout": 1.0}
-    with start_ranks(
-        3, saves, args=(str(tmp_path),), pg_options=options, preload=TORCH_DDP
-    ) as running:
+    with start_ranks(3, saves, args=(str(tmp_path),), preload=TORCH_DDP) as running:
         for rank in (1, 2):
             running.wait_for_mark(rank, "step 40")
         running.kill(0, signal.SIGCONT)

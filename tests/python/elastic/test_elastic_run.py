@@ -33,7 +33,7 @@ import torch.distributed as dist
 import pycomm
 from elastic_hosts import Course, trains_until_told
 from elastic_training import Plan
-dist.init_process_group("pycomm", pg_options=pycomm.Options(heartbeat_timeout=1.0))
+dist.init_process_group("pycomm")
 rank = dist.get_rank()
 course = Course(str(Path(sys.argv[1]).parent), Plan(settings=(("quorum_wait", 4.0),)))
 error = trains_until_told(rank, dist.get_world_size(), course)["error"]
@@ -81,18 +81,20 @@ def wait_for_steps(job: Job, folder: Path, ranks: Sequence[int], members: Sequen
 
 
 def pids_of_rank(job: Job, rank: int) -> list[int]:
-    return [
-        pid
-        for node in job.hosts.nodes
-        for pid in processes_of(node)
-        if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    ]
+    found = []
+    for node in job.hosts.nodes:
+        for pid in processes_of(node):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+                found += [pid] * (f"\0RANK={rank}\0".encode() in environment)
+    return found
 
 
 def kill_rank(rank: int) -> Callable[[Job], None]:
     def act(job: Job) -> None:
         for pid in pids_of_rank(job, rank):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     return act
 

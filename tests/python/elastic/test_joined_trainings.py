@@ -193,6 +193,7 @@ def test_a_process_that_fails_as_a_member_leaves(tmp_path: Path) -> None:
 # --- the file of the members ----------------------------------------------------------------------
 
 
+@pytest.mark.time_bound
 def test_the_file_of_a_training_that_runs_is_not_overwritten(tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 2)
     with start(2, plan, SHARED) as running:
@@ -206,8 +207,8 @@ def test_the_file_of_a_training_that_runs_is_not_overwritten(tmp_path: Path) -> 
     for value in refused:
         assert value["error"].is_a("InvalidArgumentError"), value["error"].text
         assert "training that runs: one of its 2 members has answered" in value["error"].text
-        assert_within(value["after_s"], 4.0)
     check(results)
+    assert_within(max(value["after_s"] for value in refused), 4.0)
 
 
 def test_the_file_of_a_dead_training_is_overwritten(tmp_path: Path) -> None:
@@ -260,13 +261,14 @@ def test_a_process_that_has_left_begins_anew_with_its_file(tmp_path: Path) -> No
     assert steps == 1
 
 
+@pytest.mark.time_bound
 def test_nobody_answers(tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 2, settings=(("join_wait", 1.0),))
     with start(1, joining(plan), SHARED) as newcomer:
         none = newcomer.collect(60)[0].value
     assert none["error"].is_a("RendezvousTimeoutError"), none["error"].text
     assert "cannot be read" in none["error"].text
-    assert 0.9 < none["after_s"] < 10.0
+    assert none["after_s"] > 0.9
     with start(1, plan, SHARED) as running:
         running.wait_for_mark(0, "trains")
         running.kill(0)
@@ -279,6 +281,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
     with start(1, joining(plan), SHARED) as newcomer:
         wrong = newcomer.collect(60)[0].value
     assert wrong["error"].is_a("JoinRefusedError"), wrong["error"].text
+    assert_within(none["after_s"], 10.0)
 
 
 def test_a_state_that_takes_too_long_is_refused(tmp_path: Path) -> None:
@@ -321,17 +324,20 @@ def test_a_newcomer_dies_while_it_loads(options: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.parametrize("turn", rings.first_of(range(3)))
 def test_rank_0_dies_while_it_gives(turn: int, tmp_path: Path) -> None:
-    plan = Plan(str(tmp_path / "peers"), 3, payload=64 << 20, check=False)
+    """Or just after it, if the kill is late: a process that is started then ends the training."""
+    plan = Plan(str(tmp_path / "peers"), 4, payload=64 << 20, check=False)
     with start(3, plan, SHARED) as running:
         running.wait_for_mark(0, "step 10")
         with start(1, joining(plan), SHARED) as newcomer:
             running.wait_for_mark(0, "gives")
             time.sleep(0.03 * turn)
             running.kill(0)
-            results = [*running.collect(90), *newcomer.collect(90)]
+            newcomer.wait_for_mark(0, "trains")
+            with start(1, joining(plan), SHARED) as last:
+                results = [*running.collect(90), *newcomer.collect(90), *last.collect(90)]
     assert results[0].exit_code == -signal.SIGKILL
     values = check(results[1:])
-    assert values[-1]["steps"][-1]["members"] == (1, 2, 3)
+    assert values[-1]["steps"][-1]["members"] == (1, 2, 3, 4)
 
 
 def test_two_join_at_once(tmp_path: Path) -> None:
@@ -404,7 +410,6 @@ def start_with_faults(world_size: int, store: Path, plan: Plan, **env: str) -> A
 
 LONG = 30.0
 """Of ``join_pause``, seconds: nothing below may take as long."""
-QUICK: dict[str, Any] = {**SHARED, "heartbeat_timeout": 1.0}
 PATIENT: dict[str, Any] = {**SHARED, "heartbeat_timeout": 60.0}
 
 
@@ -428,9 +433,9 @@ def test_one_that_stops_does_not_keep_another_one_from_joining(tmp_path: Path) -
     )
     one = dataclasses.replace(joining(plan), waits_for="")
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(start(2, plan, QUICK))
+        running = stack.enter_context(start(2, plan, SHARED))
         running.wait_for_mark(0, "step 0")
-        newcomers = [stack.enter_context(start(1, one, QUICK)) for _ in range(3)]
+        newcomers = [stack.enter_context(start(1, one, SHARED)) for _ in range(3)]
         for newcomer in newcomers:
             newcomer.wait_for_mark(0, "asks")
         time.sleep(2.0)
@@ -448,13 +453,13 @@ def test_one_that_was_stopped_joins_when_it_goes_on(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The members have forgotten it, and its connections to them are still open."""
-    quick = {**options, "heartbeat_timeout": 1.0}
-    plan = Plan(str(tmp_path / "peers"), 2, payload=64 << 20, check=False)
-    one = dataclasses.replace(joining(plan), settings=(("join_wait", 20.0),))
-    with start(2, plan, quick) as running, start(1, one, quick) as newcomer:
+    plan = Plan(str(tmp_path / "peers"), 2, payload=64 << 20, check=False, reads_for=2.0)
+    one = dataclasses.replace(joining(plan), settings=(("join_wait", 60.0),))
+    with start(2, plan, options) as running, start(1, one, options) as newcomer:
         running.wait_for_mark(0, "gives")
         newcomer.kill(0, signal.SIGSTOP)
-        time.sleep(5.0)
+        marks = len(running.marks(0))
+        running.wait_until(0, lambda: len(running.marks(0)) > marks + 1, "does not go on")
         newcomer.kill(0, signal.SIGCONT)
         results = [*running.collect(60), *newcomer.collect(60)]
     check(results)
@@ -538,9 +543,13 @@ def test_a_process_dies_at_any_place_of_a_join(at: str, point: str, tmp_path: Pa
             first = dataclasses.replace(first, struck=(0, point))
         newcomer = stack.enter_context(start_with_faults(1, tmp_path / "first", first))
         results = []
-        if at == "newcomer":
-            time.sleep(4.0)
-            newcomer.kill(0)  # where it has not ended
+        if at == "newcomer" and point.endswith("kill"):
+            assert newcomer.collect(60)[0].exit_code == -signal.SIGKILL
+        elif at == "newcomer":
+            newcomer.wait_until(0, lambda: newcomer.state(0) == "T", "has not stopped")
+            marks = len(running.marks(0))
+            running.wait_until(0, lambda: len(running.marks(0)) > marks + 1, "does not go on")
+            newcomer.kill(0)
         else:
             newcomer.wait_for_mark(0, "trains")
         second = stack.enter_context(start_with_faults(1, tmp_path / "second", joining(stays)))

@@ -266,11 +266,12 @@ def test_a_host_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
         first = Trainer(beta, "first", plan, tmp_path)
         first.wait_for_mark("step 10")
         alpha.ip("link", "set", "eth0", "down")
-        began_s = time.monotonic()
         second = Trainer(beta, "second", joining(plan), tmp_path)
+        second.wait_for_mark("asks")
+        began_s = time.monotonic()
         second.wait_for_mark("trains")
         joined_s = time.monotonic() - began_s
         ended = [each.ended(60) for each in (first, second)]
     values: list[dict[str, Any]] = check(ended)  # type: ignore[arg-type]
     assert values[0]["steps"][-1]["members"] == (0, 1)
-    assert_within(joined_s, 20.0)  # most of it is torch's
+    assert_within(joined_s, 20.0)

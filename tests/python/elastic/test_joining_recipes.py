@@ -63,7 +63,7 @@ class Replica:
 
 @contextlib.contextmanager
 def replica(folder: Path, name: str, *flags: str, torchrun: bool = False) -> Iterator[Replica]:
-    made = Replica(folder, name, "--steps=20000", "--pause=0.005", *flags, torchrun=torchrun)
+    made = Replica(folder, name, "--steps=40000", "--pause=0.005", *flags, torchrun=torchrun)
     try:
         yield made
     finally:

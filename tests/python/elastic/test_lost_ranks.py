@@ -7,14 +7,13 @@ import dataclasses
 import hashlib
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
 import ranks
 import torch
 from ddp_rig import wrap
-from elastic_rig import Net, batch_of
+from elastic_rig import Net, announce, await_ranks, batch_of
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -70,19 +69,24 @@ def train(rank: int, world_size: int, doomed: int, dies_in: str, where: str) -> 
             elastic=pycomm.Elastic(),
         )
         optimizers[wire] = torch.optim.SGD(models[wire].parameters(), lr=0.05)
-    kills = False
+    fatal = False
+    others = [each for each in range(world_size) if each != doomed]
 
     def die(at: str) -> None:
-        if kills and where == at:
-            time.sleep(0.4)  # the others are in the step by then
+        if not fatal:
+            return
+        if rank == doomed and where == at:
+            await_ranks("in the step", others)
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank != doomed and at == "in backward":
+            announce("in the step", rank)
 
     for model in models.values():
         model.module.wide.weight.register_hook(lambda grad: die("in backward"))
         model.module.first.register_forward_hook(lambda *_: die("in forward"))
     for step in range(STEPS):
         for wire, model in models.items():
-            kills = rank == doomed and step == 2 and wire == dies_in
+            fatal = step == 2 and wire == dies_in
             optimizers[wire].zero_grad()
             before = copy.deepcopy(model.module)
             output = model(batch_of(rank, step), takes_of(rank, step, doomed))

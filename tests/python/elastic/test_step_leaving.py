@@ -200,6 +200,7 @@ def _raised(call: Any) -> str:
     return "nothing"
 
 
+@pytest.mark.time_bound
 def test_who_has_left_holds_up_nobody_and_may_go_on_living() -> None:
     with start_ranks(
         3, leaves_and_stays, preload=TORCH_DDP, env={"PYCOMM_DEBUG": "INFO"}

@@ -231,11 +231,12 @@ def goes_on_after_a_timeout(rank: int, world_size: int, path: str) -> dict[str, 
     member.all_together(1300)
     hooked = threading.Event()
     pycomm.register_abort_hook(0, hooked.set)
+    member.wait_for_all("hooked")
     seen: dict[str, Any] = {}
     if rank == 0:
         native_backend().set_timeout(timedelta(milliseconds=100))
         seen = outcome(lambda: dist.all_reduce(torch.ones(4)))
-    assert hooked.wait(10)
+    assert hooked.wait(PATIENCE_S)
     native_backend().set_timeout(timedelta(seconds=PATIENCE_S))
     member.wait_for_all("failed")
     pycomm.reconfigure(1301, member.handles("again"))
@@ -275,13 +276,15 @@ def test_a_member_leaves_and_comes_again(tmp_path: Path, excluded: int) -> None:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def gives_wrong_arguments(rank: int, world_size: int, path: str) -> None:
+def gives_wrong_arguments(rank: int, world_size: int, path: str) -> float:
+    """The seconds of the longest call that is refused."""
     member = Member(rank, world_size, path)
     alone = outcome(lambda: dist.all_reduce(torch.ones(4)))
     assert alone["type"] == "InvalidArgumentError" and "reconfigure()" in alone["text"], alone
     assert pycomm.last_error() is None
     handles = member.all_together(1100)
     mine = handles[rank]
+    longest_s = 0.0
     others = [each for each in handles if each != mine]
     for uuid, wrong, words in (
         (1100, handles, "already used"),
@@ -295,13 +298,16 @@ def gives_wrong_arguments(rank: int, world_size: int, path: str) -> None:
     ):
         failed = outcome(lambda u=uuid, w=wrong: pycomm.reconfigure(u, w))
         assert words in failed["text"], (words, failed)
-        assert_within(failed["took_s"], 2.0)
+        longest_s = max(longest_s, failed["took_s"])
     assert_sums()  # the group is as it was
     member.wait_for_all("done")
+    return longest_s
 
 
+@pytest.mark.time_bound
 def test_wrong_arguments_leave_the_group_as_it_is(tmp_path: Path) -> None:
-    run(WORLD, gives_wrong_arguments, tmp_path)
+    longest_s = max(run(WORLD, gives_wrong_arguments, tmp_path).values())
+    assert_within(longest_s, 2.0)
 
 
 def is_ordinary(rank: int, world_size: int) -> dict[str, Any]:
@@ -456,10 +462,16 @@ def test_nobody_has_the_group_if_a_member_ends_before_it_is_ready(
 def waits_for_the_stopped(rank: int, world_size: int, path: str, stopped: int) -> Any:
     member = Member(rank, world_size, path)
     handles = member.handles("first")
-    mark("ready")
     if rank == stopped:
+        member.store.set("pid", str(os.getpid()))
+        mark("ready")
         signal.pause()
-    time.sleep(0.3)  # until it is stopped
+    mark("ready")
+    stat = Path("/proc", member.store.get("pid").decode(), "stat")
+    give_up_s = time.monotonic() + PATIENCE_S
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
     failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=2))
     mark("over")
     return failed
@@ -498,10 +510,13 @@ def has_another_list(rank: int, world_size: int, path: str) -> Any:
     return failed
 
 
+@pytest.mark.time_bound
 def test_different_lists_for_one_uuid_are_named(tmp_path: Path) -> None:
-    for failed in run(WORLD, has_another_list, tmp_path).values():
+    found = run(WORLD, has_another_list, tmp_path).values()
+    for failed in found:
         assert failed["type"] == "ConfigMismatchError", failed
-        assert "another list" in failed["text"] and failed["took_s"] < 10
+        assert "another list" in failed["text"]
+    assert_within(max(failed["took_s"] for failed in found), 10)
 
 
 def has_a_handle_of_a_former_group(rank: int, world_size: int, path: str) -> Any:
@@ -519,11 +534,13 @@ def has_a_handle_of_a_former_group(rank: int, world_size: int, path: str) -> Any
     return failed
 
 
+@pytest.mark.time_bound
 def test_a_handle_of_a_former_group_is_named(tmp_path: Path) -> None:
-    for rank, failed in enumerate(run(WORLD, has_a_handle_of_a_former_group, tmp_path).values()):
-        if rank != 1:
-            assert failed["type"] == "PeerDeadError", failed
-            assert "rank 1 of the new group" in failed["text"] and failed["took_s"] < 5
+    zero, _, two = run(WORLD, has_a_handle_of_a_former_group, tmp_path).values()
+    for failed in (zero, two):
+        assert failed["type"] == "PeerDeadError", failed
+        assert "rank 1 of the new group" in failed["text"]
+    assert_within(max(zero["took_s"], two["took_s"]), 5)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -567,9 +584,21 @@ def meets_often(rank: int, world_size: int, path: str, times: int) -> list[dict[
         assert torch.equal(tensor, torch.full((4,), float(world_size)))
         if uuid % (times // 3) == 0:
             time.sleep(0.3)
-            seen.append({"files": len(open_files()), "threads": len(os.listdir("/proc/self/task"))})
+            seen.append(settled(seen[0] if seen else None))
     member.wait_for_all("done")
     return seen
+
+
+def settled(first: dict[str, int] | None) -> dict[str, int]:
+    """What this process has open, once that is as at first, or, at first, twice the same."""
+    before: dict[str, int] = {}
+    give_up_s = time.monotonic() + PATIENCE_S
+    while True:
+        now = {"files": len(open_files()), "threads": len(os.listdir("/proc/self/task"))}
+        if now == (before if first is None else first) or time.monotonic() > give_up_s:
+            return now
+        before = now
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("times", [30, pytest.param(2000, marks=pytest.mark.nightly)])
