@@ -71,8 +71,7 @@ TEST(AgreementDriver, IsNotOpenedIfTheEngineIsShutDownMeanwhile) {
   Alone alone;
   EXPECT_EQ(
       codeOf([&] {
-        (void)AgreementDriver::open(
-            alone.members, alone.met, {}, [&] { (void)alone.engine.shutdown(soon()); });
+        (void)AgreementDriver::open(alone.members, alone.met, {}, [&] { (void)alone.engine.shutdown(soon()); });
       }),
       ErrorCode::ShutDown);
 }
@@ -497,8 +496,7 @@ TEST(AgreementDriver, AMemberThatCannotMeetSaysSoAndTheOthersGoOn) {
   std::vector<std::optional<ErrorCode>> raised(3);
   std::vector<size_t> sizes(3);
   group.onAll([&](size_t i) {
-    raised[i] =
-        codeOf([&] { sizes[i] = group.drivers[i]->verdict(1, soon()).value().again->members.size(); });
+    raised[i] = codeOf([&] { sizes[i] = group.drivers[i]->verdict(1, soon()).value().again->members.size(); });
   });
   armFaultPoints("");
   EXPECT_EQ(std::count(raised.begin(), raised.end(), std::optional(ErrorCode::SystemError)), 1);
@@ -756,9 +754,7 @@ TEST(FixedPort, AnswersOneQuestion) {
     const Dialed dialed = dial(to, from, soon(), none);
     EXPECT_NE(dialed.link, nullptr) << dialed.why;
     const std::string answer = askEndpoint(*dialed.link, words, soon(), none).front();
-    EXPECT_EQ(
-        codeOf([&] { (void)askEndpoint(*dialed.link, words, soon(), none); }),
-        ErrorCode::ConnectionReset);
+    EXPECT_EQ(codeOf([&] { (void)askEndpoint(*dialed.link, words, soon(), none); }), ErrorCode::ConnectionReset);
     return answer;
   };
   EXPECT_EQ(ask({endpoint_request::kAgree, member, from.self.incarnation, self}), endpoint_answer::kGone);
@@ -769,9 +765,7 @@ TEST(FixedPort, AnswersOneQuestion) {
   EXPECT_EQ(ask({endpoint_request::kWho, ""}), endpoint_answer::kHere);
   const Dialed at_endpoint = dial(host.members.handle(0), from, soon(), none);
   ASSERT_NE(at_endpoint.link, nullptr) << at_endpoint.why;
-  EXPECT_EQ(
-      askEndpoint(*at_endpoint.link, {endpoint_request::kWho, ""}, soon(), none).front(),
-      endpoint_answer::kGone);
+  EXPECT_EQ(askEndpoint(*at_endpoint.link, {endpoint_request::kWho, ""}, soon(), none).front(), endpoint_answer::kGone);
 }
 
 TEST(FixedPort, AnotherPrograms) {

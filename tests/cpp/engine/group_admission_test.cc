@@ -144,7 +144,8 @@ int64_t formed(int strangers, const std::shared_ptr<const Secret>& secret = null
   }
   const auto all = static_cast<size_t>(strangers);
   size_t there = connectionsTo(address.port());
-  for (const Deadline deadline = Deadline::after(20000); there < all && !deadline.expired();) { // a look may miss some: see there
+  for (const Deadline deadline = Deadline::after(20000);
+       there < all && !deadline.expired();) { // a look may miss some: see there
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     there = connectionsTo(address.port());
   }

@@ -61,8 +61,7 @@ int64_t noticedAfter() {
   EXPECT_TRUE(operation->wait(Deadline::after(20000)));
   const int64_t elapsed_ms = elapsedMs(begin);
   const std::optional<ErrorRecord> error = operation->error();
-  EXPECT_TRUE(error && error->code == ErrorCode::PeerDead && error->peer == 1)
-      << error.value_or(ErrorRecord()).text();
+  EXPECT_TRUE(error && error->code == ErrorCode::PeerDead && error->peer == 1) << error.value_or(ErrorRecord()).text();
   if (error && elapsed_ms < 25) {
     EXPECT_THAT(error->cause, HasSubstr("the kernel has ended its process"));
   }

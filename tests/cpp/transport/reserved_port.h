@@ -11,8 +11,8 @@
 
 namespace pycomm::testing {
 
-/// A port of loopback that no program is given while this lives. The kernel gives a free one to whoever asks next, and other test programs
-/// open hundreds. Who names this port may listen there: this socket does not.
+/// A port of loopback that the kernel gives to no program while this lives. It gives a free one to the next program that asks for any, and
+/// other test programs open hundreds. A program that names this port may listen there.
 class ReservedPort {
  public:
   ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {

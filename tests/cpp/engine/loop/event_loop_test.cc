@@ -407,7 +407,8 @@ TEST(EventLoop, APollRunsWhatWasPostedQuietlyAndWakesNoThread) {
     EXPECT_TRUE(ran);
     return ran && here;
   };
-  for (const Deadline most = Deadline::after(20000); !pollRuns() && !most.expired();) { // until its thread has gone to sleep
+  for (const Deadline most = Deadline::after(20000);
+       !pollRuns() && !most.expired();) { // until its thread has gone to sleep
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
   const int64_t before = sleepsOf("test-polls");

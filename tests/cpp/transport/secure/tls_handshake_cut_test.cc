@@ -60,13 +60,15 @@ CutShort cutShort(bool to_server, size_t nbytes, Cut how) {
   bool client_up = false;
   bool server_up = false;
   const auto delivered = [&] { // what either side has sent
-    for (const Link* end : std::initializer_list<const Link*>{client.get(), server.get(), ends[0].get(), ends[1].get()}) {
+    for (const Link* end :
+         std::initializer_list<const Link*>{client.get(), server.get(), ends[0].get(), ends[1].get()}) {
       EXPECT_TRUE(end == nullptr || waitDelivered(end->fd()));
     }
   };
   try {
     const Deadline deadline = soon();
-    for (int turn = 0; turn < 12 || (cut && !deadline.expired()); ++turn) { // a handshake takes three, and a cut is seen in the end
+    for (int turn = 0; turn < 12 || (cut && !deadline.expired());
+         ++turn) { // a handshake takes three, and a cut is seen in the end
       client_up = client_up || client->finishConnect();
       delivered();
       pass(0);

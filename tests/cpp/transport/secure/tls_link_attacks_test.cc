@@ -69,7 +69,8 @@ Result through(Role sender, RecordPump::Change change, int patience_ms = kPatien
     bool client_up = false;
     bool server_up = false;
     Bytes into(1 << 16);
-    const Deadline patience = Deadline::after(patience_ms); // a record that never comes is noticed by heartbeats, not here
+    const Deadline patience =
+        Deadline::after(patience_ms); // a record that never comes is noticed by heartbeats, not here
     for (size_t turn = 0; result.got.size() < sent.size() && (turn < kFewestTurns || !patience.expired()); ++turn) {
       client_up = client_up || client->finishConnect();
       there.run();
@@ -205,11 +206,14 @@ Changed flipEachByte(Role sender, size_t records) {
   for (size_t number = 0; number < records; ++number) {
     EXPECT_GT(nbytes[number], kHeaderNbytes);
     for (size_t at = 0; at < nbytes[number]; ++at) {
-      const Result result = through(sender, [&](PassedRecord& record) {
-        if (record.number == number && at < record.bytes.size()) {
-          record.bytes[at] ^= 0x20;
-        }
-      }, kUntilStalledMs);
+      const Result result = through(
+          sender,
+          [&](PassedRecord& record) {
+            if (record.number == number && at < record.bytes.size()) {
+              record.bytes[at] ^= 0x20;
+            }
+          },
+          kUntilStalledMs);
       const std::string name = std::to_string(number) + "." + std::to_string(at);
       if (result.up && result.error.code == ErrorCode::Ok) {
         changed.harmless.push_back(name);
