@@ -644,7 +644,7 @@ TEST(AgreementDriver, TheLastOfManyMembersIsAskedIfTheOthersAreSilent) {
   }
   handles.push_back(group.handle(0).text());
   std::string missing;
-  EXPECT_TRUE(AgreementDriver::ask(handles, stranger.members.visitor(), Deadline::after(3000), missing)) << missing;
+  EXPECT_TRUE(AgreementDriver::ask(handles, stranger.members.visitor(), Deadline::after(6000), missing)) << missing;
 }
 
 TEST(AgreementDriver, MembersWithAnotherSecretAreNotAsked) {
