@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <csignal>
 #include <mutex>
 #include <new>
@@ -19,7 +20,7 @@
 namespace pycomm {
 namespace {
 
-enum class Action { Kill, Stop, Exit, Delay, NoMemory, Errno, Short, Flip };
+enum class Action { Kill, Stop, Exit, Delay, Hold, NoMemory, Errno, Short, Flip };
 
 struct ArmedPoint {
   std::string text; ///< as it was given
@@ -33,9 +34,12 @@ struct ArmedPoint {
 };
 
 constexpr int kExitCode = 77;
+constexpr std::chrono::seconds kLongestHold{60};
 
-std::mutex g_mutex; ///< guards g_points
+std::mutex g_mutex; ///< guards the next two
 std::vector<ArmedPoint> g_points;
+uint64_t g_armings = 0; ///< calls of armFaultPoints()
+std::condition_variable g_armed_anew;
 std::atomic<bool> g_armed{false};
 
 constexpr std::pair<const char*, int> kErrnos[] = {
@@ -63,7 +67,7 @@ constexpr std::pair<const char*, int> kErrnos[] = {
   throw Error(
       ErrorCode::InvalidArgument,
       "PYCOMM_FAULT: '" + part + "' cannot be read: " + why,
-      "site:nth:action, as socket.write:3:errno=EPIPE; actions: kill, stop, exit, delay=MS, nomem, errno=NAME, short, flip");
+      "site:nth:action, as socket.write:3:errno=EPIPE; actions: kill, stop, exit, delay=MS, hold, nomem, errno=NAME, short, flip");
 }
 
 int64_t numberIn(const std::string& part, const std::string& digits) {
@@ -81,6 +85,7 @@ void readAction(const std::string& part, const std::string& text, ArmedPoint& po
       {"kill", Action::Kill},
       {"stop", Action::Stop},
       {"exit", Action::Exit},
+      {"hold", Action::Hold},
       {"nomem", Action::NoMemory},
       {"short", Action::Short},
       {"flip", Action::Flip}};
@@ -130,10 +135,11 @@ ArmedPoint readPoint(const std::string& part) {
   return point;
 }
 
-// The armed points that take their action at this visit.
-std::vector<ArmedPoint> struckAt(const char* site) {
+// The armed points that take their action at this visit, and the arming that they are of.
+std::vector<ArmedPoint> struckAt(const char* site, uint64_t& arming) {
   const std::lock_guard<std::mutex> lock(g_mutex);
   std::vector<ArmedPoint> struck;
+  arming = g_armings;
   for (ArmedPoint& point : g_points) {
     if (point.site != site) {
       continue;
@@ -145,6 +151,11 @@ std::vector<ArmedPoint> struckAt(const char* site) {
     }
   }
   return struck;
+}
+
+void holdUntilArmedAnew(uint64_t arming) {
+  std::unique_lock<std::mutex> lock(g_mutex);
+  (void)g_armed_anew.wait_for(lock, kLongestHold, [arming] { return g_armings != arming; });
 }
 
 [[noreturn]] void endHere() {
@@ -169,6 +180,8 @@ void armFaultPoints(const std::string& spec) {
   const std::lock_guard<std::mutex> lock(g_mutex);
   g_points = std::move(points);
   g_armed.store(!g_points.empty());
+  ++g_armings;
+  g_armed_anew.notify_all();
 }
 
 std::vector<FaultPointTally> faultPointTallies() {
@@ -185,7 +198,8 @@ Fault visitFaultPoint(const char* site) {
   if (!g_armed.load()) {
     return fault;
   }
-  for (const ArmedPoint& point : struckAt(site)) {
+  uint64_t arming = 0;
+  for (const ArmedPoint& point : struckAt(site, arming)) {
     switch (point.action) {
       case Action::Kill:
         endHere();
@@ -196,6 +210,9 @@ Fault visitFaultPoint(const char* site) {
         ::_exit(kExitCode);
       case Action::Delay:
         std::this_thread::sleep_for(std::chrono::milliseconds(point.number));
+        break;
+      case Action::Hold:
+        holdUntilArmedAnew(arming);
         break;
       case Action::NoMemory:
         throw std::bad_alloc();

@@ -31,9 +31,9 @@ struct Fault {
 /// Arms fault points of this process and disarms earlier ones; "" disarms all. Visits are counted anew. Any thread.
 ///
 /// `spec` is "site:nth:action", several separated by commas. `nth` counts visits of the site from 1; "3+" is the third
-/// and every later visit. Actions: kill, stop, exit (without any handler), delay=MILLISECONDS, nomem (throws
-/// std::bad_alloc), errno=NAME, short, flip. The last three need a PYCOMM_FAULT site; at a PYCOMM_FAULT_POINT site,
-/// errno throws Error(SystemError).
+/// and every later visit. Actions: kill, stop, exit (without any handler), delay=MILLISECONDS, hold (until the next
+/// call of this function, 60 s at most), nomem (throws std::bad_alloc), errno=NAME, short, flip. The last three need a
+/// PYCOMM_FAULT site; at a PYCOMM_FAULT_POINT site, errno throws Error(SystemError).
 /// Throws Error(InvalidArgument) if the spec does not parse, Error(Unsupported) if faultPointsBuiltIn() is false.
 void armFaultPoints(const std::string& spec);
 

@@ -119,6 +119,9 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
 CommunicationParameters=NoInAddrAny
+MessageTimeout=100
+BatchStartTimeout=100
+TCPTimeout=60
 SlurmctldPort={free_port()}
 SlurmdPort={free_port()}
 StateSaveLocation={folder}/state

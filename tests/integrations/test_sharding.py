@@ -228,7 +228,7 @@ def save_and_load(rank: int, world_size: int, how: str) -> Any:
     else:
         # Its thread must not share a group with the training: both would issue at once.
         own = dist.new_group()
-        dcp.async_save(state, checkpoint_id=folder, process_group=own).result(timeout=60)
+        dcp.async_save(state, checkpoint_id=folder, process_group=own).result(timeout=200)
     other, other_optimizer = trained(rank, world_size, seed=5)
     model_state, optimizer_state = get_state_dict(other, other_optimizer)
     loaded = {"model": model_state, "optimizer": optimizer_state}

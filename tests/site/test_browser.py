@@ -56,7 +56,7 @@ async function measure(page, width) {
 }
 async function search(words) {
   const frame = await open("search.html?q=" + encodeURIComponent(words), 1440);
-  for (let tries = 0; tries < 100; tries++) {  // the results appear one after the other
+  for (let tries = 0; tries < 1000; tries++) {  // the results appear one after the other
     const hits = [...frame.contentDocument.querySelectorAll("#search-results li a")];
     const addresses = hits.map(each => each.getAttribute("href"));
     if (addresses.some(each => each.startsWith("options.html"))) return addresses;
@@ -122,7 +122,11 @@ def browser(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             yield child
         finally:
             child.terminate()
-            child.wait()
+            try:
+                child.wait(60)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
             shutil.rmtree(profile, ignore_errors=True)  # its children write until they have ended
             Path(profile).mkdir(exist_ok=True)
 

@@ -1004,6 +1004,7 @@ void AgreementDriver::sealNow(const Job& job) {
       (void)ledger_.seal();
     }
   }
+  PYCOMM_FAULT_POINT("survive.sealed");
   inbox_->put(Sealed{job.view.epoch});
 }
 

@@ -24,11 +24,11 @@ class HostWire {
     sent_[{from, to}].emplace_back(bytes, bytes + nbytes);
     changed_.notify_all();
   }
-  /// False if nothing came in ten seconds, or what came has another size.
+  /// False if nothing came in a minute, or what came has another size.
   [[nodiscard]] bool take(int from, int to, void* ptr, size_t nbytes) {
     std::unique_lock<std::mutex> lock(mutex_);
     auto& queue = sent_[{from, to}];
-    if (!changed_.wait_for(lock, std::chrono::seconds(10), [&] { return !queue.empty(); })) {
+    if (!changed_.wait_for(lock, std::chrono::seconds(60), [&] { return !queue.empty(); })) {
       return false;
     }
     const bool fits = queue.front().size() == nbytes;

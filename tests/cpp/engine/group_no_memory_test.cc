@@ -8,6 +8,7 @@
 #include "ranks.h"
 #include "transport/directory_store.h"
 #include "transport/process.h"
+#include "within.h"
 
 namespace pycomm::testing {
 namespace {
@@ -62,7 +63,7 @@ bool endsTyped(Event event, bool on_data_loop, int64_t nth) {
       self.group.abort(reason);
     }
     for (const auto& operation : operations) {
-      EXPECT_TRUE(operation->wait(Deadline::after(10000))) << operation->label() << ", allocation " << nth;
+      EXPECT_TRUE(operation->wait(Deadline::after(60000))) << operation->label() << ", allocation " << nth;
       const auto error = operation->error();
       EXPECT_TRUE(error);
       if (!error) {
@@ -158,12 +159,12 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
       bool struck = false;
       if (self.rank == 0) {
         // The plane notifies the data loop after 50 ms, which asks all ranks after 200 ms.
-        for (const Deadline most = Deadline::after(10000); !struck && !most.expired();) {
+        for (const Deadline most = Deadline::after(60000); !struck && !most.expired();) {
           data_loop.run([&] { struck = allocationFailed(); });
         }
         waited_long.set_value();
       }
-      ASSERT_TRUE(operation->wait(Deadline::after(10000)));
+      ASSERT_TRUE(operation->wait(Deadline::after(60000)));
       const auto error = operation->error();
       EXPECT_TRUE(!error || error->code == ErrorCode::OutOfMemory) << error->text();
       if (self.rank == 0) {
@@ -194,7 +195,7 @@ TEST(NoMemory, WhileAnOperationInSharedMemoryIsIssued) {
       }
       try {
         const auto next = self.group.start(call);
-        EXPECT_TRUE(self.group.wait(*next, Deadline::after(10000))) << "allocation " << nth;
+        EXPECT_TRUE(self.group.wait(*next, Deadline::after(60000))) << "allocation " << nth;
       } catch (const Error& error) { // the group has failed
         EXPECT_EQ(error.record().code, ErrorCode::OutOfMemory) << error.record().text();
       }
@@ -224,10 +225,10 @@ TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
     armFaultPoints(std::string(site) + ":1:nomem");
     const TimePoint begin = Clock::now();
     victim.kill();
-    EXPECT_TRUE(operation->wait(Deadline::after(10000))) << site;
+    EXPECT_TRUE(operation->wait(Deadline::after(60000))) << site;
     EXPECT_EQ(faultPointTallies().front().strikes, 1) << site;
     armFaultPoints("");
-    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5)) << site;
+    EXPECT_WITHIN_MS(elapsedMs(begin), 5000) << site;
     const auto error = operation->error();
     ASSERT_TRUE(error) << site;
     EXPECT_TRUE(error->code == ErrorCode::OutOfMemory || error->code == ErrorCode::PeerDead) << error->text();
@@ -248,7 +249,7 @@ TEST(NoMemory, AnOperationThatCannotBeginEndsNoSoonerThanItsGroup) {
           [&](Rank& self) {
             std::vector<float> values(1000);
             const auto operation = self.group.start(allReduceCall(values));
-            ASSERT_TRUE(self.group.wait(*operation, Deadline::after(10000)));
+            ASSERT_TRUE(self.group.wait(*operation, Deadline::after(60000)));
             EXPECT_TRUE(self.group.failure());
             for (const auto& error : {operation->error(), self.group.failure()}) {
               ASSERT_TRUE(error);

@@ -308,6 +308,7 @@ void expectTheSenderIsNamed(int size, int from, int to, Between::Flip what, int 
         Engine engine;
         Group::Config config = groupConfig(rank, size);
         withSecret(config);
+        config.dead_after_ms = 3000; // a heartbeat each 500 ms
         SealedStore sealed(shared, *theSecret());
         Rerouted rerouted(sealed, between, static_cast<size_t>(to));
         const auto group = Group::join(engine, rank == from ? static_cast<Store&>(rerouted) : sealed, config);

@@ -193,7 +193,7 @@ TEST(Group, DifferentSizesAreAMismatchOnEveryRank) {
   runRanks(3, [](Rank& self) {
     std::vector<float> values(self.rank == 2 ? 10 : 11);
     const auto operation = self.group.start(allReduceCall(values));
-    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    ASSERT_TRUE(operation->wait(Deadline::after(20000)));
     const auto error = operation->error();
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, ErrorCode::CollectiveMismatch) << error->text();
@@ -210,11 +210,11 @@ TEST(Group, KindsWhoseSchedulesNeverMeetAreAMismatch) {
     call.schedule.reduce_op = self.rank == 0 ? ReduceOp::None : ReduceOp::Sum;
     call.schedule.root = self.rank == 0 ? 1 : 0; // each waits for the other
     const auto operation = self.group.start(call);
-    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    ASSERT_TRUE(operation->wait(Deadline::after(20000)));
     if (const auto error = operation->error()) {
       EXPECT_EQ(error->code, ErrorCode::CollectiveMismatch) << error->text();
     }
-    for (int i = 0; i < 500 && !self.group.failure(); ++i) {
+    for (int i = 0; i < 2000 && !self.group.failure(); ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
     ASSERT_TRUE(self.group.failure());
@@ -223,11 +223,13 @@ TEST(Group, KindsWhoseSchedulesNeverMeetAreAMismatch) {
 }
 
 TEST(Group, DeadlineNamesWhoHasNotEntered) {
-  runRanks(3, [](Rank& self) {
+  std::atomic<int> here{0};
+  runRanks(3, [&](Rank& self) {
     std::vector<float> warm(8);
     expectDone(self.group.start(allReduceCall(warm)));
+    waitForAll(here, 3); // so that rank 1 enters before rank 0's deadline
     if (self.rank == 2) {
-      for (int i = 0; i < 500 && !self.group.failure(); ++i) {
+      for (int i = 0; i < 2000 && !self.group.failure(); ++i) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
       ASSERT_TRUE(self.group.failure());
@@ -235,7 +237,7 @@ TEST(Group, DeadlineNamesWhoHasNotEntered) {
     }
     std::vector<float> values(100000);
     const auto operation = self.group.start(allReduceCall(values, Deadline::after(1500)));
-    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    ASSERT_TRUE(operation->wait(Deadline::after(20000)));
     const auto error = operation->error();
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, ErrorCode::Timeout) << error->text();
@@ -261,11 +263,11 @@ TEST(Group, AbortReachesEveryRankAndSticks) {
     // Ranks take some milliseconds to agree on the reason; what they begin before that may end well.
     const auto ends = [&] {
       const auto operation = self.group.start(allReduceCall(values));
-      EXPECT_TRUE(operation->wait(Deadline::after(5000)));
+      EXPECT_TRUE(operation->wait(Deadline::after(20000)));
       return operation->error();
     };
     std::optional<ErrorRecord> error;
-    for (const Deadline deadline = Deadline::after(5000); !error && !deadline.expired();) {
+    for (const Deadline deadline = Deadline::after(20000); !error && !deadline.expired();) {
       error = ends();
     }
     for (int attempt = 0; attempt < 2; ++attempt, error = ends()) {
@@ -289,7 +291,7 @@ TEST(Group, BulkLinksOutliveAFailureUntilTheNewsIsEverywhere) {
     reason.code = ErrorCode::Aborted;
     reason.summary = "stop";
     self.group.abort(reason);
-    for (const Deadline most = Deadline::after(5000); !self.group.failure() && !most.expired();) {
+    for (const Deadline most = Deadline::after(20000); !self.group.failure() && !most.expired();) {
       std::this_thread::yield();
     }
     ASSERT_TRUE(self.group.failure());
@@ -308,7 +310,7 @@ TEST(Group, LeavingEarlyIsNamed) {
       return; // closes in order
     }
     const auto operation = self.group.start(allReduceCall(values));
-    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    ASSERT_TRUE(operation->wait(Deadline::after(20000)));
     ASSERT_TRUE(operation->error());
     EXPECT_EQ(operation->error()->code, ErrorCode::PeerLeft) << operation->error()->text();
     EXPECT_EQ(operation->error()->peer, 1) << operation->error()->text();
@@ -324,11 +326,11 @@ TEST(Group, CloseWithWorkUnderWay) {
     }
     self.group.close();
     for (const auto& operation : operations) {
-      ASSERT_TRUE(operation->wait(Deadline::after(2000)));
+      ASSERT_TRUE(operation->wait(Deadline::after(20000)));
       EXPECT_TRUE(operation->error());
     }
     const auto late = self.group.start(allReduceCall(values));
-    ASSERT_TRUE(late->wait(Deadline::after(2000)));
+    ASSERT_TRUE(late->wait(Deadline::after(20000)));
     EXPECT_EQ(late->error()->code, ErrorCode::ShutDown);
   });
 }

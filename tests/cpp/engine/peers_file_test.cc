@@ -6,7 +6,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "base/fault_point.h"
+#include "armed_faults.h"
 #include "temp_folder.h"
 
 namespace pycomm {
@@ -26,19 +26,20 @@ TEST(PeersFile, NobodyWaitsForTheDiskAndTheLastTextCounts) {
   const testing::TempFolder folder;
   const std::string path = (folder.path() / "peers").string();
   PeersFile file(path, "draft");
-  armFaultPoints("survive.peers:1+:delay=600");
-  const TimePoint began = Clock::now();
-  file.write("one\n");
-  file.write("two\n");
-  file.write("three\n");
-  EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(400));
-  EXPECT_FALSE(file.flush(Deadline::after(0)));
-  EXPECT_TRUE(file.flush(Deadline::after(10'000)));
-  armFaultPoints("");
+  {
+    const testing::ArmedFaults disk("survive.peers:1+:hold");
+    file.write("one\n");
+    testing::ArmedFaults::waitUntilStruck();
+    file.write("two\n");
+    file.write("three\n");
+    EXPECT_FALSE(file.flush(Deadline::after(0)));
+    EXPECT_EQ(testing::ArmedFaults::strikes(), 1) << "the disk still holds";
+  }
+  EXPECT_TRUE(file.flush(Deadline::after(60000)));
   EXPECT_EQ(textOf(path), "three\n");
   EXPECT_EQ(filesIn(folder), 1);
   file.write("four\n");
-  EXPECT_TRUE(file.flush(Deadline::after(10'000)));
+  EXPECT_TRUE(file.flush(Deadline::after(60000)));
   EXPECT_EQ(textOf(path), "four\n");
 }
 
@@ -46,12 +47,15 @@ TEST(PeersFile, ReplacesNothingOnceItIsClosed) {
   const testing::TempFolder folder;
   const std::string path = (folder.path() / "peers").string();
   PeersFile file(path, "draft");
-  armFaultPoints("survive.peers:1+:delay=600");
-  file.write("late\n");
-  file.close(Deadline::after(0)); // does not wait for the disk
-  file.write("later\n");
-  EXPECT_TRUE(file.flush(Deadline::after(10'000)));
-  armFaultPoints("");
+  {
+    const testing::ArmedFaults disk("survive.peers:1+:hold");
+    file.write("late\n");
+    testing::ArmedFaults::waitUntilStruck();
+    file.close(Deadline::after(0)); // does not wait for the disk
+    file.write("later\n");
+    EXPECT_EQ(testing::ArmedFaults::strikes(), 1) << "the disk still holds";
+  }
+  EXPECT_TRUE(file.flush(Deadline::after(60000)));
   EXPECT_EQ(filesIn(folder), 0);
 }
 
@@ -59,7 +63,7 @@ TEST(PeersFile, AFolderThatIsNotThereIsNoError) {
   const testing::TempFolder folder;
   PeersFile file((folder.path() / "none" / "peers").string(), "draft");
   file.write("text\n");
-  EXPECT_TRUE(file.flush(Deadline::after(10'000))); // and one line in the log
+  EXPECT_TRUE(file.flush(Deadline::after(60000))); // and one line in the log
   EXPECT_EQ(filesIn(folder), 0);
 }
 

@@ -68,6 +68,7 @@ inline Group::Config groupConfig(int rank, int size, const std::string& name = "
   config.rendezvous.size = size;
   config.rendezvous.group_name = name;
   config.rendezvous.deadline = Deadline::after(20000);
+  config.dead_after_ms = 30000; // no rank counts as silent, however busy the machine is
   return config;
 }
 

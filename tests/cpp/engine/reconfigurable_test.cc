@@ -17,6 +17,7 @@
 #include "engine/meeting/meeting_store.h"
 #include "ranks.h"
 #include "transport/secure/secret.h"
+#include "within.h"
 
 namespace pycomm {
 namespace {
@@ -27,7 +28,7 @@ using testing::groupConfig;
 struct Process {
   explicit Process(const std::function<void(Group::Config&)>& adjust = {}) {
     Group::Config config = groupConfig(0, 1);
-    config.dead_after_ms = 1500;
+    config.dead_after_ms = 60000; // however busy the machine is
     if (adjust) {
       adjust(config);
     }
@@ -43,13 +44,20 @@ struct Process {
     }
   }
   /// Leaves its group and meets the list; the error if that fails.
-  std::optional<ErrorRecord> meet(int64_t uuid, const std::vector<std::string>& handles, int64_t timeout_ms = 10000) {
+  std::optional<ErrorRecord> meet(int64_t uuid, const std::vector<std::string>& handles, int64_t timeout_ms = 60000) {
+    JoinAbort nobody;
+    return meet(uuid, handles, timeout_ms, nobody);
+  }
+  std::optional<ErrorRecord> meet(
+      int64_t uuid,
+      const std::vector<std::string>& handles,
+      int64_t timeout_ms,
+      JoinAbort& abort) {
     const Deadline deadline = Deadline::after(timeout_ms);
     try {
       const Reconfigurable::Plan plan = members->plan(uuid, handles);
       leave();
-      JoinAbort nobody;
-      Reconfigurable::Met met = members->meet(plan, deadline, nobody);
+      Reconfigurable::Met met = members->meet(plan, deadline, abort);
       store = met.store;
       group = met.group;
       return std::nullopt;
@@ -90,7 +98,7 @@ std::vector<Outcome> meetAll(
     const std::vector<Process*>& callers,
     int64_t uuid,
     const std::vector<std::string>& handles,
-    int64_t timeout_ms = 10000) {
+    int64_t timeout_ms = 60000) {
   std::vector<Outcome> outcomes(callers.size());
   std::vector<std::thread> threads;
   for (size_t i = 0; i < callers.size(); ++i) {
@@ -135,10 +143,10 @@ void expectSums(const std::vector<Process*>& members) {
       call.schedule.rank = group.identity().rank;
       call.schedule.size = group.identity().size;
       call.input = call.output = {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float)};
-      call.deadline = Deadline::after(10000);
+      call.deadline = Deadline::after(60000);
       call.waits = true;
       const auto operation = group.start(call);
-      ASSERT_TRUE(group.wait(*operation, Deadline::after(20000)));
+      ASSERT_TRUE(group.wait(*operation, Deadline::after(60000)));
       ASSERT_FALSE(operation->error()) << operation->error()->text();
       const auto n = static_cast<float>(members.size());
       EXPECT_EQ(values.back(), n * (n + 1) / 2);
@@ -283,7 +291,7 @@ TEST(Reconfigurable, WrongArgumentsTouchNothing) {
 class Absent : public ::testing::TestWithParam<int> {};
 
 TEST_P(Absent, IsNamedByAllWhoCalledInTime) {
-  constexpr int64_t kTimeoutMs = 1500;
+  constexpr int64_t kTimeoutMs = 3000; // in which both call
   const int absent = GetParam();
   const auto made = processes(3);
   std::vector<Process*> all;
@@ -300,7 +308,7 @@ TEST_P(Absent, IsNamedByAllWhoCalledInTime) {
     EXPECT_EQ(outcome.error->peer, absent) << outcome.error->text();
     EXPECT_NE(outcome.error->summary.find("rank " + std::to_string(absent) + " of the new group"), std::string::npos)
         << outcome.error->text();
-    EXPECT_LT(outcome.took_ms, kTimeoutMs + 1000);
+    EXPECT_WITHIN_MS(outcome.took_ms, kTimeoutMs + 1000);
   }
   expectMet(meetAll(callers, 2, handlesOf(callers)));
   expectSums(callers);
@@ -318,7 +326,7 @@ TEST_P(Absent, IsNamedSoonIfItsProcessHasEnded) {
     ASSERT_TRUE(outcome.error);
     EXPECT_EQ(outcome.error->code, ErrorCode::PeerDead) << outcome.error->text();
     EXPECT_EQ(outcome.error->peer, static_cast<int>(ended)) << outcome.error->text();
-    EXPECT_LT(outcome.took_ms, 4000);
+    EXPECT_WITHIN_MS(outcome.took_ms, 4000);
   }
 }
 
@@ -330,11 +338,11 @@ TEST(Reconfigurable, AMemberThatGivesUpEndsItForAll) {
   const std::vector<std::string> handles = handlesOf(all);
   std::vector<Outcome> outcomes(2);
   const TimePoint began = Clock::now();
-  std::thread patient([&] { outcomes[0].error = all[0]->meet(1, handles, 20000); });
-  std::thread hasty([&] { outcomes[1].error = all[1]->meet(1, handles, 1000); });
+  std::thread patient([&] { outcomes[0].error = all[0]->meet(1, handles, 60000); });
+  std::thread hasty([&] { outcomes[1].error = all[1]->meet(1, handles, 3000); });
   patient.join();
   hasty.join();
-  EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(4000)); // the first deadline ends it
+  EXPECT_WITHIN_MS(testing::elapsedMs(began), 6000); // the first deadline ends it
   for (const Outcome& outcome : outcomes) {
     ASSERT_TRUE(outcome.error);
     EXPECT_EQ(outcome.error->peer, 2) << outcome.error->text();
@@ -368,7 +376,7 @@ std::string answerAt(
   Process visitor;
   const auto endpoint = Endpoint::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
   const AbortToken none;
-  Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(3000), none);
+  Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(20000), none);
   if (dialed.link == nullptr) {
     return dialed.why;
   }
@@ -377,7 +385,7 @@ std::string answerAt(
   return askEndpoint(
              *dialed.link,
              {endpoint_request::kEnter, to, from, instance, uuid_text, rank_text},
-             Deadline::after(3000),
+             Deadline::after(20000),
              none)
       .front();
 }
@@ -388,8 +396,11 @@ TEST(Endpoint, LetsInNobodyWhoNamesAnotherIncarnationUuidOrList) {
   const MemberHandle first = MemberHandle::parse(handles[0]);
   const MemberHandle second = MemberHandle::parse(handles[1]);
   const std::string name = instanceOf(7, {first, second});
-  std::thread waits([&] { (void)made[0]->meet(7, handles, 3000); });
-  while (answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 5) == endpoint_answer::kNotYet) {
+  JoinAbort abort;
+  std::thread waits([&] { (void)made[0]->meet(7, handles, 120000, abort); });
+  for (const Deadline end = Deadline::after(60000);
+       answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 5) == endpoint_answer::kNotYet &&
+       !end.expired();) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   const std::string stranger = newProcessId();
@@ -401,6 +412,9 @@ TEST(Endpoint, LetsInNobodyWhoNamesAnotherIncarnationUuidOrList) {
   EXPECT_EQ(
       answerAt(*made[0], first.incarnation, second.incarnation, instanceOf(8, {first, second}), 8, 1),
       endpoint_answer::kNotYet);
+  ErrorRecord reason;
+  reason.code = ErrorCode::Aborted;
+  abort.abort(reason);
   waits.join();
   EXPECT_EQ(answerAt(*made[0], first.incarnation, second.incarnation, name, 7, 1), endpoint_answer::kFailed);
 }
@@ -413,7 +427,7 @@ TEST(Endpoint, AnswersNobodyWhoHasAnEarlierHandleOfItsPort) {
   Process visitor;
   const auto endpoint = Endpoint::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
   const AbortToken none;
-  const Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(3000), none);
+  const Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(20000), none);
   EXPECT_EQ(dialed.link, nullptr);
   EXPECT_TRUE(dialed.another_listens) << dialed.why;
 }
@@ -437,11 +451,11 @@ struct Visited {
   [[nodiscard]] std::unique_ptr<Link> dial() const {
     const AbortToken none;
     const MemberHandle& first = instance->member(0);
-    return pycomm::dial(first, {*visitor, first, false}, Deadline::after(3000), none).link;
+    return pycomm::dial(first, {*visitor, first, false}, Deadline::after(20000), none).link;
   }
   [[nodiscard]] static std::string ask(Link& link, const std::vector<std::string_view>& request) {
     const AbortToken none;
-    return askEndpoint(link, request, Deadline::after(3000), none).front();
+    return askEndpoint(link, request, Deadline::after(20000), none).front();
   }
 
   Engine engine;
@@ -507,7 +521,7 @@ TEST(Endpoint, HangsUpOnALargeRequestBeforeEntryAndOnTwoAtOnce) {
   ASSERT_NE(other, nullptr);
   const std::string twice = packWords({endpoint_request::kHas, "a"}) + packWords({endpoint_request::kHas, "a"});
   const AbortToken none;
-  const Deadline deadline = Deadline::after(3000);
+  const Deadline deadline = Deadline::after(20000);
   writeAll(*other, {reinterpret_cast<const std::byte*>(twice.data()), twice.size()}, deadline, none);
   std::byte answer{};
   EXPECT_THROW(readAll(*other, {&answer, 1}, deadline, none), Error);
@@ -535,7 +549,7 @@ TEST(Reconfigurable, AMemberWithoutAWayToAnotherFailsAtOnceAndNamesIt) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, ErrorCode::ConnectFailed) << error->text();
   EXPECT_EQ(error->peer, 1) << error->text();
-  EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+  EXPECT_WITHIN_MS(testing::elapsedMs(began), 5000);
 }
 
 TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {

@@ -47,23 +47,29 @@ TEST(Listener, AcceptsOnExactlyItsAddress) {
 
 // The kernel keeps a client to itself until the client sends bytes; 2 s later it would give it to this process.
 TEST(Listener, LeavesSilentClientsToTheKernel) {
-  Listener listener = Listener::bind(kLoopback, {});
-  listener.deferSilent();
-  std::vector<std::unique_ptr<SocketLink>> silent;
-  for (int i = 0; i < 200; ++i) {
-    silent.push_back(connectSocket(kLoopback, listener.address(), Deadline::after(5000), kNoAbort));
+  bool in_time = false;
+  for (int tries = 0; tries < 10 && !in_time; ++tries) { // a busy machine may stop this thread for that long
+    Listener listener = Listener::bind(kLoopback, {});
+    listener.deferSilent();
+    const TimePoint begin = Clock::now();
+    std::vector<std::unique_ptr<SocketLink>> silent;
+    for (int i = 0; i < 200; ++i) {
+      silent.push_back(connectSocket(kLoopback, listener.address(), Deadline::after(20000), kNoAbort));
+    }
+    const auto speaks = connectSocket(kLoopback, listener.address(), Deadline::after(20000), kNoAbort);
+    const std::byte byte{7};
+    writeAll(*speaks, {&byte, 1}, Deadline::after(20000), kNoAbort);
+    ASSERT_TRUE(waitReadable(listener.fd()));
+    const std::optional<Listener::Incoming> first = listener.accept();
+    const std::optional<Listener::Incoming> second = listener.accept();
+    in_time = elapsedMs(begin) < 900; // the kernel's clock for this ticks once a second
+    if (in_time) {
+      ASSERT_TRUE(first);
+      EXPECT_EQ(first->remote, speaks->local()) << "the first to be seen is the one that speaks";
+      EXPECT_FALSE(second);
+    }
   }
-  const auto speaks = connectSocket(kLoopback, listener.address(), Deadline::after(5000), kNoAbort);
-  const TimePoint begin = Clock::now();
-  const std::byte byte{7};
-  writeAll(*speaks, {&byte, 1}, Deadline::after(5000), kNoAbort);
-  std::optional<Listener::Incoming> first;
-  while (!first && elapsedMs(begin) < 1000) {
-    first = listener.accept();
-  }
-  ASSERT_TRUE(first);
-  EXPECT_EQ(first->remote, speaks->local()) << "the first to be seen is the one that speaks";
-  EXPECT_FALSE(listener.accept());
+  EXPECT_TRUE(in_time) << "the machine is too busy to see this";
 }
 
 TEST(Listener, WorksOverIPv6) {

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <mutex>
 #include <thread>
 
@@ -70,8 +71,12 @@ std::vector<Outcome> waitForOthers(
   std::vector<Outcome> outcomes(2);
   std::vector<std::thread> ranks;
   const TimePoint begin = Clock::now();
+  std::atomic<int> here{0};
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
+      for (++here; here < 2;) { // each has its whole timeout to look
+        std::this_thread::yield();
+      }
       RendezvousConfig config = configOf(rank, size, kShortMs);
       config.takeover = takeover;
       SealedStore sealed(store, secret == nullptr ? jobsSecret() : *secret);

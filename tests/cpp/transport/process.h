@@ -62,7 +62,7 @@ class Process {
     return true;
   }
   /// True if it exited with 0. Waits at most `timeout_ms`, then kills it.
-  [[nodiscard]] bool join(int timeout_ms = 20000) {
+  [[nodiscard]] bool join(int timeout_ms = 60000) {
     const Deadline deadline = Deadline::after(timeout_ms);
     int status = -1;
     while (pid_ > 0 && ::waitpid(pid_, &status, WNOHANG) == 0) {
@@ -100,7 +100,7 @@ class SharedFlag {
     return value_->load();
   }
   /// False if nobody raised it for `timeout_ms`.
-  [[nodiscard]] bool wait(int timeout_ms = 20000) const {
+  [[nodiscard]] bool wait(int timeout_ms = 60000) const {
     for (const Deadline deadline = Deadline::after(timeout_ms); value() == 0;) {
       if (deadline.expired()) {
         return false;

@@ -42,7 +42,7 @@ TEST(MeetInProcesses, BringsThreeTogether) {
 TEST(MeetInProcesses, RefusesASecondOwnerOfARankAndLetsTheFirstLive) {
   DirectoryStore store;
   Process first([&] { return tryToMeet(store, configOf(1, 2)).good(); });
-  (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
+  (void)store.get("pycomm/world/1/member/1", Deadline::after(60000));
   const pid_t first_pid = first.pid();
   // Twice: a refused attempt must not let the next one in.
   for (int i = 0; i < 2; ++i) {
@@ -63,7 +63,7 @@ TEST(MeetInProcesses, RefusesASecondOwnerOfARankAndLetsTheFirstLive) {
 TEST(MeetInProcesses, TellsAStaleStoreFromALivingRank) {
   DirectoryStore store;
   Process dead([&] { return !tryToMeet(store, configOf(0, 2)).good(); });
-  (void)store.get("pycomm/world/1/member/0", Deadline::after(10000));
+  (void)store.get("pycomm/world/1/member/0", Deadline::after(60000));
   dead.kill();
   EXPECT_FALSE(dead.join());
   const Outcome outcome = tryToMeet(store, configOf(0, 2));
@@ -86,7 +86,7 @@ TEST(MeetInProcesses, TakesARankOverAfterAnOrderlyEnd) {
 TEST(MeetInProcesses, NamesARankThatWasKilledOnTheWay) {
   DirectoryStore store;
   Process dead([&] { return tryToMeet(store, configOf(1, 3)).good(); });
-  (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
+  (void)store.get("pycomm/world/1/member/1", Deadline::after(60000));
   dead.kill();
   (void)dead.join();
   const Outcome outcome = tryToMeet(store, configOf(0, 3, 300));
@@ -140,7 +140,7 @@ TEST(MeetAfterARestart, MayFollowARunThatNeverMet) {
   DirectoryStore store;
   Process zero = rankOf(store, restarted(0, 3)); // rank 2 died before it came here
   Process one = rankOf(store, restarted(1, 3));
-  (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
+  (void)store.get("pycomm/world/1/member/1", Deadline::after(60000));
   killed(std::move(zero));
   killed(std::move(one));
   expectRunOf(store, {2, 1, 0}, 100); // rank 2 joins the old rank 0 first, whose record looks like a new one's
@@ -151,7 +151,7 @@ TEST(MeetAfterARestart, MayHaveAnotherNumberOfRanks) {
   expectRunOf(store, {0, 1, 2});
   expectRunOf(store, {1, 0}, 100);
   Process zero = rankOf(store, restarted(0, 2));
-  (void)store.get("pycomm/world/3/member/0", Deadline::after(10000));
+  (void)store.get("pycomm/world/3/member/0", Deadline::after(60000));
   killed(std::move(zero));
   expectRunOf(store, {3, 1, 2, 0}, 100);
 }
@@ -159,7 +159,7 @@ TEST(MeetAfterARestart, MayHaveAnotherNumberOfRanks) {
 TEST(MeetAfterARestart, ForgetsAFailureOfTheLastRun) {
   DirectoryStore store;
   Process zero = rankOf(store, restarted(0, 2));
-  (void)store.get("pycomm/world/1/member/0", Deadline::after(10000));
+  (void)store.get("pycomm/world/1/member/0", Deadline::after(60000));
   ErrorRecord failure;
   failure.code = ErrorCode::PortsExhausted;
   failure.rank = 1;
@@ -224,10 +224,10 @@ class WatchedStore final : public DirectoryStore {
     looks_.raise(looks_.value() + 1); // lossy, which only makes it fewer
     return DirectoryStore::has(key);
   }
-  /// False if nobody looks `times` more times for 10 s.
+  /// False if nobody looks `times` more times for a minute.
   [[nodiscard]] bool waitForLooks(int64_t times) const {
     const int64_t target = looks_.value() + times;
-    const Deadline end = Deadline::after(10000);
+    const Deadline end = Deadline::after(60000);
     while (looks_.value() < target && !end.expired()) {
       (void)::poll(nullptr, 0, 1);
     }
@@ -247,7 +247,7 @@ TEST(MeetAfterARestart, ARankThatTriesAgainIsNotToldOfItsFirstAttempt) {
     return tryToMake(store, other).error.code == ErrorCode::ConfigMismatch && tryToMake(store, restarted(1, 2)).good();
   });
   EXPECT_EQ(tryToMake(store, restarted(0, 2)).error.code, ErrorCode::ConfigMismatch);
-  (void)store.get("pycomm/world/owner/1/2", Deadline::after(10000));
+  (void)store.get("pycomm/world/owner/1/2", Deadline::after(60000));
   EXPECT_TRUE(store.waitForLooks(20)); // for what the first attempt left, among others
   EXPECT_TRUE(tryToMake(store, restarted(0, 2)).good());
   EXPECT_TRUE(one.join());
@@ -256,7 +256,7 @@ TEST(MeetAfterARestart, ARankThatTriesAgainIsNotToldOfItsFirstAttempt) {
 TEST(MeetAfterARestart, RefusesARankThatIsAliveOnThisHost) {
   DirectoryStore store;
   Process first = rankOf(store, restarted(1, 2));
-  (void)store.get("pycomm/world/owner/1/1", Deadline::after(10000));
+  (void)store.get("pycomm/world/owner/1/1", Deadline::after(60000));
   const Outcome second = tryToMake(store, restarted(1, 2));
   EXPECT_EQ(second.error.code, ErrorCode::DuplicateRank);
   EXPECT_THAT(second.error.summary, HasSubstr("came first"));
@@ -313,7 +313,7 @@ TEST(MeetAfterARestart, SaysSoIfRankZeroDoesNotCome) {
 TEST(MeetAfterARestart, SaysThatTheRecordOfRankZeroMayBeOld) {
   DirectoryStore store;
   Process zero = rankOf(store, restarted(0, 2));
-  (void)store.get("pycomm/world/1/member/0", Deadline::after(10000));
+  (void)store.get("pycomm/world/1/member/0", Deadline::after(60000));
   killed(std::move(zero));
   const Outcome outcome = tryToMake(store, restarted(1, 2, 300));
   EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -96,8 +97,12 @@ std::vector<Outcome> meetAll(
     int rank_zero_after_ms = 0) {
   std::vector<Outcome> outcomes(secrets.size());
   std::vector<std::thread> ranks;
+  std::atomic<size_t> begun{0};
   for (size_t rank = 0; rank < secrets.size(); ++rank) {
     ranks.emplace_back([&, rank] {
+      for (++begun; rank == 0 && rank_zero_after_ms > 0 && begun < secrets.size();) {
+        std::this_thread::yield();
+      }
       std::this_thread::sleep_for(std::chrono::milliseconds(rank == 0 ? rank_zero_after_ms : 0));
       auto config = configOf(static_cast<int>(rank), static_cast<int>(secrets.size()), timeout_ms);
       config.takeover = takeover;

@@ -254,7 +254,7 @@ TEST(SharedLink, BelievesNoCounterThatCannotBe) {
 TEST(SharedLink, LosesNoWakeUp) {
   LinkEnds ends = connected(4096, false);
   const Bytes whole = pattern(1 << 20, 9);
-  const Deadline deadline = soon();
+  const Deadline deadline = Deadline::after(120000); // each sleep takes until the other thread gets a core
   std::atomic<bool> late{false};
   const auto sleep = [&](const Link& link) {
     if (!readable(link, 15000)) {

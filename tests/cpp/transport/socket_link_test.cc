@@ -137,6 +137,8 @@ TEST(SocketLink, AResetOverTcpIsOne) {
   const linger at_once{1, 0};
   ASSERT_EQ(::setsockopt(second->fd(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), 0);
   second.reset();
+  pollfd reset{first->fd(), 0, 0};
+  ASSERT_EQ(::poll(&reset, 1, 10000), 1);
   EXPECT_TRUE(first->isReset());
 }
 

@@ -1,12 +1,15 @@
 #pragma once
 
+#include <linux/sockios.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
 #include <memory>
 #include <utility>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "base/unique_fd.h"
 #include "transport/error_matchers.h"
@@ -21,6 +24,22 @@ using SocketPair = std::pair<std::unique_ptr<SocketLink>, std::unique_ptr<Socket
 inline bool waitReadable(int fd, int timeout_ms = 10000) {
   pollfd wait{fd, POLLIN, 0};
   return ::poll(&wait, 1, timeout_ms) == 1;
+}
+
+/// Waits until all bytes that were written to this TCP socket of loopback lie at the other one, to be read, or the connection is over. On a
+/// busy machine a thread of the kernel brings them, and needs a core.
+inline bool waitDelivered(int fd) {
+  int nbytes = 0;
+  for (const Deadline deadline = Deadline::after(20000); ::ioctl(fd, SIOCOUTQ, &nbytes) == 0 && nbytes > 0;) {
+    pollfd over{fd, 0, 0};
+    if (::poll(&over, 1, 1) == 1) {
+      return true;
+    }
+    if (deadline.expired()) {
+      return false;
+    }
+  }
+  return nbytes == 0;
 }
 
 /// The next connection. Throws Error(Timeout) if none comes.

@@ -610,7 +610,7 @@ TEST_P(FarAhead, QuestionsThatHaveBroughtTheirMessagesCountNoMore) {
           return;
         }
         size_t asked = self.group.usage().tables.asked;
-        for (const Deadline soon = Deadline::after(1000); asked != 0 && !soon.expired();) {
+        for (const Deadline soon = Deadline::after(20000); asked != 0 && !soon.expired();) {
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
           asked = self.group.usage().tables.asked;
         }

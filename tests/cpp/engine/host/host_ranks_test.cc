@@ -186,7 +186,7 @@ TEST_F(HostRanks, AMismatchNamesTheRankByItsNumberInTheJob) {
   for (size_t i = 3; i-- > 0;) {
     (void)plane(i).drive(*mine, Deadline::after(0));
   }
-  const std::optional<ErrorRecord> found = noticed();
+  const std::optional<ErrorRecord> found = awaitNoticed();
   ASSERT_TRUE(found);
   EXPECT_EQ(found->code, ErrorCode::CollectiveMismatch);
   // Their own threads run, too: the first one names the other side.

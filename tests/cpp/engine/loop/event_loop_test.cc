@@ -143,9 +143,9 @@ TEST(EventLoop, DriversAndTheThreadShareTheWork) {
           mine = true;
           ++done;
         });
-        if (!loop.drive([&] { return mine.load(); }, Deadline::after(5000))) {
+        if (!loop.drive([&] { return mine.load(); }, Deadline::after(20000))) {
           loop.nudge();
-          const Deadline deadline = Deadline::after(5000);
+          const Deadline deadline = Deadline::after(20000);
           while (!mine && !deadline.expired()) {
             std::this_thread::yield();
           }
@@ -392,15 +392,32 @@ TEST(EventLoop, TheThreadSleepsWhileACallerDrivesForLong) {
 TEST(EventLoop, APollRunsWhatWasPostedQuietlyAndWakesNoThread) {
   EventLoop loop("test-polls");
   loop.run([] {});
-  std::this_thread::sleep_for(std::chrono::milliseconds(50)); // its thread has gone to sleep
+  // Whether the poll itself ran it. If the loop's thread is in a round, that is left to the thread.
+  const auto pollRuns = [&loop] {
+    std::atomic<bool> ran{false};
+    bool here = false;
+    loop.postQuietly([&, caller = std::this_thread::get_id()] {
+      here = std::this_thread::get_id() == caller;
+      ran = true;
+    });
+    loop.poll();
+    for (const Deadline most = Deadline::after(20000); !ran && !most.expired();) {
+      std::this_thread::yield();
+    }
+    EXPECT_TRUE(ran);
+    return ran && here;
+  };
+  for (const Deadline most = Deadline::after(20000);
+       !pollRuns() && !most.expired();) { // until its thread has gone to sleep
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
   const int64_t before = sleepsOf("test-polls");
   ASSERT_GE(before, 0);
-  int ran = 0;
-  for (int i = 1; i <= 200; ++i) {
-    loop.postQuietly([&] { ++ran; });
-    loop.poll();
-    ASSERT_EQ(ran, i);
+  int here = 0;
+  for (int i = 0; i < 200; ++i) {
+    here += pollRuns() ? 1 : 0;
   }
+  EXPECT_GT(here, 180);
   EXPECT_LT(sleepsOf("test-polls") - before, 20);
 }
 
@@ -408,18 +425,28 @@ TEST(EventLoop, APollRunsWhatWasPostedQuietlyAndWakesNoThread) {
 TEST(EventLoop, APollForOneOfTwoOperationsLeavesTheOtherToTheThread) {
   EventLoop loop("test-two");
   loop.run([] {});
-  for (const int under_way : {1, 2}) {
-    loop.addBusy(1);
-    std::this_thread::sleep_for(std::chrono::milliseconds(50)); // its thread has gone to sleep
-    const int64_t before = sleepsOf("test-two");
-    ASSERT_GE(before, 0);
-    for (int i = 0; i < 100; ++i) {
-      loop.poll();
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-    const int64_t sleeps = sleepsOf("test-two") - before;
-    EXPECT_TRUE(under_way == 1 ? sleeps < 20 : sleeps >= 50) << sleeps << " of " << under_way;
+  loop.addBusy(1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50)); // its thread has gone to sleep
+  const int64_t before = sleepsOf("test-two");
+  ASSERT_GE(before, 0);
+  for (int i = 0; i < 100; ++i) {
+    loop.poll();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
+  EXPECT_LT(sleepsOf("test-two") - before, 20);
+  loop.addBusy(1);
+  int woken = 0;
+  for (int i = 0; i < 20; ++i) {
+    const int64_t slept = sleepsOf("test-two");
+    loop.poll();
+    bool wakes = false; // by itself it would wake after a second
+    for (const Deadline most = Deadline::after(400); !wakes && !most.expired();) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      wakes = sleepsOf("test-two") > slept; // and it sleeps again
+    }
+    woken += wakes ? 1 : 0;
+  }
+  EXPECT_GE(woken, 15);
   loop.addBusy(-2);
 }
 

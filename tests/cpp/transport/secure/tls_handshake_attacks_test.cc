@@ -65,7 +65,7 @@ Reception receive(const Context& self, const std::string& bytes) {
     reception.error = error.record();
   }
   reception.knows = server->hasAnswered();
-  if (waitReadable(under.second->fd(), 1000)) {
+  if (waitReadable(under.second->fd())) {
     reception.answer.resize(4096);
     const Progress progress =
         under.second->tryRead({reinterpret_cast<std::byte*>(reception.answer.data()), reception.answer.size()});

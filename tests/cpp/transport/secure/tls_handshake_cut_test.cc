@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <memory>
 #include <utility>
 
@@ -58,12 +59,24 @@ CutShort cutShort(bool to_server, size_t nbytes, Cut how) {
   };
   bool client_up = false;
   bool server_up = false;
+  const auto delivered = [&] { // what either side has sent
+    for (const Link* end :
+         std::initializer_list<const Link*>{client.get(), server.get(), ends[0].get(), ends[1].get()}) {
+      EXPECT_TRUE(end == nullptr || waitDelivered(end->fd()));
+    }
+  };
   try {
-    for (int turn = 0; turn < 12; ++turn) { // a handshake takes three
+    const Deadline deadline = soon();
+    for (int turn = 0; turn < 12 || (cut && !deadline.expired());
+         ++turn) { // a handshake takes three, and a cut is seen in the end
       client_up = client_up || client->finishConnect();
+      delivered();
       pass(0);
+      delivered();
       server_up = server_up || server->finishConnect();
+      delivered();
       pass(1);
+      delivered();
     }
   } catch (const Error& error) {
     result.error = error.record();

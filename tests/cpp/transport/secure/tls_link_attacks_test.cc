@@ -44,8 +44,11 @@ struct Result {
 
 using Role = TlsContext::Role;
 
+constexpr int kUntilStalledMs = 1000;
+constexpr int kPatientMs = 30000; ///< where nothing may stall
+
 /// One end sends kSentNbytes to the other, through somebody who changes what it sends.
-Result through(Role sender, RecordPump::Change change) {
+Result through(Role sender, RecordPump::Change change, int patience_ms = kPatientMs) {
   const Context near = newContext();
   const Context far = newContext();
   auto [client_socket, proxy_near] = tcpPair();
@@ -66,7 +69,8 @@ Result through(Role sender, RecordPump::Change change) {
     bool client_up = false;
     bool server_up = false;
     Bytes into(1 << 16);
-    const Deadline patience = Deadline::after(1000); // a record that never comes is noticed by heartbeats, not here
+    const Deadline patience =
+        Deadline::after(patience_ms); // a record that never comes is noticed by heartbeats, not here
     for (size_t turn = 0; result.got.size() < sent.size() && (turn < kFewestTurns || !patience.expired()); ++turn) {
       client_up = client_up || client->finishConnect();
       there.run();
@@ -202,11 +206,14 @@ Changed flipEachByte(Role sender, size_t records) {
   for (size_t number = 0; number < records; ++number) {
     EXPECT_GT(nbytes[number], kHeaderNbytes);
     for (size_t at = 0; at < nbytes[number]; ++at) {
-      const Result result = through(sender, [&](PassedRecord& record) {
-        if (record.number == number && at < record.bytes.size()) {
-          record.bytes[at] ^= 0x20;
-        }
-      });
+      const Result result = through(
+          sender,
+          [&](PassedRecord& record) {
+            if (record.number == number && at < record.bytes.size()) {
+              record.bytes[at] ^= 0x20;
+            }
+          },
+          kUntilStalledMs);
       const std::string name = std::to_string(number) + "." + std::to_string(at);
       if (result.up && result.error.code == ErrorCode::Ok) {
         changed.harmless.push_back(name);
