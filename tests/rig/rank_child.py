@@ -114,6 +114,8 @@ def _store_result(folder: Path, rank: int, value: Any, error: RankError | None) 
 def _run_as_rank(folder: Path, rank: int) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # As from a terminal: what a script runs in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     spec: Spec = pickle.loads((folder / "spec").read_bytes())
     value, error = None, None
     try:
