@@ -332,9 +332,16 @@ def integrations_table(record: Mapping[str, Any]) -> str:
         "| library | version | what was run | result |",
         "|---|---|---|---|",
     ]
+    cases: dict[tuple[str, ...], list[str]] = {}  # of tests that differ by their case only
     for row in rows:
         result = row["outcome"] + (f": {row['note']}" if row["note"] else "")
-        cells = (row["library"], row["version"], row["what"], result)
+        what, _, case = row["what"].partition(" [")
+        if not case.endswith("]"):
+            what, case = row["what"], ""
+        cases.setdefault((row["library"], row["version"], what, result), []).append(case[:-1])
+    for (library, version, what, result), names in cases.items():
+        shown = f"{what} [{'; '.join(names)}]" if names != [""] else what
+        cells = (library, version, shown, result)
         lines.append(
             "| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |"
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from documents import blocks, read
 from processes import child_environment, free_port, run_python
 from slurm import Slurm, require_slurm, start_slurm
 from versions import require
@@ -221,6 +222,33 @@ def test_sbatch_example(slurm: Slurm, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + text + slurm.logs()
     assert "(local rank 0)" in text and "(local rank 1)" in text
     assert "parameters equal on 2 ranks" in text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["srun", "torchrun"])
+def test_the_batch_script_of_the_page(start: str, slurm: Slurm, tmp_path: Path) -> None:
+    """docs/launch.md: all but its modules, its environment and its numbers."""
+    pytest.importorskip("sklearn")
+    page, torchrun = blocks(read("docs/launch.md"), "sh")
+    script = re.sub(r"^(module load|source) .*\n", "", page, flags=re.M)
+    assert script.count("\n") == page.count("\n") - 2
+    last = "srun --kill-on-bad-exit=1 python train.py\n"
+    assert script.endswith(last)
+    if start == "torchrun":
+        script = script.removesuffix(last) + torchrun
+    program = f"{ROOT}/examples/train_digits.py --epochs 1 --target 0"
+    file, out = tmp_path / "train.sbatch", tmp_path / "out.txt"
+    file.write_text(script.replace("train.py", program))
+    env = {"PATH": f"{Path(sys.executable).parent}:{slurm.env['PATH']}"}
+    words = ["sbatch", "--wait", "--nodes=1", "--cpus-per-task=1", "--time=00:05:00"]
+    words += [f"--chdir={tmp_path}", f"--output={out}", str(file)]
+    done = slurm.run(*words, env=env, timeout_s=TIMEOUT_S)
+    text = out.read_text() if out.exists() else ""
+    assert done.returncode == 0, done.stdout + done.stderr + text + slurm.logs()
+    assert re.search(r"^pycomm doctor: 1 host.* READY$", text, re.M), text
+    assert "(local rank 0)" in text and "(local rank 1)" in text
+    assert "parameters equal on 2 ranks" in text
+    assert not list(tmp_path.glob("records-*"))
 
 
 @pytest.mark.integration("Slurm", "a batch script that forgot srun is no rank of many")

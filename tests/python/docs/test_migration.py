@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +93,7 @@ def by_the_equations(
     return [float(each) for values in anchor for each in values.flatten()]
 
 
-def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float]]]:
+def run_blocks(rank: int, world_size: int, folder: str) -> list[tuple[list[float], list[float]]]:
     """Each block's parameters at the end; and, of those with the plain loop, what one process has
     that averages the loss over the batches of all ranks."""
     import torch
@@ -119,6 +122,9 @@ def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float
             optimizer.step()
         return flat(model)
 
+    os.chdir(folder)  # for a checkpoint
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randn(160, width, generator=generator) for width in (4, 1)]
     trained = []
     for number, block in enumerate(after_blocks()):
         batches = batches_of(number, rank)
@@ -132,6 +138,11 @@ def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float
             "torch": torch,
             "dist": dist,
             "pycomm": pycomm,
+            "signal": signal,
+            "sys": sys,
+            "peers": "peers",
+            "dataset": torch.utils.data.TensorDataset(*samples),
+            "epochs": 3,
             "print": lambda *_: None,
         }
         exec(compile(block, f"migration, after {number + 1}", "exec"), names)
@@ -143,11 +154,14 @@ Trained = list[tuple[list[float], list[float]]]
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """What rank 0 has of each block; rank 1 has the same."""
-    assert len(after_blocks()) == 10
-    first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, preload=ranks.TORCH_DDP).values()
-    assert first == second and len(first) == 10
+    folder = tmp_path_factory.mktemp("blocks")
+    assert len(after_blocks()) == 11
+    options: dict[str, Any] = {"args": (str(folder),), "preload": ranks.TORCH_DDP}
+    first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, **options).values()
+    assert first == second and len(first) == 11
+    assert sorted(path.name for path in folder.glob("*.pt")) == [f"epoch-{n}.pt" for n in range(3)]
     return list(first)
 
 
