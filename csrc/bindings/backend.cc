@@ -54,6 +54,7 @@ struct NativeOptions {
   bool launcher_restarts = false;
   std::string launcher_life;
   bool enable_reconfigure = false;
+  std::string known_address; ///< of one that can be reconfigured: see Reconfigurable
   std::vector<std::string> skipped_folders;
   std::string security;
   std::shared_ptr<const Secret> secret;
@@ -82,6 +83,7 @@ struct NativeOptions {
         launcher_restarts(options["launcher_restarts"].cast<bool>()),
         launcher_life(options["launcher_life"].cast<std::string>()),
         enable_reconfigure(options["enable_reconfigure"].cast<bool>()),
+        known_address(options["known_address"].cast<std::string>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()),
         security(options["security"].cast<std::string>()),
         secret(options["secret"].cast<std::shared_ptr<Secret>>()), // null for None
@@ -243,8 +245,9 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.group_name = group_name;
     settings.cuda = [options](const Group& group) { return cudaConfig(options, group); };
     if (options.enable_reconfigure) {
-      return c10::make_intrusive<PycommBackend>(
-          rank, size, std::make_unique<Reconfigurable>(processEngine(), std::move(config)), std::move(settings));
+      const SocketAddress known = SocketAddress::tryParse(options.known_address, 0).value_or(SocketAddress());
+      auto members = std::make_unique<Reconfigurable>(processEngine(), std::move(config), known);
+      return c10::make_intrusive<PycommBackend>(rank, size, std::move(members), std::move(settings));
     }
     const std::shared_ptr<Store> meeting_place = storeOf(store, options.secret.get(), rendezvous.job);
     const std::shared_ptr<Group> group = joinGroup(*meeting_place, config);
@@ -488,6 +491,12 @@ void bindBackend(py::module_& m) {
   m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return groupOf(backend)->identity().hosts; },
+      py::arg("backend"));
+  m.def(
+      "group_address", // at which other hosts reach this rank, or ""
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        return groupOf(backend)->identity().addressForOthers().ip();
+      },
       py::arg("backend"));
   m.def(
       "topology_text",

@@ -174,7 +174,8 @@ py::object askPort(
   return ask(backend, FixedPort{hosts, port}, timeout_ms);
 }
 
-// This host, and by address at which this process is to be found there: why it is not yet, or "".
+// This host's network, and by address at which this process is to be found there: why it is not yet, or "". Containers with names of their own
+// may share a network, and so its ports.
 std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPort(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     const std::vector<std::string>& hosts,
@@ -187,7 +188,9 @@ std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPo
     for (const Endpoint::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
       offers.emplace_back(offer.address.text(), offer.busy);
     }
-    return std::make_pair(pycomm->members()->visitor().self.host.wireText(), offers);
+    HostIdentity host = pycomm->members()->visitor().self.host;
+    host.hostname.clear();
+    return std::make_pair(host.wireText(), offers);
   });
 }
 
@@ -240,6 +243,9 @@ void bindElastic(py::module_& m) {
           "newcomers",
           [](ElasticGroup& group) { return raising([&] { return group.newcomers(); }); },
           py::call_guard<WithoutGil>())
+      .def(
+          "ranks_with_newcomers",
+          [](const ElasticGroup& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
       .def("give", &give, py::arg("state"))
       .def(
           "refuse",

@@ -162,9 +162,6 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
   }
   backend_->takeOver(epoch.met);
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
-  if (epoch.changes.joined != present_.changes.joined) {
-    join_points_ = 0; // as those who have joined count, also if they came in without an Admission round
-  }
   present_ = epoch;
   entitle();
   return true;
@@ -178,6 +175,14 @@ void ElasticGroup::entitle() const {
   present_.met.group->identity().title->set("elastic epoch " + std::to_string(present_.number) + ": " + ranks);
 }
 
+int64_t& ElasticGroup::joinPoints() {
+  const std::pair here(driver_->steps(), present_.changes.joined);
+  if (std::exchange(points_at_, here) != here) {
+    join_points_ = 0;
+  }
+  return join_points_;
+}
+
 bool ElasticGroup::begin() {
   for (;;) {
     beforeWait();
@@ -188,6 +193,21 @@ bool ElasticGroup::begin() {
   }
 }
 
+bool ElasticGroup::awaitMembers() {
+  for (;;) {
+    beforeWait();
+    if (const auto epoch = driver_->present(Deadline::after(kSignalCheckMs))) {
+      return takeOver(*epoch);
+    }
+    checkSignals();
+  }
+}
+
+bool ElasticGroup::admit() {
+  const bool changed = awaitMembers();
+  return (driver_->beginAdmission(present_.number) && end(nullptr, Round::Admission) != Outcome::Commit) || changed;
+}
+
 StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round round) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
@@ -196,7 +216,6 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
     AgreementDriver::Wish agreed;
     const auto failure = commitRound(round, *wish, agreed);
     if (!failure && driver_->committed(present_.number, agreed)) {
-      join_points_ = 0;
       return Outcome::Commit;
     }
     if (failure && !elastic::Agreement::changesMembers(failure->code) && !driver_->isOver(present_)) {
@@ -208,7 +227,6 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
     beforeWait();
     if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs), round)) {
       if (verdict->counts) {
-        join_points_ = 0;
         return Outcome::CommitLast;
       }
       if (verdict->again) { // else begin() waits for the next members
@@ -226,6 +244,7 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(
     AgreementDriver::Wish& agreed) {
   const auto kind = static_cast<int64_t>(round);
   const int64_t step = driver_->steps() + 1;
+  const int64_t points = joinPoints();
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();
   (*words)[kStep] = step;
   (*words)[kMinusStep] = -step;
@@ -233,8 +252,8 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(
   (*words)[kDoesNotAdmit] = wish.admits ? 0 : 1;
   (*words)[kRound] = kind;
   (*words)[kMinusRound] = -kind;
-  (*words)[kPoints] = join_points_;
-  (*words)[kMinusPoints] = -join_points_;
+  (*words)[kPoints] = points;
+  (*words)[kMinusPoints] = -points;
   const BufferView bytes(reinterpret_cast<std::byte*>(words->data()), sizeof *words);
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
@@ -260,11 +279,11 @@ std::optional<ErrorRecord> ElasticGroup::commitRound(
         "confirm() or join_point(), or begin a forward pass.",
         "call mean(), confirm(), join_point() and forward passes with gradients at the same places on all members");
   }
-  if ((*words)[kPoints] != join_points_ || (*words)[kMinusPoints] != -join_points_) {
+  if ((*words)[kPoints] != points || (*words)[kMinusPoints] != -points) {
     throw Error(
         ErrorCode::CollectiveMismatch,
         "The members of an elastic group do not call join_point() at the same step: before this one, number " +
-            std::to_string(step) + ", this rank has called it " + std::to_string(join_points_) +
+            std::to_string(step) + ", this rank has called it " + std::to_string(points) +
             " times since the last one, and others from " + std::to_string(-(*words)[kMinusPoints]) + " to " +
             std::to_string((*words)[kPoints]) + " times.",
         "call join_point() behind the same steps on all members, as at the end of each epoch");

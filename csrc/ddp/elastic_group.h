@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "c10d/backend.h"
@@ -39,6 +40,7 @@ class ElasticGroup final : public StepAgreement {
   ElasticGroup& operator=(const ElasticGroup&) = delete;
 
   [[nodiscard]] bool begin() override;
+  [[nodiscard]] bool awaitMembers() override;
   [[nodiscard]] Outcome end(const std::exception_ptr& error, Round round) override;
   [[nodiscard]] std::vector<int> members() const override {
     return present_.members;
@@ -49,8 +51,9 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] bool admissionIsDue() const override {
     return driver_->admissionIsDue();
   }
+  [[nodiscard]] bool admit() override;
   void joinPoint() override {
-    ++join_points_;
+    ++joinPoints();
   }
   void leave() override {
     driver_->leave();
@@ -71,9 +74,12 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] int64_t steps() const {
     return driver_->steps();
   }
-  /// See AgreementDriver::newcomers() and give().
+  /// See AgreementDriver: newcomers(), ranksWithNewcomers() and give().
   [[nodiscard]] size_t newcomers() {
     return driver_->newcomers();
+  }
+  [[nodiscard]] size_t ranksWithNewcomers() const {
+    return driver_->ranksWithNewcomers();
   }
   /// A signal handler that raises ends it, and its exception leaves this.
   void give(std::string_view bytes);
@@ -83,6 +89,9 @@ class ElasticGroup final : public StepAgreement {
 
  private:
   ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// How many join_point()s this rank has passed since the last round. From 0 as processes have joined, also without an Admission: so they
+  /// count.
+  [[nodiscard]] int64_t& joinPoints();
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
   /// What status and errors call the present group: its epoch and members.
@@ -100,7 +109,8 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
-  int64_t join_points_ = 0; ///< that this rank has passed since the last round
+  int64_t join_points_ = 0; ///< see joinPoints()
+  std::pair<int64_t, int> points_at_; ///< of these: the rounds committed, and how many processes have joined
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
   uint64_t pulled_view_ = 0; ///< and its members
 };

@@ -191,7 +191,7 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
   });
 }
 
-// If the members change meanwhile, some may not know that it was due: all go on without it, and are asked again. Between the passes of a step,
+// Between the passes of a step,
 // where a mean may have made it due, it waits for the next step: a newcomer has none of those passes.
 void Reducer::admitNewcomers(bool at_join_point) {
   raising([&] {
@@ -210,11 +210,9 @@ void Reducer::admitNewcomers(bool at_join_point) {
     }
     throwIfUnfinished();
     try {
-      waitToBegin();
-      if (agreement_->admissionIsDue() &&
-          agreement_->end(nullptr, StepAgreement::Round::Admission) != StepAgreement::Outcome::Commit) {
-        changed_ = true;
-      }
+      const int64_t before = nowNs();
+      changed_ = agreement_->admit() || changed_;
+      stats_.agreeing_ns += nowNs() - before;
     } catch (const std::exception& error) {
       fail("the members were stopping for a process that joins", error);
       throw;
@@ -232,7 +230,7 @@ bool Reducer::midway() const {
 // throws again what this does: the present one counts.
 bool Reducer::beginNext() {
   try {
-    return agreement_->begin();
+    return agreement_->awaitMembers();
   } catch (const Error&) {
     return false;
   }

@@ -21,13 +21,17 @@ class StepAgreement {
   using Round = elastic::Round;
   enum class Outcome {
     Commit, ///< all members have finished the step, with the same bits: it counts
-    CommitLast, ///< the same, and it is the last one of these members: begin() waits for the next ones, and returns true
-    Redo, ///< the group has other members: sum all buckets again, in the new group, and call end() again. Not of an Admission: go on without it
+    CommitLast, ///< the same, and it is the last one of these members: awaitMembers() waits for the next ones, and returns true
+    Redo, ///< the group has other members: sum all buckets again, in the new group, and call end() again
   };
 
   /// Before a step launches anything: waits until it may begin (min_ranks). True if the members have changed since the last call of
   /// either. Throws an Error: QuorumLost, LeftBehind, TooFew.
   virtual bool begin() = 0;
+  /// Behind CommitLast: the same, and nothing begins, as the program may do what it likes between two steps.
+  virtual bool awaitMembers() {
+    return false;
+  }
 
   /// The end of a step. `error`: null if all of its buckets ended well here, in the present epoch; else the first exception, as a Work
   /// raises it.
@@ -36,11 +40,16 @@ class StepAgreement {
   ///
   /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
   /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.
-  /// `round`: the same on all members.
+  /// `round`: the same on all members; an Admission is admit()'s.
   [[nodiscard]] virtual Outcome end(const std::exception_ptr& error, Round round) = 0;
   /// Whether all members have said, at the end of the last step, that some process wants to join and is reached: the same on all of them,
   /// until they admit it.
   [[nodiscard]] virtual bool admissionIsDue() const {
+    return false;
+  }
+  /// The members stop for processes that join, if that is still due once a step may begin: see Round::Admission. If the members change
+  /// meanwhile, all go on without it, and are asked again. Returns and throws as begin(), and end(); nothing is under way then.
+  virtual bool admit() {
     return false;
   }
 

@@ -357,7 +357,9 @@ void Agreement::boundary(TimePoint now, bool admits) {
   awake(now);
   if (phase_ == Phase::Working) {
     phase_ = Phase::Pausing;
-    awaitNewcomers(admits);
+    for (auto& [newcomer, how] : newcomers_) {
+      how.awaited = admits && mayAdmit(how);
+    }
     pause_until_ = now + (admits && this->admits() ? milliseconds(config_.join_pause_ms) : milliseconds(0));
     if (!isLowest()) {
       pause_until_ += window(); // which knows who loads
@@ -552,17 +554,20 @@ void Agreement::beginIfChangeIsReady(TimePoint now) {
   if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
-  // Too few for a step: they wait for nothing but newcomers.
-  if (phase_ == Phase::Working && tooFew() && !step_.launched && !waits && admits() && isLowest()) {
-    awaitNewcomers(true);
+  // Too few for a step: they wait for nothing but newcomers, and for those that come later only if there are too few without them.
+  if (phase_ == Phase::Working && tooFew() && !step_.launched && isLowest() && (waits ? suffices() : admits())) {
+    for (auto& [newcomer, how] : newcomers_) {
+      how.awaited = mayAdmit(how) && hasLoaded(how);
+    }
     begin(ErrorCode::Ok, std::nullopt, now);
   }
 }
 
-void Agreement::awaitNewcomers(bool awaits) {
-  for (auto& [newcomer, how] : newcomers_) {
-    how.awaited = awaits && mayAdmit(how);
-  }
+bool Agreement::suffices() const noexcept {
+  const auto loaded = std::count_if(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
+    return mayAdmit(newcomer.second) && hasLoaded(newcomer.second);
+  });
+  return view_.members.size() + static_cast<size_t>(loaded) >= config_.min_ranks;
 }
 
 void Agreement::settle(TimePoint now) {

@@ -183,7 +183,6 @@ class Agreement {
   void merge(const std::vector<Testament>& testaments);
   void promiseWhenReady(TimePoint now);
   void beginIfChangeIsReady(TimePoint now);
-  void awaitNewcomers(bool awaits);
   void advance(TimePoint now);
   void choose(TimePoint now);
   void learn(const View& next, TimePoint now);
@@ -216,6 +215,8 @@ class Agreement {
   [[nodiscard]] bool tooFew() const noexcept {
     return view_.members.size() < config_.min_ranks;
   }
+  /// Whether they are enough with the newcomers that have loaded.
+  [[nodiscard]] bool suffices() const noexcept;
   [[nodiscard]] bool mayAdmit(const Newcomer& newcomer) const noexcept {
     return newcomer.linked && now_ >= newcomer.not_before;
   }

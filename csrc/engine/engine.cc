@@ -88,10 +88,10 @@ SocketAddress Engine::addressOfGroups(AddressFamily family) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const std::weak_ptr<Group>& weak : groups_) {
     groups.push_back(weak.lock());
-    const SocketAddress address = groups.back() == nullptr ? SocketAddress() : groups.back()->identity().local_address;
-    const bool fits = family == AddressFamily::Any || family == address.family();
-    if (!address.empty() && !address.isUnix() && !address.isLoopback() && fits) {
-      return address.withPort(0);
+    const SocketAddress address =
+        groups.back() == nullptr ? SocketAddress() : groups.back()->identity().addressForOthers();
+    if (!address.empty() && (family == AddressFamily::Any || family == address.family())) {
+      return address;
     }
   }
   return {};

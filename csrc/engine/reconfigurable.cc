@@ -177,11 +177,11 @@ void waitForAll(
 
 } // namespace
 
-Reconfigurable::Reconfigurable(Engine& engine, Group::Config config)
+Reconfigurable::Reconfigurable(Engine& engine, Group::Config config, const SocketAddress& known)
     : engine_(engine),
       config_(std::move(config)),
       incarnation_(newProcessId()),
-      endpoint_(openEndpoint()),
+      endpoint_(openEndpoint(known)),
       self_([this] {
         MemberHandle self;
         self.incarnation = incarnation_;
@@ -195,7 +195,7 @@ Reconfigurable::~Reconfigurable() {
   leave();
 }
 
-std::shared_ptr<Endpoint> Reconfigurable::openEndpoint() {
+std::shared_ptr<Endpoint> Reconfigurable::openEndpoint(const SocketAddress& known) {
   const RendezvousConfig& meeting = config_.rendezvous;
   const Security& security = config_.security;
   const std::string key_id = security.secret == nullptr ? "" : security.secret->keyId();
@@ -210,10 +210,10 @@ std::shared_ptr<Endpoint> Reconfigurable::openEndpoint() {
     const HostNetwork network = HostNetwork::ofThisHost();
     route = chooseRoute(policy, network).address;
     if (route.isLoopback() && (meeting.spec.empty() || meeting.spec.exclude)) {
-      // The store is here, and its name leads no other host here: a group that was made before knows the way, or the default route may.
+      // The store is here, and its name leads no other host here: `known`, a group that was made before, or the default route may.
       policy.store_host.clear();
-      const SocketAddress known = engine_.addressOfGroups(meeting.family);
-      route = known.empty() ? chooseRoute(policy, network).address : known;
+      const SocketAddress of_others = known.empty() ? engine_.addressOfGroups(meeting.family) : known;
+      route = of_others.empty() ? chooseRoute(policy, network).address : of_others;
     }
   }
   const std::string key = meeting.spec.text() + " " + addressFamilyName(meeting.family) + " " + meeting.ports.text() +

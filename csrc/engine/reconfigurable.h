@@ -28,9 +28,9 @@ namespace pycomm {
 /// at its endpoint, the store in which the members meet, and Group::join() does the rest as for any other group. Any thread.
 class Reconfigurable {
  public:
-  /// Opens this process's endpoint, unless another group has. `config`: of every Group to come, but for rank, size and deadline. `engine`
-  /// outlives this. Throws what chooseRoute(), Listener::bind() and Security::open() throw.
-  Reconfigurable(Engine& engine, Group::Config config);
+  /// Opens this process's endpoint, unless another group has. `config`: of every Group to come, but for rank, size and deadline. `known`: the
+  /// address at which the members reach this process already, if they do. `engine` outlives this. Throws what chooseRoute(), Listener::bind() and Security::open() throw.
+  Reconfigurable(Engine& engine, Group::Config config, const SocketAddress& known = {});
   ~Reconfigurable();
   Reconfigurable(const Reconfigurable&) = delete;
   Reconfigurable& operator=(const Reconfigurable&) = delete;
@@ -95,7 +95,7 @@ class Reconfigurable {
   [[nodiscard]] Met meet(const Plan& plan, Deadline deadline, JoinAbort& abort);
 
  private:
-  [[nodiscard]] std::shared_ptr<Endpoint> openEndpoint();
+  [[nodiscard]] std::shared_ptr<Endpoint> openEndpoint(const SocketAddress& known);
   /// With mutex_.
   [[nodiscard]] JobRanks jobRanksOf(const std::vector<MemberHandle>& members, int rank);
   [[nodiscard]] ErrorRecord explained(ErrorRecord record, const Instance& instance) const;

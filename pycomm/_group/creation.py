@@ -61,6 +61,15 @@ _level_set_here: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnOptions:
+    """The ``pg_options`` of a group that pycomm makes for itself, of ranks that have one."""
+
+    options: Options
+    known_address: str = ""
+    """At which the other ranks' hosts reach this one; "" if they need none."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _MadeWith:
     """What a group of pycomm was made with."""
 
@@ -82,7 +91,7 @@ def create_group(
 
     Args:
         group: torch's ``_DistributedBackendOptions``.
-        pg_options: The user's ``pg_options``.
+        pg_options: The user's ``pg_options``, or ``OwnOptions``.
         preflight: Makes a ``pycomm.doctor.preflight.Preflight``, for a job that wants it.
 
     Returns:
@@ -100,6 +109,8 @@ def create_group(
             f"rank {rank} is not in a group of {size}: ranks go from 0 to world_size - 1. "
             "Try: compare RANK and WORLD_SIZE on every host"
         )
+    own = pg_options if isinstance(pg_options, OwnOptions) else None
+    pg_options = pg_options if own is None else own.options
     extension = loader.load()
     compared = None
     changes = bool(getattr(group, "enable_reconfigure", False))  # torch has it since 2.14
@@ -133,6 +144,7 @@ def create_group(
             launcher_restarts=store_outlives_ranks(group.store),
             launcher_life=launcher_life(group.store),
             enable_reconfigure=changes,
+            known_address="" if own is None else own.known_address,
         )
     store = group.store
     if size == 1 and dist.is_initialized():

@@ -67,6 +67,7 @@ def native_options(
     launcher_restarts: bool = False,
     launcher_life: str = "",
     enable_reconfigure: bool = False,
+    known_address: str = "",
 ) -> dict[str, Any]:
     """The ``options`` of ``create_backend``."""
     secret, secret_origin = secrets.find()
@@ -91,5 +92,6 @@ def native_options(
         "launcher_restarts": launcher_restarts,
         "launcher_life": launcher_life,
         "enable_reconfigure": enable_reconfigure,
+        "known_address": known_address,
         "skipped_folders": _FOREIGN_FOLDERS,
     }

@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from pycomm._group import averaging
 from pycomm._group.creation import (
+    OwnOptions,
     group_options,
     group_timeout,
     native_backend,
@@ -152,8 +153,10 @@ def elastic_group(group: Any) -> Any:
     changing = Reconfigurable(
         **{**given, "check_call_sites": False, "preflight": False, "metrics_dir": OFF}
     )
+    # Its members reach this process there, and may not where those of another group do.
+    own = OwnOptions(changing, loader.native.group_address(native_backend(group)))
     name = f"{group.group_name}_elastic_{next_number(group, 'elastic group')}"
-    return _own_group(dist.get_process_group_ranks(group), "pycomm", name, changing, timeout)
+    return _own_group(dist.get_process_group_ranks(group), "pycomm", name, own, timeout)
 
 
 def _own_group(

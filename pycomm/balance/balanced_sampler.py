@@ -340,14 +340,13 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._loaded_complete:
             self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
 
-    def state_for(self, newcomers: int) -> dict[str, Any]:
+    def state_for(self, ranks: int) -> dict[str, Any]:
         """For the model, to which processes join: what their samplers begin with."""
-        now = self._now()
-        members, least = len(self._plan.limits.most), self._limits.fewest[0]
-        if (members + newcomers) * least > self._global_batch:
+        now, least = self._now(), self._limits.fewest[0]
+        if ranks * least > self._global_batch:
             raise ValueError(
-                f"global_batch={self._global_batch} of BalancedSampler is too small for "
-                f"{members + newcomers} ranks, each of which takes at least {least}"
+                f"global_batch={self._global_batch} of BalancedSampler is too small for {ranks} "
+                f"ranks, each of which takes at least {least}"
             )
         return {
             "arguments": self._arguments,

@@ -44,9 +44,10 @@ class StepReader(Protocol):
         """Whether this rank has a share of the batch that the next pass trains. One that has joined
         has none in its first passes, and the samples of these must not count."""
 
-    def state_for(self, newcomers: int) -> dict[str, Any]:
-        """What the samplers of so many processes that join begin with; between two steps. An error:
-        they cannot join now."""
+    def state_for(self, ranks: int) -> dict[str, Any]:
+        """What the samplers of processes that join begin with; between two steps. ``ranks``: how
+        many there are with them, without those that are gone since the last step. An error: they
+        cannot join now."""
 
     def __hash__(self) -> int: ...
 

@@ -135,7 +135,8 @@ def check_peers(group: Any, peers: str) -> str:
 
 
 Offer = tuple[str, Sequence[tuple[str, str]]]
-"""A host, and of each of its addresses where members are found: why this process is not, or ""."""
+"""A host's network, and of each of its addresses where members are found: why this process is not,
+or ""."""
 
 
 def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
@@ -154,16 +155,16 @@ def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
 
 def port_trouble(peers: str | None, offers: Sequence[Offer]) -> str:
     """Why others would not find this training there; "" if they do. ``offers``: of all ranks."""
-    tried = [(rank, host, *one) for rank, (host, each) in enumerate(offers) for one in each]
-    held = {(host, address) for _, host, address, why in tried if not why}
+    tried = [(rank, net, *one) for rank, (net, each) in enumerate(offers) for one in each]
+    held = {(net, address) for _, net, address, why in tried if not why}
     if not tried:
         return (
             f"Elastic.peers={peers!r}: no rank runs on one of these hosts, so nobody would answer "
             "there. Try: hosts on which ranks run, by names that lead to their own addresses "
             "(getent hosts NAME)"
         )
-    for rank, host, address, why in tried:
-        if (host, address) not in held:
+    for rank, net, address, why in tried:
+        if (net, address) not in held:
             return (
                 f"Elastic.peers={peers!r}: rank {rank} cannot listen at {address}, nor can another "
                 f"rank of its host: {why}. {_OTHER_PORT}"
@@ -288,11 +289,10 @@ def _admit(model: Any, *, at_join_point: bool) -> None:
         return
     model.reducer.admit_newcomers(at_join_point)
     agreement = model._agreement
-    newcomers = agreement.newcomers()
-    if newcomers == 0:
+    if agreement.newcomers() == 0:
         return
     try:
-        state = _packed(model, newcomers)
+        state = _packed(model, agreement.ranks_with_newcomers())
     except Exception as error:  # of a state_dict(): the training goes on
         logger.exception("the state for a process that wants to join could not be read")
         agreement.refuse(f"The members' state could not be read there: {error!r}.")
@@ -300,7 +300,7 @@ def _admit(model: Any, *, at_join_point: bool) -> None:
         agreement.give(state)
 
 
-def _packed(model: Any, newcomers: int) -> memoryview:
+def _packed(model: Any, ranks: int) -> memoryview:
     order, agreed = model.reducer.order()
     parameters = model.module.named_parameters()
     packed = io.BytesIO()
@@ -315,7 +315,7 @@ def _packed(model: Any, newcomers: int) -> memoryview:
                 "agreed": agreed,
                 "passes": model.reducer.passes(),
                 "steps": model.elastic.step,
-                "sampler": model._state_of_sampler(newcomers),
+                "sampler": model._state_of_sampler(ranks),
             },
         },
         packed,

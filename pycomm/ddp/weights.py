@@ -355,10 +355,10 @@ class Weighed(TorchDDP):
         reader = self._only_reader()
         return reader is None or not reader.is_idle()
 
-    def _state_of_sampler(self, newcomers: int) -> dict[str, Any] | None:
-        """For so many processes that join; None without a sampler."""
+    def _state_of_sampler(self, ranks: int) -> dict[str, Any] | None:
+        """For processes that join, with which there are so many ranks; None without a sampler."""
         reader = self._only_reader()
-        return None if reader is None else reader.state_for(newcomers)
+        return None if reader is None else reader.state_for(ranks)
 
     def _has_share(self) -> bool:
         reader = self._only_reader()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import case
+from step_logs import Job
 from torch.utils.data import DataLoader, Dataset
 from training import WIDTH, make_model
 from versions import require
@@ -186,6 +188,62 @@ def test_lightning_refuses_to_cut_it(values: list[Any]) -> None:
     """The default of Trainer: an error that names the option, and no wrong batches."""
     for text in values:
         assert isinstance(text, str) and "use_distributed_sampler=False" in text, text
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_lightning_in_a_process_that_has_joined(says: bool) -> None:
+    """Lightning counts epochs from 0, and the members are in epoch 2: docs/elastic.md has the line.
+
+    The members are a stand-in, too.
+    """
+    from lightning.pytorch import LightningModule, Trainer
+
+    job = Job(1)
+    options = {"global_batch": GLOBAL_BATCH, "lookahead": LOOKAHEAD}
+    theirs = BalancedSampler(Samples(), model=job.logs[0], **options)
+    theirs.set_epoch(2)
+    next(iter(theirs))
+    log = job.join(json.loads(json.dumps(theirs.state_for(2))))
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+            self.epochs: list[int] = []
+
+        def train_dataloader(self) -> Any:
+            self.sampler = BalancedSampler(Samples(), model=log, **options)
+            if says:
+                now = self.trainer.fit_loop.epoch_progress.current
+                now.processed = now.completed = self.sampler.stats().epoch
+            return DataLoader(Samples(), batch_sampler=self.sampler)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.epochs.append(self.current_epoch)
+            out: torch.Tensor = self.model(batch[1]).mean()
+            return out
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    module = Module()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        limit_train_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    if says:
+        trainer.fit(module)
+        assert module.epochs == [2] and module.sampler.stats().epoch == 2
+    else:
+        with pytest.raises(RuntimeError, match=r"set_epoch\(0\) .* are in epoch 2"):
+            trainer.fit(module)
 
 
 # Accelerate

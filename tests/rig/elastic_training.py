@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import os
 import signal
@@ -172,3 +173,6 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "left": model.elastic.left,
         "stats": dataclasses.asdict(model.stats()),
     }
+
+
+start = functools.partial(start_training, trains)

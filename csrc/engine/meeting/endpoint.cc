@@ -175,11 +175,7 @@ class Endpoint::Session final : public Loop::Handler {
   /// Throws Error(ConnectionReset).
   void serve() {
     std::array<std::byte, kReadNbytes> bytes; // NOLINT: only written
-    if (!flush()) {
-      return;
-    }
-    if (answered_ && !found.empty()) { // a caller at a fixed port gets one answer
-      end();
+    if (!goesOn()) {
       return;
     }
     while (!takeRequest()) {
@@ -196,9 +192,7 @@ class Endpoint::Session final : public Loop::Handler {
         return;
       }
     }
-    if (flush() && !found.empty()) { // the next request has an event of its own
-      end();
-    }
+    (void)goesOn(); // the next request has an event of its own
   }
   /// When a process that has not entered is dropped. Single bytes do not put it off.
   [[nodiscard]] TimePoint patience() const noexcept {
@@ -229,6 +223,16 @@ class Endpoint::Session final : public Loop::Handler {
       endpoint_.control_.unwatch(link_->fd());
       endpoint_.drop(number_);
     }
+  }
+  /// Whether the last answer has been sent, and there may be a next one: a caller at a fixed port gets one.
+  bool goesOn() {
+    if (!flush()) {
+      return false;
+    }
+    if (answered_ && !found.empty()) {
+      end();
+    }
+    return !over_;
   }
   /// False if there is no room: it goes on when there is.
   bool flush() {

@@ -31,6 +31,11 @@ struct GroupIdentity {
   std::vector<SocketAddress> addresses; ///< where each rank listens; empty ones if no rank of the group has a port
   std::vector<SocketAddress> unix_sockets; ///< by rank; empty for a rank that this one does not reach by a Unix socket
   SocketAddress local_address; ///< to connect from
+  /// At which other hosts reach this rank, without a port; empty if the ranks need none.
+  [[nodiscard]] SocketAddress addressForOthers() const {
+    const bool none = local_address.empty() || local_address.isUnix() || local_address.isLoopback();
+    return none ? SocketAddress() : local_address.withPort(0);
+  }
   std::string interface_name;
   std::shared_ptr<const TlsContext>
       tls; ///< of this process; null: the group has no secret, and its connections are plain

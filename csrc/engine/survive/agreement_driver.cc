@@ -309,8 +309,32 @@ void AgreementDriver::refuseInChild() const {
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || mayBegin(); })) {
+  if (!awaitPresent(lock, deadline)) {
     return std::nullopt;
+  }
+  launch();
+  return present_;
+}
+
+std::optional<AgreementDriver::Epoch> AgreementDriver::present(Deadline deadline) {
+  refuseInChild();
+  std::unique_lock<std::mutex> lock(mutex_);
+  return awaitPresent(lock, deadline) ? present_ : std::nullopt;
+}
+
+bool AgreementDriver::beginAdmission(uint64_t epoch) {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (view_.epoch != epoch || !ledger_.admissionIsDue()) {
+    return false;
+  }
+  launch();
+  return true;
+}
+
+bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || mayBegin(); })) {
+    return false;
   }
   if (ledger_.hasLeft()) {
     throw Error(hasLeftRecord());
@@ -322,9 +346,12 @@ std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) 
   if (const auto failure = present_->met.group->failure(); failure && !Agreement::changesMembers(failure->code)) {
     throw Error(*failure); // the agreement's thread reads that soon
   }
+  return true;
+}
+
+void AgreementDriver::launch() {
   ledger_.launch();
   launched_ = ledger_.state().committed + 1;
-  return present_;
 }
 
 // The others may commit a step that this rank has finished, whatever its program does meanwhile.

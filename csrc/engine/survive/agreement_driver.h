@@ -120,6 +120,10 @@ class AgreementDriver final : public Engine::Maker {
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
+  /// The same, and nothing begins.
+  [[nodiscard]] std::optional<Epoch> present(Deadline deadline);
+  /// Begins an Admission, as begin() does a step, if one is due in this epoch; else nothing begins.
+  [[nodiscard]] bool beginAdmission(uint64_t epoch);
   /// What a rank adds to the commit round.
   using Wish = elastic::Wish;
   /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
@@ -169,6 +173,8 @@ class AgreementDriver final : public Engine::Maker {
   /// After a commit behind which members change: how many newcomers wait for this rank to give them the members' state. Waits for the
   /// agreement's thread, not for another process.
   [[nodiscard]] size_t newcomers();
+  /// Of the last newcomers(): how many members there are with all that wait, or have got the state before, in the present view.
+  [[nodiscard]] size_t ranksWithNewcomers() const;
   /// Sends them this state, one after the other. Blocks for as long as the members wait (Config::join_pause_ms). Throws nothing that they
   /// do: who has not got all of it is not admitted, and gets the reason if it is the time. One is not begun for which no time is left, if it
   /// takes as long as those before: members stop for it again.
@@ -357,6 +363,8 @@ class AgreementDriver final : public Engine::Maker {
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
+  [[nodiscard]] bool awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline);
+  void launch(); ///< with mutex_
   [[nodiscard]] bool mayBegin() const noexcept { ///< with mutex_
     return !over_ && present_ && view_.members.size() >= config_.min_ranks;
   }
@@ -391,6 +399,7 @@ class AgreementDriver final : public Engine::Maker {
   std::condition_variable changed_;
   struct Giving {
     uint64_t view = 0;
+    size_t ranks = 0; ///< the members, and to
     std::vector<MemberHandle> to;
     std::vector<std::string>
         roster; ///< first what the next new member is called, then of each member and newcomer its handle and number

@@ -658,6 +658,7 @@ void AgreementDriver::showNewcomers() {
       giving.to.push_back(members_by_name_.at(name).handle);
     }
   }
+  giving.ranks = view.members.size() + giving.to.size();
   if (!giving.to.empty()) {
     giving.roster.push_back(std::to_string(next_number_));
     const auto enter = [&](const Incarnation& name) {
@@ -697,6 +698,12 @@ size_t AgreementDriver::newcomers() {
   std::erase_if(served_.to, [this](const MemberHandle& to) { return given_.count(to.incarnation) != 0; });
   gives_ = !served_.to.empty();
   return served_.to.size();
+}
+
+size_t AgreementDriver::ranksWithNewcomers() const {
+  refuseInChild();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return served_.ranks;
 }
 
 void AgreementDriver::giveEach(const GiveOne& give_one) {

@@ -683,6 +683,31 @@ TEST(Agreement, ANewcomerThatIsReachedDuringAPauseIsNotWaitedForAndIsTheNextOne)
   EXPECT_EQ(group.members[0].loading(), ids({3}));
 }
 
+// Rank 0 gives nobody a state any more once it waits for its step to begin.
+TEST(Agreement, TooFewMembersGoOnWithTheNewcomersThatHaveLoadedIfTheySuffice) {
+  for (const size_t min_ranks : {2U, 3U}) {
+    Group group(1, min_ranks);
+    group.join(1);
+    group.pass(50);
+    EXPECT_EQ(group.members[0].loading(), ids({1}));
+    group.join(1);
+    group.pass(50);
+    EXPECT_EQ(group.members[0].loading(), ids({1, 2}));
+    group.load(1, 0);
+    group.pass(250);
+    ASSERT_EQ(group.installed[0].size(), min_ranks == 2 ? 1U : 0U);
+    group.load(2, 0);
+    group.pass(250);
+    if (min_ranks == 2) {
+      EXPECT_EQ(group.installed[0][0].members, ids({0, 1}));
+      EXPECT_TRUE(group.members[0].admits()); // at once: nobody has waited for it
+    } else {
+      ASSERT_EQ(group.installed[0].size(), 1U); // all together
+      EXPECT_EQ(group.installed[0][0].members, ids({0, 1, 2}));
+    }
+  }
+}
+
 // It would not know what those are called that have come since.
 TEST(Agreement, TheStateOfOtherMembersAdmitsNobody) {
   Group group(2);

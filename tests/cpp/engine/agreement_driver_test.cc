@@ -590,8 +590,7 @@ TEST(AgreementDriver, AMemberSpeaksForItselfOnly) {
 
 // ---- processes that want to join
 
-AgreementDriver::Config joinable(const testing::TempFolder& folder) {
-  AgreementDriver::Config config;
+AgreementDriver::Config joinable(const testing::TempFolder& folder, AgreementDriver::Config config = {}) {
   config.peers_path = (folder.path() / "peers").string();
   config.description = "a model";
   return config;
@@ -797,29 +796,57 @@ void stepUntilAnAdmissionIsDue(const Members& group) {
   }
 }
 
+AgreementDriver::Epoch beginAdmission(const Members& group) {
+  const AgreementDriver::Epoch epoch = group.drivers[0]->present(soon()).value();
+  group.onAll([&](size_t i) { EXPECT_TRUE(group.drivers[i]->beginAdmission(epoch.number)); });
+  return epoch;
+}
+
 /// The members train until they stop for a newcomer, in this epoch.
 AgreementDriver::Epoch stopForNewcomers(const Members& group) {
   stepUntilAnAdmissionIsDue(group);
-  const AgreementDriver::Epoch epoch = group.begin().front();
+  const AgreementDriver::Epoch epoch = beginAdmission(group);
   EXPECT_TRUE(makeRound(group, epoch.number, elastic::Round::Admission));
   return epoch;
 }
 
-TEST(AgreementDriver, ARankThatSkipsAnEpochKnowsWhoCameAndWent) {
+/// Members, and a process that waits for them to let it in.
+struct Joining {
+  explicit Joining(int count, const AgreementDriver::Config& of_members = {})
+      : config(joinable(folder, of_members)), group(count, config) {
+    std::vector<MemberHandle> handles;
+    for (size_t i = 0; i < group.drivers.size(); ++i) {
+      handles.push_back(group.handle(i));
+    }
+    newcomer = AgreementDriver::join(stranger.members, handles, config);
+  }
+  ~Joining() {
+    newcomer->close();
+  }
+  Joining(const Joining&) = delete;
+  Joining& operator=(const Joining&) = delete;
+
   const testing::TempFolder folder;
-  const AgreementDriver::Config config = joinable(folder);
-  const Members group(1, config);
-  AgreementDriver& member = *group.drivers[0];
+  const AgreementDriver::Config config;
+  const Members group;
   Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0)}, config);
+  std::shared_ptr<AgreementDriver> newcomer;
+};
+
+TEST(AgreementDriver, ARankThatSkipsAnEpochKnowsWhoCameAndWent) {
+  const Joining joining(1);
+  const Members& group = joining.group;
+  const auto& newcomer = joining.newcomer;
+  AgreementDriver& member = *group.drivers[0];
   (void)stopForNewcomers(group);
   EXPECT_EQ(member.newcomers(), 1U);
+  EXPECT_EQ(member.ranksWithNewcomers(), 2U);
   member.give("a state");
   const auto state = newcomer->arrive(soon()).state;
   ASSERT_TRUE(state);
   newcomer->loaded(state->step, state->view);
   ASSERT_TRUE(newcomer->arrive(soon()).admitted);
-  newcomer->close();
+  newcomer->close(); // before the member begins again
   std::optional<AgreementDriver::Epoch> epoch;
   for (const Deadline end = soon(); !end.expired() && (!epoch || epoch->number == 2U);) {
     epoch = member.begin(Deadline::after(100));
@@ -830,79 +857,104 @@ TEST(AgreementDriver, ARankThatSkipsAnEpochKnowsWhoCameAndWent) {
   EXPECT_EQ(epoch->changes, (elastic::Changes{.left = 0, .lost = 1, .joined = 1}));
 }
 
-TEST(AgreementDriver, AnAdmissionWhoseEpochEndsIsDroppedAndNothingIsUnderWay) {
+/// Whether member 0 has begun no step, as it says once member 1 has gone.
+bool nothingIsUnderWay(const Members& group) {
   static std::mutex mutex;
   static std::string lines;
+  lines.clear();
   setLogSink(
       [](LogLevel, const char* line) {
         const std::lock_guard<std::mutex> lock(mutex);
         lines += std::string(line) + "\n";
       },
       LogLevel::Info);
-  const testing::TempFolder folder;
-  const AgreementDriver::Config config = joinable(folder);
-  const Members group(2, config);
-  Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0), group.handle(1)}, config);
-  stepUntilAnAdmissionIsDue(group);
-  const auto last = group.begin(); // the admission
-  breakConnection(last[0]);
-  group.onAll([&](size_t i) {
-    const auto verdict = group.drivers[i]->verdict(last[i].number, soon(), elastic::Round::Admission);
-    ASSERT_TRUE(verdict);
-    EXPECT_FALSE(verdict->counts);
-    EXPECT_FALSE(verdict->again);
-  });
   group.drivers[1]->close();
   const auto has = [](const std::string& text) {
     const std::lock_guard<std::mutex> lock(mutex);
     return lines.find(text) != std::string::npos;
   };
-  const std::string next = "step " + std::to_string(group.drivers[0]->steps() + 1) + " is next";
-  for (const Deadline end = soon(); !has(next) && !end.expired();) {
+  const std::string step = "step " + std::to_string(group.drivers[0]->steps() + 1);
+  for (const Deadline end = soon(); !has(step + " is ") && !end.expired();) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  EXPECT_TRUE(has(next)) << lines;
-  newcomer->close();
   setLogSink(nullptr, LogLevel::Warn);
+  const bool found = has(step + " is next");
+  EXPECT_TRUE(found) << lines;
+  return found;
+}
+
+TEST(AgreementDriver, AnAdmissionWhoseEpochEndsIsDroppedAndNothingIsUnderWay) {
+  const Joining joining(2);
+  const Members& group = joining.group;
+  stepUntilAnAdmissionIsDue(group);
+  const AgreementDriver::Epoch last = beginAdmission(group);
+  breakConnection(last);
+  group.onAll([&](size_t i) {
+    const auto verdict = group.drivers[i]->verdict(last.number, soon(), elastic::Round::Admission);
+    ASSERT_TRUE(verdict);
+    EXPECT_FALSE(verdict->counts);
+    EXPECT_FALSE(verdict->again);
+  });
+  EXPECT_TRUE(nothingIsUnderWay(group));
+}
+
+TEST(AgreementDriver, AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin) {
+  const Joining joining(2);
+  const Members& group = joining.group;
+  stepUntilAnAdmissionIsDue(group);
+  AgreementDriver& member = *group.drivers[0];
+  AgreementDriver::Epoch epoch = member.present(soon()).value();
+  const uint64_t last = epoch.number;
+  breakConnection(epoch);
+  for (const Deadline end = soon(); epoch.number == last && !end.expired();) {
+    epoch = member.present(Deadline::after(100)).value_or(epoch);
+  }
+  ASSERT_EQ(epoch.number, last + 1);
+  EXPECT_FALSE(member.beginAdmission(last));
+  EXPECT_FALSE(member.beginAdmission(epoch.number));
+  EXPECT_TRUE(nothingIsUnderWay(group));
+}
+
+TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {
+  AgreementDriver::Config config;
+  config.min_ranks = 2;
+  const Joining joining(2, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  joining.group.drivers[1]->close();
+  for (const Deadline end = soon();
+       member.newcomers() == 0;) { // it waits for them as one rank is too few
+    ASSERT_FALSE(end.expired());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(member.ranksWithNewcomers(), 2U);
 }
 
 TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {
-  const testing::TempFolder folder;
-  AgreementDriver::Config config = joinable(folder);
+  AgreementDriver::Config config;
   config.join_pause_ms = 1500;
-  const Members group(1, config);
-  AgreementDriver& member = *group.drivers[0];
-  Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0)}, config);
-  (void)stopForNewcomers(group);
+  const Joining joining(1, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  (void)stopForNewcomers(joining.group);
   EXPECT_EQ(member.newcomers(), 1U);
   std::this_thread::sleep_for(std::chrono::milliseconds(2000)); // the members have gone on
   member.give("a state");
   const auto raised = codeOf([&] {
     for (const Deadline end = soon(); !end.expired();) {
-      (void)newcomer->arrive(Deadline::after(100));
+      (void)joining.newcomer->arrive(Deadline::after(100));
     }
   });
   EXPECT_EQ(raised, ErrorCode::JoinRefused);
-  newcomer->close();
 }
 
 TEST(AgreementDriver, NobodyBeginsToGiveTheStateOfAnEpochThatIsOver) {
-  const testing::TempFolder folder;
-  const AgreementDriver::Config config = joinable(folder);
-  const Members group(2, config);
-  Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0), group.handle(1)}, config);
+  const Joining joining(2);
+  const Members& group = joining.group;
   const AgreementDriver::Epoch last = stopForNewcomers(group);
   EXPECT_EQ(group.drivers[0]->newcomers(), 1U);
-  {
-    const ArmedFaults stops("survive.stop_giving:1+:hold");
-    breakConnection(last);
-    ArmedFaults::waitUntilStruck(2); // both members
-    EXPECT_EQ(group.drivers[0]->newcomers(), 0U); // nothing would end what it begins
-  }
-  newcomer->close();
+  const ArmedFaults stops("survive.stop_giving:1+:hold");
+  breakConnection(last);
+  ArmedFaults::waitUntilStruck(2); // both members
+  EXPECT_EQ(group.drivers[0]->newcomers(), 0U); // nothing would end what it begins
 }
 
 TEST(AgreementDriver, AFormerMemberIsNoNewcomer) {

@@ -30,8 +30,8 @@ def train(job: Job, sizes: Sequence[int], seconds: float = 1.0) -> None:
     job.returned()
 
 
-def state_of(sampler: BalancedSampler, newcomers: int = 1) -> Any:
-    return json.loads(json.dumps(sampler.state_for(newcomers)))
+def state_of(sampler: BalancedSampler, ranks: int = 2) -> Any:
+    return json.loads(json.dumps(sampler.state_for(ranks)))
 
 
 def test_a_rank_that_joins_has_a_share_lookahead_batches_later() -> None:
@@ -156,9 +156,9 @@ def test_more_ranks_than_shares_are_refused() -> None:
     job = Job(2)
     mine = sampler_of(job.logs[0], 24, global_batch=8, lookahead=2, min_batch=2)
     next(iter(mine))
-    mine.state_for(2)
+    mine.state_for(4)
     with pytest.raises(ValueError, match=r"global_batch=8 .* too small for 5 ranks, .* least 2"):
-        mine.state_for(3)
+        mine.state_for(5)
 
 
 def test_nobody_joins_between_two_epochs() -> None:
@@ -369,7 +369,8 @@ class Walk:
         if len(self.job.members) + number > 5:
             return
         states = {
-            json.dumps(self.samplers[member].state_for(number)) for member in self.job.members
+            json.dumps(self.samplers[member].state_for(len(self.job.members) + number))
+            for member in self.job.members
         }
         assert len(states) == 1
         state = states.pop()

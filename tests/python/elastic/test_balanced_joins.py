@@ -9,18 +9,21 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import random
 import re
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rings
+import torch
 from balanced_joining import Plan, noted, trains
 from elastic_training import SHARED, start_training
-from ranks import RankResult
+from ranks import TORCH_DDP, RankResult, mark, start_ranks
 
 from pycomm.balance.deal import epoch_order
 
@@ -106,6 +109,46 @@ def check_newcomer(process: dict[str, Any], steps: dict[int, dict[str, Any]], pl
     for index, step in enumerate(process["steps"]):
         mine = [each for one in process["passes"][index * passes :][:passes] for each in one]
         assert set(mine) <= set(steps[step["step"]]["counted"])
+
+
+def goes_on_in_place(rank: int, world_size: int, folder: str, join: bool) -> tuple[Any, ...]:
+    import pycomm
+
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = pycomm.DistributedDataParallel(
+        net,
+        weight="samples",
+        elastic=pycomm.Elastic(
+            min_ranks=2, quorum_wait=60.0, peers=f"{folder}/peers", state=[optimizer], join=join
+        ),
+    )
+    sampler = pycomm.BalancedSampler(range(1000), global_batch=2, lookahead=2, model=model)
+    for batch in sampler:
+        if not join and model.elastic.step == 5:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mark("alone")
+            while model._agreement.newcomers() == 0:  # a newcomer is reached, and waits for rank 0
+                time.sleep(0.02)
+        optimizer.zero_grad()
+        model(torch.tensor(batch).reshape(-1, 1) / 1000).sum().backward()
+        optimizer.step()
+        if model.elastic.step == 15:
+            break
+    return model.elastic.members, sampler.stats().shares
+
+
+def test_a_process_joins_in_the_place_of_a_rank_that_died_before_the_step(tmp_path: Path) -> None:
+    """The dead rank needs no sample of the batch any more."""
+    given = {"preload": TORCH_DDP, "pg_options": SHARED}
+    with start_ranks(2, goes_on_in_place, args=(str(tmp_path), False), **given) as running:
+        running.wait_for_mark(0, "alone")
+        with start_ranks(1, goes_on_in_place, args=(str(tmp_path), True), **given) as newcomer:
+            (joined,) = newcomer.collect(60)
+            results = running.collect(60)
+    assert joined.ok, joined.describe() + results.describe()
+    assert results[0].value == joined.value == ((0, 2), (1, 1))
 
 
 CASES = [

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from elastic_joining import Plan
-from hosts import Host, alpha_and_beta, run, wire
+from hosts import Host, alpha_and_beta, run, run_on_both, wire
 from processes import RIG, child_environment
 from test_joined_trainings import check, joining, longest_gap
 from time_bound import assert_within
@@ -96,6 +96,38 @@ def test_a_process_of_another_host_joins(tmp_path: Path) -> None:
     values = check(ended)  # type: ignore[arg-type]
     assert values[0]["steps"][-1]["members"] == (0, 1, 2)
     assert [value["mine"] for value in values] == [0, 1, 2]
+
+
+TELL_HANDLE = """
+import torch.distributed as dist, pycomm
+from pycomm._group.queries import elastic_group
+dist.init_process_group("pycomm", pg_options=pycomm.Options(interface="eth1"))
+own = dist.new_group([0, 1], pg_options=pycomm.Options())
+print(pycomm.reconfigure_handle(elastic_group(own)), flush=True)
+"""
+
+
+def test_members_tell_the_address_of_the_wrappers_own_group(tmp_path: Path) -> None:
+    """Not that of another group of the process, on an interface that others may not reach."""
+    with two_hosts() as (alpha, beta):
+        peer = ["peer", "name", "eth1", "netns", beta.namespace]
+        run("ip", "link", "add", "eth1", "netns", alpha.namespace, "type", "veth", *peer)
+        for number, host in enumerate((alpha, beta)):
+            host.ip("addr", "add", f"10.61.0.{1 + number}/24", "dev", "eth1")
+            host.ip("link", "set", "eth1", "up")
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": alpha.name, "MASTER_PORT": "29500"}
+        commands = [
+            (
+                host,
+                [sys.executable, "-c", TELL_HANDLE],
+                child_environment({**variables, "RANK": str(rank)}),
+            )
+            for rank, host in enumerate((alpha, beta))
+        ]
+        outcomes = run_on_both(commands, tmp_path)
+    for host, outcome in zip((alpha, beta), outcomes, strict=True):
+        assert outcome.returncode == 0, outcome.err
+        assert host.address in outcome.out and "10.61.0." not in outcome.out, outcome.out
 
 
 @pytest.mark.time_bound

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from elastic_joining import Plan, start
 from elastic_training import SHARED, TCP
+from processes import child_environment
 from ranks import TORCH_DDP, Ranks, free_port, run_ranks
 from test_joined_trainings import check, joining
 from test_joining_hosts import Trainer, two_hosts
@@ -246,6 +249,41 @@ def test_the_other_host_answers_when_the_first_one_has_lost_its_member(tmp_path:
         ended = [each.ended(60) for each in (second, third, fourth)]
     values = check(ended)  # type: ignore[arg-type]
     assert values[0]["steps"][-1]["members"] == (1, 2, 3)
+
+
+WITH_A_NAME = """
+import ctypes, os, socket, torch
+assert ctypes.CDLL(None, use_errno=True).unshare(0x04000000) == 0  # CLONE_NEWUTS
+socket.sethostname("container" + os.environ["RANK"])
+import torch.distributed as dist, pycomm
+dist.init_process_group("pycomm", pg_options=pycomm.Options(interface="eth0"))
+net = torch.nn.Linear(3, 3)
+elastic = pycomm.Elastic(
+    peers="pycomm://192.168.1.10:29600", state=[torch.optim.SGD(net.parameters(), lr=0.1)]
+)
+print(pycomm.DistributedDataParallel(net, elastic=elastic).elastic.size)
+"""
+
+
+@pytest.mark.namespaces
+def test_containers_with_names_of_their_own_share_a_port(tmp_path: Path) -> None:
+    """As those of a pod do: they have one network, so one of them listens for both."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500"}
+    with two_hosts() as (alpha, _):
+        processes = [
+            subprocess.Popen(
+                alpha.command(sys.executable, "-c", WITH_A_NAME),
+                env=child_environment({**variables, "RANK": str(rank)}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [text.split()[-1] for text in said] == ["2", "2"], said
 
 
 @pytest.mark.namespaces

@@ -5,7 +5,6 @@ The step of a death has the average over those who live, as float64 has it; so h
 
 from __future__ import annotations
 
-import functools
 import random
 import signal
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import rings
-from elastic_training import SHARED, TCP, Plan, start_training, trains
+from elastic_training import SHARED, TCP, Plan, start
 from ranks import TORCH_DDP, RankResults, start_ranks
 from signals import interrupt_main_thread
 from time_bound import assert_within
@@ -27,8 +26,6 @@ pytestmark = [
     pytest.mark.time_bound,
     pytest.mark.timeout(200),
 ]
-
-start = functools.partial(start_training, trains)
 
 
 def kill_after(running: Any, rank: int, name: str, within_s: float = 0.03) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 
 import pytest
@@ -16,7 +15,6 @@ pytestmark = [
     pytest.mark.timeout(7200),
 ]
 
-start = functools.partial(start_training, trains)
 _PATIENCE_S = 60.0
 _FAILURES = 3
 """After so many the rest is not tried."""
@@ -24,7 +22,8 @@ _FAILURES = 3
 
 def wrong_with(program: Program, killed: list[int]) -> str:
     """What the ranks complain of, or "". Adds the ranks that died to ``killed``."""
-    with start(program.ranks, program, {"transport": program.transport}) as running:
+    options = {"transport": program.transport}
+    with start_training(trains, program.ranks, program, options) as running:
         results = running.collect(_PATIENCE_S)
     dead = {death.rank for death in program.deaths}
     values = []

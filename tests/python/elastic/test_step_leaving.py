@@ -6,7 +6,6 @@ the bits of the others up to its last step, and they have its part in that step 
 
 from __future__ import annotations
 
-import functools
 import random
 import signal
 import time
@@ -18,7 +17,7 @@ import rings
 import torch
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
-from elastic_training import SHARED, TCP, Plan, start_training, trains
+from elastic_training import SHARED, TCP, Plan, start
 from ranks import TORCH_DDP, RankResults, mark, start_ranks
 from time_bound import assert_within
 
@@ -28,8 +27,6 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(200),
 ]
-
-start = functools.partial(start_training, trains)
 
 
 def judge(results: RankResults, dead: Collection[int], leavers: Collection[int]) -> dict[int, Any]:

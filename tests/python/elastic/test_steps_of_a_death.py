@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -28,15 +29,14 @@ from torch import nn
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(200)]
 
 
-def run(target: Any, *args: Any, dead: int | None = None) -> list[Any]:
+def run(target: Any, *args: Any, dead: Collection[int] = ()) -> list[Any]:
     """What the living ranks return, of three."""
     results = ranks.run_ranks(
         3, target, args=args, timeout_s=60, check=False, preload=ranks.TORCH_DDP
     )
-    alive = [result for result in results if result.rank != dead]
+    alive = [result for result in results if result.rank not in dead]
     assert all(result.ok for result in alive), results.describe()
-    if dead is not None:
-        assert results[dead].exit_code == -signal.SIGKILL, results.describe()
+    assert all(results[rank].exit_code == -signal.SIGKILL for rank in dead), results.describe()
     return [result.value for result in alive]
 
 
@@ -86,7 +86,7 @@ def last_batch_dies(
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_no_rank_errs_if_the_only_batch_has_died(begun: bool) -> None:
-    for seen, redone in run(last_batch_dies, begun, dead=1):
+    for seen, redone in run(last_batch_dies, begun, dead=[1]):
         assert redone == begun
         assert seen == [(1, 1, True), (2, 2, True), (3, 3, False), (4, 4, True)]
 
@@ -160,12 +160,10 @@ class DiesAtCommit:
         self._inner.close()
 
 
-def make(rank: int, last: int, **options: Any) -> Any:
+def make(rank: int, last: int, elastic: Any, **options: Any) -> Any:
     """A wrapper whose rank 0 dies as step ``last`` is committed."""
-    import pycomm
     from pycomm._native import loader
 
-    elastic = pycomm.Elastic()
     if rank != 0:
         return wrap(Net(unused=True), elastic=elastic, **options)
 
@@ -189,7 +187,10 @@ def make(rank: int, last: int, **options: Any) -> Any:
 
 
 def leader_dies_at_commit(rank: int, world_size: int) -> tuple[Any, ...]:
-    model = make(rank, 1, wire_dtype="int8", find_unused_parameters=True, broadcast_buffers=False)
+    import pycomm
+
+    options = {"wire_dtype": "int8", "find_unused_parameters": True, "broadcast_buffers": False}
+    model = make(rank, 1, pycomm.Elastic(), **options)
     model(batch_of(rank, 0), "right").square().mean().backward()
     model.zero_grad()
     kept = model.communication_state_dict()["residuals"]["right.weight"]
@@ -204,13 +205,39 @@ def leader_dies_at_commit(rank: int, world_size: int) -> tuple[Any, ...]:
 
 
 def test_a_step_that_counts_has_a_leader_and_loses_no_feedback() -> None:
-    one, two = run(leader_dies_at_commit, dead=0)
+    one, two = run(leader_dies_at_commit, dead=[0])
     assert one[:5] == ((0, 1, 2), 1, True, 2, 0)  # members change as the next step begins
     assert two[:5] == ((0, 1, 2), 2, False, 2, 0)
     kept = one[5]
     assert float(kept.abs().max()) > 0
     lost = one[6] + two[6] - kept  # of what rank 0 kept in the end
     assert float(lost.norm()) < 0.5 * float(kept.norm())
+
+
+def too_few_behind_a_commit(rank: int, world_size: int) -> float:
+    import pycomm
+
+    elastic = pycomm.Elastic(min_ranks=2, quorum_wait=TOO_FEW_WAIT_S)
+    model = make(rank, 1, elastic, find_unused_parameters=True)
+    for step in range(2):
+        model.zero_grad()
+        model(batch_of(rank, step), "left").square().mean().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    with pytest.raises(pycomm.errors.QuorumLostError, match="too few ranks"):
+        model(batch_of(rank, 2), "left").square().mean().backward()
+    return time.monotonic() - began_s
+
+
+TOO_FEW_WAIT_S = 4.0
+
+
+def test_a_rank_that_is_between_two_steps_waits_for_others() -> None:
+    """Also behind a step that the next members have committed: it has not begun another one."""
+    (waited_s,) = run(too_few_behind_a_commit, dead=[0, 1])
+    assert waited_s > TOO_FEW_WAIT_S / 4
 
 
 # --- an error of one rank alone -------------------------------------------------------------------
@@ -239,6 +266,10 @@ def one_rank_errs(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
     for step in range(3):
         model.zero_grad()
         if rank == 1 and step == 1:
+            if how == "the program":
+                dist.destroy_process_group()
+                time.sleep(WAITS_S)
+                return ()
             if how == "a layout":
                 model.module.table.sparse = True
             else:
@@ -256,7 +287,7 @@ def one_rank_errs(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.time_bound
-@pytest.mark.parametrize("how", ["a layout", "a hook"])
+@pytest.mark.parametrize("how", ["a layout", "a hook", "the program"])
 def test_the_others_go_on_at_once_without_a_rank_that_errs(how: str) -> None:
     zero, _, two = run(one_rank_errs, how)
     for members, step, _ in (zero, two):
@@ -315,7 +346,7 @@ def only_user_dies(rank: int, world_size: int) -> tuple[list[bool], int]:
 
 
 def test_a_static_graph_forgets_what_only_the_dead_have_used() -> None:
-    told = run(only_user_dies, dead=1)
+    told = run(only_user_dies, dead=[1])
     assert any(redone for _, redone in told)
     for seen, _ in told:
         assert seen == [True, True, False, False]
@@ -344,7 +375,7 @@ def counts(rank: int, world_size: int) -> list[tuple[int, int, int]]:
 
 
 def test_counters_never_go_down() -> None:
-    told = run(counts, dead=1)
+    told = run(counts, dead=[1])
     for seen in told:
         for before, after in itertools.pairwise(seen):
             assert all(now >= then for then, now in zip(before, after, strict=True)), seen

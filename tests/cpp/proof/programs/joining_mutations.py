@@ -55,6 +55,13 @@ MUTATIONS = [
         "Agreement.ANewcomerThatIsReachedDuringAPauseIsNotWaitedForAndIsTheNextOne",
     ),
     _of_agreement(
+        "too few members wait for all newcomers, although those that have loaded suffice",
+        _AGREEMENT,
+        "(waits ? suffices() : admits())",
+        "!waits && admits()",
+        "Agreement.TooFewMembersGoOnWithTheNewcomersThatHaveLoadedIfTheySuffice",
+    ),
+    _of_agreement(
         "a newcomer promises before those that join with it have answered",
         _AGREEMENT,
         "asked_at_ + window() / 2",
@@ -151,6 +158,22 @@ MUTATIONS = [
         "    giving_.to.clear(); // nothing would end what begins now\n",
         "",
         "AgreementDriver.NobodyBeginsToGiveTheStateOfAnEpochThatIsOver",
+    ),
+    _rule(
+        "an admission begins in an epoch in which it is not due",
+        "agreement_driver.cc",
+        "  if (view_.epoch != epoch || !ledger_.admissionIsDue()) {",
+        "  if (false) {",
+        "AgreementDriver.AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin",
+    ),
+    _rule(
+        "waiting for the next members begins a step",
+        "agreement_driver.cc",
+        "  return awaitPresent(lock, deadline) ? present_ : std::nullopt;\n",
+        "  const bool here = awaitPresent(lock, deadline);\n"
+        "  here ? launch() : void();\n"
+        "  return here ? present_ : std::nullopt;\n",
+        "AgreementDriver.AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin",
     ),
     _rule(
         "a former member is a newcomer",
