@@ -835,7 +835,7 @@ class Trainer:
         if wire in ENCODED:
             # Residuals of earlier steps arrive now, and widen the blocks' range.
             kept = np.abs(self.kept.get(name, 0.0))
-            return bound + kept + _OF_LARGEST[wire] * (self.largest_now + np.max(kept))
+            return bound + kept + _OF_LARGEST[wire] * (self.largest_now + np.max(kept, initial=0.0))
         return bound + _OF_LARGEST.get(wire, 0.0) * self.largest
 
     def _check_kept(self, name: str, found: list[Any], more: Any) -> None:
