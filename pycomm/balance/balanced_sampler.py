@@ -181,7 +181,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch = 0
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
         self._loaded_epoch = 0
-        self._loaded_complete = False  # the state that was loaded is that of an epoch's end
+        self._just_loaded = False  # no batch was dealt since
         self._deal_nothing = False
         self._must_begin = False  # with the members' epoch, as this process has joined
         self._waits = False  # for its first share
@@ -216,7 +216,7 @@ class BalancedSampler(Sampler[list[int]]):
         now = self._now()
         if self._is_complete(now):
             if self._deal_nothing:
-                self._deal_nothing = self._loaded_complete = False
+                self._deal_nothing = self._just_loaded = False
                 return
             self._start(self._epoch + 1)
         if self._begin is None:
@@ -227,7 +227,7 @@ class BalancedSampler(Sampler[list[int]]):
             parts = self._deals.deal(batch, change, self._plan.losses)
             if parts is None:
                 return
-            self._must_begin = False
+            self._must_begin = self._just_loaded = False
             mine = parts.get(self._log.rank)
             if mine is None:  # it has joined: of the others, as there are no empty batches
                 mine = [*itertools.chain(*parts.values())][: self._limits.fewest[0]]
@@ -251,7 +251,7 @@ class BalancedSampler(Sampler[list[int]]):
                 "for epoch in range(sampler.stats().epoch, epochs)"
             )
         complete = self._is_complete(self._now())
-        if epoch == self._epoch and (self._loaded_complete or not complete):
+        if epoch == self._epoch and (self._just_loaded or not complete):
             self._deal_nothing = complete
         else:
             if epoch < self._loaded_epoch:
@@ -336,8 +336,9 @@ class BalancedSampler(Sampler[list[int]]):
         self._begin = now - cursor
         self._deals.resume(now, self._order(), Left(tuple(first), skipped), returned)
         self._loaded_epoch = epoch
-        self._loaded_complete = self._is_complete(now)
-        if not self._loaded_complete:
+        # Passes that wait for a reduction may complete it: only the wrapper's state has them.
+        self._just_loaded = True
+        if not self._is_complete(now):
             self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
 
     def state_for(self, ranks: int) -> dict[str, Any]:
@@ -410,7 +411,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch = epoch
         self._loaded_epoch = 0
         self._begin = None
-        self._loaded_complete = self._deal_nothing = False
+        self._just_loaded = self._deal_nothing = False
 
     def _now(self) -> int:
         """How many batches were put through backward, those of an unfinished step too."""

@@ -101,31 +101,24 @@ class StepTimes:
         return times
 
     def _forget_if_changed(self) -> bool:
-        """Forgets older steps if the last three, of one size, differ from those of that size."""
-        last = list(self._steps)[-_FEWEST:]
+        """Forgets older steps if the last three, of one size, are none that these let expect."""
+        steps = list(self._steps)
+        last, older = steps[-_FEWEST:], steps[:-_FEWEST]
         samples = last[-1][0]
         if any(size != samples for size, _ in last):
             return False
-        older = [seconds for size, seconds in list(self._steps)[:-_FEWEST] if size == samples]
-        if len(older) < _FEWEST:
-            return False
-        before = statistics.median(older)
-        ratio = statistics.median(seconds for _, seconds in last) / before
-        noise = _noise([seconds / before for seconds in older])
-        limit = 1.0 + max(_JUMP, _JUMP_NOISES * noise)
-        if 1.0 / limit <= ratio <= limit:
+        if _may_be(samples, statistics.median(seconds for _, seconds in last), _by_size(older)):
             return False
         self._steps.clear()
         self._steps.extend(last)
         return True
 
     def _computed(self) -> Fit:
-        by_size: dict[float, list[float]] = {}
-        for samples, seconds in self._steps:
-            by_size.setdefault(samples, []).append(seconds)
-        points = [(size, _middle(times), len(times)) for size, times in sorted(by_size.items())]
+        by_size = sorted(_by_size(self._steps).items())
+        points = [(size, _middle(times), len(times)) for size, times in by_size]
         sizes = [size for size, _, _ in points]
-        mean = math.fsum(size * count for size, _, count in points) / len(self._steps)
+        count = sum(count for _, _, count in points)
+        mean = math.fsum(size * count for size, _, count in points) / count
         if self._fixed_samples is None:
             self._fixed_samples = _FIRST_RATIO * mean
         fixed, slope = _line(points, self._fixed_samples)
@@ -135,6 +128,45 @@ class StepTimes:
         count = len(self._steps)
         error = noise / math.sqrt(count) * (1.0 + _FEWEST / count)
         return Fit(fixed, slope, error, max(self._most, _FURTHEST * sizes[-1]))
+
+
+def _by_size(steps: Iterable[tuple[float, float]]) -> dict[float, list[float]]:
+    found: dict[float, list[float]] = {}
+    for samples, seconds in steps:
+        found.setdefault(samples, []).append(seconds)
+    return found
+
+
+def _may_be(samples: float, seconds: float, by_size: Mapping[float, Sequence[float]]) -> bool:
+    """Whether batches of this size may take so long, if the speed is that of earlier ones.
+
+    If there are none of this size, others tell. Whatever the fixed part is, a batch of twice the
+    samples takes from one to two times as long. If there are several sizes, a line through them
+    tells more, but less for sizes that are far from these.
+    """
+    known = {size: each for size, each in sorted(by_size.items()) if len(each) >= _FEWEST}
+    if samples in known:
+        known = {samples: known[samples]}
+    if not known:
+        return True
+    middles = {size: statistics.median(each) for size, each in known.items()}
+    noise = _noise(second / middles[size] for size, each in known.items() for second in each)
+    limit = 1.0 + max(_JUMP, _JUMP_NOISES * noise)
+    least = max(middle * min(1.0, samples / size) for size, middle in middles.items())
+    most = min(middle * max(1.0, samples / size) for size, middle in middles.items())
+    if not least / limit <= seconds <= most * limit:
+        return False
+    if len(known) == 1:
+        return True
+    points = [(size, middle, len(known[size])) for size, middle in middles.items()]
+    count = sum(each for _, _, each in points)
+    mean = math.fsum(size * each for size, _, each in points) / count
+    spread = math.fsum(each * _square(size - mean) for size, _, each in points) / _FEWEST
+    fixed, slope = _line(points, 0.0)
+    expected = fixed + slope * samples
+    far = math.sqrt(1.0 + _square(samples - mean) / spread)
+    limit = 1.0 + max(_JUMP, _JUMP_NOISES * noise * far)
+    return expected / limit <= seconds <= expected * limit
 
 
 def _middle(times: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from pycomm._group.averaging import device_of, weight_ratio
@@ -55,27 +56,33 @@ def check_samples(what: str, number: object) -> float:
 def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
     """The size of the first dimension of the tensors that forward gets, and which tensor said so.
 
+    Packed sequences count each as one sample.
+
     Raises:
         ValueError: No tensor has a dimension, or two have different first ones.
     """
-    found: list[tuple[str, torch.Tensor]] = []
+    found: list[tuple[int, str]] = []
     for name, value in [*((f"argument {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
-        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-                found.append((name + _pytree.keystr(path), leaf))
+        for path, leaf in _pytree.tree_flatten_with_path(value, is_leaf=_is_packed)[0]:
+            place = name + _pytree.keystr(path)
+            if isinstance(leaf, PackedSequence):
+                number = _sequences(leaf)
+                found.append((number, f"{place}, {number} packed sequences"))
+            elif isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+                found.append((leaf.shape[0], f"{place}, of the shape {list(leaf.shape)}"))
     if not found:
         raise ValueError(
             'weight="samples" found no tensor with a dimension among the arguments of forward, so '
             f"it cannot tell how many samples they are. {_SAY}"
         )
-    first, tensor = found[0]
-    for other, leaf in found[1:]:
-        if leaf.shape[0] != tensor.shape[0]:
+    samples, which = found[0]
+    for number, other in found[1:]:
+        if number != samples:
             raise ValueError(
-                f'weight="samples" cannot tell how many samples forward got: {first} has the shape '
-                f"{list(tensor.shape)}, and {other} {list(leaf.shape)}. {_SAY}"
+                'weight="samples" cannot tell how many samples forward got: '
+                f"{which}, and {other}, differ. {_SAY}"
             )
-    return tensor.shape[0], f"the first dimension of {first}, {list(tensor.shape)}"
+    return samples, f"by {which}"
 
 
 def add_first_dimensions(value: object, found: set[int]) -> None:
@@ -89,10 +96,21 @@ def add_first_dimensions(value: object, found: set[int]) -> None:
     elif type(value) is dict:
         for each in value.values():
             add_first_dimensions(each, found)
+    elif isinstance(value, PackedSequence):
+        found.add(_sequences(value))
     elif not isinstance(value, (int, float, str)):
-        for leaf in _pytree.tree_leaves(value):
+        for leaf in _pytree.tree_leaves(value, is_leaf=_is_packed):
             if leaf is not value:
                 add_first_dimensions(leaf, found)
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _sequences(packed: PackedSequence) -> int:
+    """Those that have a first element."""
+    return int(packed.batch_sizes[0])
 
 
 def trained_alike(step: int, trained: Sequence[int], members: Sequence[int]) -> int:

@@ -223,7 +223,9 @@ def _draw_step(
             without = tuple([some[0]] * ranks if alike else some)
         how = draw.choice(["", "one Inf"]) if what == "scaled" else ""
         weights: tuple[float, ...] = ()
-        if weighed and what in ("pass", "local pass", "full step"):
+        # Without any, the wrapper counts the rows of each rank's batch.
+        counted = draw.random() < 0.3
+        if weighed and not counted and what in ("pass", "local pass", "full step"):
             one = draw.choice(WEIGHTS)
             alike = draw.random() < 0.3
             weights = tuple(one if alike else draw.choice(WEIGHTS) for _ in range(ranks))

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_callbacks import Callbacks, make_half
-from training_models import ROWS, Ignored, Sum, batch_of
+from training_models import Ignored, Sum, batch_of
 from training_programs import LOCAL, WRAPPER, Program, Step
 from training_weights import Window, factors
 
@@ -47,7 +47,8 @@ _LEAST = {torch.float16: 2.0**-22}
 """Half of the smallest number above zero, a few times."""
 _WIRE_ROUNDING = {"bf16": 2.0**-6, "fp16": 2.0**-8}
 _OF_LARGEST = {"fp16": 2.0**-19, "int8": 0.05}
-"""Of an average: how far it may be from the mean, as a part of the largest gradient so far."""
+"""Of an average: how far it may be from the mean, as a part of the largest gradient: with int8 of
+this reduction, and with fp16 so far, since a bucket's scale follows the earlier ones."""
 ENCODED = ("int8",)
 _SPIKE = 1e25
 
@@ -155,7 +156,7 @@ class Trainer:
         """Of a static graph: by any rank."""
         self.kept: dict[str, Any] = {}
         """What error feedback keeps on the ranks of this host, added up."""
-        self.largest = 0.0
+        self.largest = self.largest_now = 0.0
         self.dirty = False
         """Whether some ``.grad`` is this rank's own, which no optimizer may apply."""
         self.armed = False
@@ -300,10 +301,11 @@ class Trainer:
         losses, shares = [], []
         for _ in range(forwards):
             losses.append(self._forward(()))
-            shares.append(self._share(self.batch_used, ()))
-        for loss, share in zip(losses * (3 - forwards), shares * (3 - forwards), strict=True):
+            share = self._share(self.batch_used, ())
+            shares.append((share, float(len(self.batch_used))))
+        for loss, one in zip(losses * (3 - forwards), shares * (3 - forwards), strict=True):
             loss.backward(retain_graph=forwards == 1)
-            self._add(share, float(ROWS), reduces=True)
+            self._add(*one, reduces=True)
             self.passes += 1
             self._reduced(self.mates, len(self.mates))
 
@@ -670,7 +672,7 @@ class Trainer:
         weights: Sequence[float] = (),
     ) -> None:
         members = members or self.mates
-        weight = weights[self.rank] if weights else float(ROWS)
+        weight = weights[self.rank] if weights else 0.0
         last = self.wrapped and reduces and self.count + 1 == self.accumulate
         self.followed = set(self._trained())
         self.weightless = False
@@ -687,6 +689,8 @@ class Trainer:
             loss = self._forward(without, scales=scales)
             if in_backward is not None:
                 loss.register_hook(lambda _: in_backward())
+            if not weights:
+                weight = float(len(self.batch_used))
             share = self._share(self.batch_used, without, scale, scales=scales)
         for turn in range(backwards):
             with self._may_be_weightless():
@@ -786,7 +790,8 @@ class Trainer:
                 for count, unit, each in zip(counts, units, found, strict=True)
                 for size in each["sizes"]
             ]
-            self.largest = max([self.largest, *largest])
+            self.largest_now = max(largest, default=0.0)
+            self.largest = max(self.largest, self.largest_now)
         whole = len(members) == len(self.mates)
         for name, parameter in trained.items():
             if self.tracks_use and name not in used and parameter.grad is None:
@@ -827,6 +832,10 @@ class Trainer:
         # Passes that cancelled each other have left roundings of their own sizes.
         bound: Array = rounding * sizes + _LEAST.get(dtype, 1e-12)
         bound = bound + _ROUNDING[dtype] * np.abs(sizes).max(initial=0)
+        if wire in ENCODED:
+            # Residuals of earlier steps arrive now, and widen the blocks' range.
+            kept = np.abs(self.kept.get(name, 0.0))
+            return bound + kept + _OF_LARGEST[wire] * (self.largest_now + np.max(kept, initial=0.0))
         return bound + _OF_LARGEST.get(wire, 0.0) * self.largest
 
     def _check_kept(self, name: str, found: list[Any], more: Any) -> None:

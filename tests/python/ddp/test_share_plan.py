@@ -90,12 +90,13 @@ def test_shares_are_nearly_best_within_thirty_steps_behind_the_lookahead(
     ranks: int, slowed: int, by: int, fixed: int, how: str
 ) -> None:
     slow = world(ranks, slowed, by, fixed, how)
-    after = LOOKAHEAD + 30
+    begin, end = LOOKAHEAD + 30, 101
     for seed in SEEDS:
-        assert Run([(0, slow)], after + 1, noise=0.01, seed=seed).quality[after] >= 0.95
-    noisy = [Run([(0, slow)], after + 1, noise=0.05, seed=seed).quality[after] for seed in SEEDS]
-    assert statistics.median(noisy) >= 0.95
-    assert min(noisy) >= 0.9
+        assert min(Run([(0, slow)], end, noise=0.01, seed=seed).quality[begin:]) >= 0.95
+    noisy = [Run([(0, slow)], end, noise=0.05, seed=seed).quality[begin:] for seed in SEEDS]
+    for step, qualities in enumerate(zip(*noisy, strict=True), begin):
+        assert statistics.median(qualities) >= 0.95, (step, qualities)
+        assert min(qualities) >= 0.9, (step, qualities)
     settled = Run([(0, slow)], 300, noise=0.05, seed=99)
     assert statistics.fmean(settled.quality[100:]) >= 0.97
 
@@ -119,6 +120,23 @@ def test_a_rank_that_changes_its_speed_is_followed_within_twenty(
                 for seed in SEEDS
             ]
             assert statistics.median(quality) >= least, (quality, noise, after)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("ranks", "slowed", "by", "fixed", "how"), WORLDS)
+def test_a_change_of_speeds_at_any_step_is_followed(
+    ranks: int, slowed: int, by: int, fixed: int, how: str
+) -> None:
+    """Shares change first in step 14: speeds change before, at the same time and right after it."""
+    slow, equal = world(ranks, slowed, by, fixed, how), world(ranks, fixed=fixed)
+    for begin, then in ((slow, slow[::-1]), (slow, equal), (equal, slow)):
+        for at in range(5, 41):
+            least, behind = 0.9 if fixed == 4 and how == "forward" else 0.95, 24
+            if fixed > 0 and 12 < at < 18:  # a new speed looks like another fixed part
+                least, behind = 0.8, 30
+            after = at + LOOKAHEAD + behind
+            quality = Run([(0, begin), (at, then)], after + 20, noise=0.01, seed=at).quality
+            assert min(quality[after:]) >= least, (at, begin, then, quality[at:])
 
 
 @pytest.mark.parametrize("fixed", [0, 4])

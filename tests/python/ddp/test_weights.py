@@ -573,13 +573,12 @@ def test_samples_are_counted_by_the_first_dimension() -> None:
     assert count_samples((), {"input_ids": batch})[0] == 5
     number, how = count_samples(((0, {"image": batch}),), {})
     assert number == 5
-    assert "argument 0[1]['image'], [5, 9]" in how
-    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
+    assert "argument 0[1]['image'], of the shape [5, 9]" in how
     for args in ((batch,), (scalar, {"x": [batch, scalar]}), ((0, "text", {"y": (labels, None)}),)):
         sizes: set[int] = set()
         add_first_dimensions(args, sizes)
         assert sizes == {count_samples(args, {})[0]} == {5}
-    for args in ((batch, batch.T), (packed,)):
+    for args in ((batch, batch.T), (batch, pack(4, 3))):
         sizes = set()
         add_first_dimensions(args, sizes)
         assert len(sizes) == 2
@@ -588,6 +587,24 @@ def test_samples_are_counted_by_the_first_dimension() -> None:
     for args in ((), (scalar,), ("text",)):
         with pytest.raises(ValueError, match=r"found no tensor .*model\.samples = n"):
             count_samples(args, {})
+
+
+def pack(*lengths: int) -> nn.utils.rnn.PackedSequence:
+    return nn.utils.rnn.pack_sequence([torch.zeros(each, 2) for each in lengths])
+
+
+@pytest.mark.parametrize("lengths", [(7,), (3, 2), (1, 1, 1), (9, 2, 2, 1)])
+def test_packed_sequences_count_each_as_one(lengths: tuple[int, ...]) -> None:
+    from pycomm.ddp.weights import add_first_dimensions, count_samples
+
+    for args in ((pack(*lengths),), ({"x": [pack(*lengths)]}, torch.zeros(len(lengths), 3))):
+        sizes: set[int] = set()
+        add_first_dimensions(args, sizes)
+        assert sizes == {len(lengths)}
+        number, how = count_samples(args, {})
+        assert number == len(lengths)
+    _, how = count_samples((pack(*lengths),), {})
+    assert how == f"by argument 0, {len(lengths)} packed sequences"
 
 
 class WithNorm(nn.Module):
