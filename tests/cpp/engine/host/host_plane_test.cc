@@ -804,6 +804,9 @@ TEST(HostPlane, AfterAFailureAPeerThatEndsItsStepKeepsReach) {
     InPlacePair pair;
     ErrorRecord cause = unresponsive(1);
     cause.code = dead ? ErrorCode::PeerDead : ErrorCode::Timeout;
+    if (dead) {
+      pair.plane().died(1);
+    }
     pair.progress(1).writes.store(1 + InPlacePair::kNumel / 2);
     std::thread peer([&] {
       const Deadline deadline = Deadline::after(10000);
