@@ -221,7 +221,7 @@ void Group::watchLocalPeers(const std::vector<int>& neighbours) {
     if (std::binary_search(local_peers.begin(), local_peers.end(), local_peer)) {
       watches_.push_back(engine_.localPeers().watch(
           roster_.watch_names[static_cast<size_t>(local_peer)],
-          Loop::owned(planes_, [this, local_peer] { planes_.control()->died(local_peer); })));
+          Loop::owned(planes_, [this, local_peer] { planes_.died(local_peer); })));
     }
   }
 }

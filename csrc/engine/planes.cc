@@ -75,6 +75,14 @@ void Planes::openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps,
   host_ = std::move(host);
 }
 
+// The plane of shared memory first: the control plane may end the group with this.
+void Planes::died(int peer) {
+  if (host_ != nullptr) {
+    host_->died(peer);
+  }
+  control_->died(peer);
+}
+
 void Planes::onAsked(int from, const FrameHeader& question) {
   if (questions_.load(std::memory_order_relaxed) < kMostQuestions) {
     onData([from, question, counted = QuestionInFlight(questions_)](DataPlane& data) {

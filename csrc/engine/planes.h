@@ -61,6 +61,8 @@ class Planes final : public Loop::Owner {
   void openControl(std::vector<Listener> listeners, Membership::Config membership);
   /// After openData(). The plane stays until this object goes; HostPlane::close() ends its work.
   void openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, HostPlane::Config config);
+  /// The kernel has ended the process of a neighbour on this host. Before dropControl().
+  void died(int peer);
   /// After ControlPlane::close().
   void dropControl() noexcept;
   /// Null before openControl() and after dropControl().

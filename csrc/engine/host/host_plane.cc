@@ -192,6 +192,12 @@ void HostPlane::wakeWorker() {
   worker_.wake([this] { noticeException(); }); // not the caller's: the operation is posted
 }
 
+void HostPlane::died(int peer) noexcept {
+  if (const int on_host = memory_.onHost(peer); on_host >= 0) {
+    dead_.fetch_or(hostBit(on_host), std::memory_order_seq_cst);
+  }
+}
+
 HostPlane::WaitsFor HostPlane::waitsFor(const Operation& operation) const noexcept {
   const HostView& view = memory_.view();
   WaitsFor found;
@@ -473,7 +479,7 @@ void HostPlane::fail(
       finishAll();
       memory_.own().left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
       withdrawAll();
-      endAll(diedFirst(why), why, oldest);
+      endAll(why, oldest);
     }
     try {
       if (then) {
@@ -510,7 +516,7 @@ void HostPlane::close(const ErrorRecord& reason) {
     left.store(kLeftInOrder, std::memory_order_seq_cst);
     bell_.ringOthers();
   }
-  endAll(0, reason, nullptr);
+  endAll(reason, nullptr);
 }
 
 void HostPlane::finishAll() noexcept {
@@ -525,12 +531,9 @@ void HostPlane::withdrawAll() const noexcept {
   }
 }
 
-void HostPlane::endAll(
-    uint64_t dead,
-    const ErrorRecord& cause,
-    const std::function<void(const ErrorRecord&)>& told) noexcept {
+void HostPlane::endAll(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
   stopped_ = true;
-  takeAwayAll(dead);
+  takeAwayAll();
   std::vector<std::shared_ptr<Operation>> posted;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
@@ -566,14 +569,10 @@ void HostPlane::endAll(
   }
 }
 
-// A connection that was reset proves no end.
-uint64_t HostPlane::diedFirst(const ErrorRecord& cause) const noexcept {
-  const int peer = memory_.onHost(identity_.job.inGroup(cause.peer)); // records have numbers of the job
-  const bool died = cause.code == ErrorCode::PeerDead && cause.phase != ErrorPhase::Reset && peer >= 0;
-  return died ? hostBit(peer) : 0;
-}
-
 BufferView HostPlane::writtenBy(int peer) const noexcept {
+  if ((dead_.load(std::memory_order_seq_cst) & hostBit(peer)) != 0) {
+    return {};
+  }
   for (size_t i = head_; i < entered_; ++i) {
     const BufferView part = queue_[i].transfer.writtenBy(peer);
     if (part.nbytes > 0) {
@@ -583,10 +582,10 @@ BufferView HostPlane::writtenBy(int peer) const noexcept {
   return {};
 }
 
-void HostPlane::takeAwayAll(uint64_t dead) const noexcept {
+void HostPlane::takeAwayAll() const noexcept {
   int pauses = 0; // of all peers together: one that is stopped never ends its step
   for (int peer = 0; peer < memory_.view().size; ++peer) {
-    if (peer == memory_.view().rank || (dead & hostBit(peer)) != 0) {
+    if (peer == memory_.view().rank) {
       continue;
     }
     BufferView part = writtenBy(peer);

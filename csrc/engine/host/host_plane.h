@@ -101,6 +101,9 @@ class HostPlane {
       const ErrorRecord& cause,
       const std::function<void(const ErrorRecord&)>& told,
       const std::function<void()>& ended) noexcept;
+  /// The kernel has ended the process of this rank of the group, so it writes nothing any more. No cause of a failure proves that: a
+  /// connection may end while its peer lives. Any thread.
+  void died(int peer) noexcept;
   /// Leaves: operations under way end with `reason`; if there were some, the other ranks are notified. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
@@ -181,14 +184,13 @@ class HostPlane {
   void withdrawAll() const noexcept;
   /// Ends every operation, also those that nobody took; no more is taken. First no peer writes into a tensor of this rank any more:
   /// takeAwayAll(). Takes no memory until all have ended. `told`, if not null, is called before with what the oldest ends with.
-  void endAll(uint64_t dead, const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept;
-  /// Waits for peers that write into a tensor of this rank, for 20 ms at the most, and not for `dead` ones (bits). Takes what one that was
+  void endAll(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept;
+  /// Waits for peers that write into a tensor of this rank, for 20 ms at the most, and not for those that died(). Takes what one that was
   /// stopped may still write away from it. Takes no time if nobody writes.
-  void takeAwayAll(uint64_t dead) const noexcept;
+  void takeAwayAll() const noexcept;
   void takeAway(int peer, BufferView part) const noexcept;
+  /// Empty if the peer writes nothing, or has died.
   [[nodiscard]] BufferView writtenBy(int peer) const noexcept;
-  /// The rank (a bit) whose process has ended, and so writes nothing any more.
-  [[nodiscard]] uint64_t diedFirst(const ErrorRecord& cause) const noexcept;
 
   const GroupIdentity& identity_;
   const Config config_;
@@ -198,6 +200,7 @@ class HostPlane {
   HostWorker worker_;
   /// The thread that holds run_mutex_ must leave, for good: fail() or close() waits for it, and ends all. Nothing is entered any more.
   std::atomic<bool> ending_{false};
+  std::atomic<uint64_t> dead_{0}; ///< ranks (bits): see died()
   std::atomic<uint64_t> pending_{0}; ///< posted and not ended
   std::atomic<bool> any_posted_{false}; ///< posted_ is not empty. Sequentially consistent: see HostBell
   std::atomic<int64_t> tell_up_to_{0}; ///< see tellEndsUpTo()

@@ -71,6 +71,10 @@ Membership::Membership(Config config, TimePoint now)
   }
 }
 
+bool Membership::isSameNews(const ErrorRecord& a, const ErrorRecord& b) noexcept {
+  return a.code == b.code && a.rank == b.rank && a.peer == b.peer;
+}
+
 bool Membership::precedes(const ErrorRecord& a, const ErrorRecord& b) {
   // A deadline that can say who never came is better evidence than one that only saw a neighbour wait; best is who knows why it has
   // not come itself.
@@ -126,10 +130,18 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   spoke(config_.job.inGroup(record.rank));
   spoke(from); // a rank that passes news on hangs up because of it
   if (now >= decideAt()) {
-    return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
+    // The choice is due: a rank whose thread comes to it late must not choose from more than the others. But a goodbye may come before the
+    // choice and leave nothing to choose.
+    const auto same = [&](const Late& known) {
+      return isSameNews(known.record, record) && doubtful(known.record) == doubtful(record);
+    };
+    if (std::none_of(late_.begin(), late_.end(), same)) {
+      late_.push_back(Late{std::move(record), from, now});
+    }
+    return;
   }
   for (Candidate& known : candidates_) {
-    if (known.record.code == record.code && known.record.rank == record.rank && known.record.peer == record.peer) {
+    if (isSameNews(known.record, record)) {
       if (known.isDoubtful() && !doubtful(record)) {
         confirm(known, from, now);
       }
@@ -142,6 +154,15 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   candidates_.reserve(candidates_.size() + 1); // all or nothing, also without memory
   flood(record, from);
   candidates_.push_back(Candidate{std::move(record), due});
+}
+
+// Copies: without memory the record stays, and the next tick goes on.
+void Membership::learnLate() {
+  while (!late_.empty() && late_.front().came_at < decideAt()) {
+    const Late& late = late_.front();
+    learn(late.record, late.from, late.came_at);
+    late_.erase(late_.begin());
+  }
 }
 
 // The other ranks have had time for their own news since the doubtful report: so this makes the choice earlier and never later.
@@ -336,9 +357,11 @@ void Membership::choose() {
   fail.record = explained ? leftBecause(chosen, *culprit->leaves_because) : chosen;
   actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
   failure_ = std::move(chosen);
+  late_.clear();
 }
 
 void Membership::tick(TimePoint now) {
+  learnLate();
   if (decideAt() <= now) {
     choose();
   }
@@ -396,7 +419,8 @@ ErrorRecord Membership::cutOff(ErrorRecord record, TimePoint::duration silence) 
 }
 
 TimePoint Membership::nextTick() const noexcept {
-  return std::min(decideAt(), heartbeat_at_);
+  const TimePoint late = late_.empty() ? TimePoint::max() : late_.front().came_at;
+  return std::min({decideAt(), heartbeat_at_, late});
 }
 
 std::vector<Membership::Action> Membership::takeActions() {

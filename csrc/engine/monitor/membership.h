@@ -33,6 +33,9 @@ inline constexpr std::chrono::milliseconds kGoodbyeWithin = 2 * kGoodbye;
 ///
 /// Goodbyes: a rank passes each one on to its neighbours, once. So a goodbye that a link loses comes another way, and ranks without a link
 /// to the one that left learn of it, too. A report that such a rank is dead counts no more: its writer did not have the goodbye yet.
+///
+/// Reports that come when the choice is due do not count: other ranks have chosen without them. They are kept until the choice is made,
+/// because a goodbye may come first and leave nothing to choose; then they count as if the explained report had never been.
 class Membership {
  public:
   static constexpr int kDeadAfterMs = 3000; ///< of silence: what heartbeat_timeout is by default
@@ -126,6 +129,14 @@ class Membership {
     }
   };
 
+  /// A report that came when the choice was due.
+  struct Late {
+    ErrorRecord record;
+    int from;
+    TimePoint came_at;
+  };
+
+  [[nodiscard]] static bool isSameNews(const ErrorRecord& a, const ErrorRecord& b) noexcept;
   /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.
   static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
   /// The report of a link that was reset; no other one has that phase.
@@ -133,6 +144,8 @@ class Membership {
     return record.code == ErrorCode::PeerDead && record.phase == ErrorPhase::Reset;
   }
   void learn(ErrorRecord record, int from, TimePoint now);
+  /// Late reports count after all if goodbyes have explained the candidates that were to be chosen from.
+  void learnLate();
   void confirm(Candidate& known, int from, TimePoint now);
   void flood(const ErrorRecord& record, int except);
   void dropExplained() noexcept;
@@ -161,6 +174,7 @@ class Membership {
   const Config config_;
   std::vector<Rank> ranks_; ///< by rank
   std::vector<Candidate> candidates_; ///< in the order in which they came
+  std::vector<Late> late_; ///< until the choice, which ignores them, or learnLate()
   TimePoint heartbeat_at_;
   std::optional<ErrorRecord> failure_;
   std::vector<Action> actions_;

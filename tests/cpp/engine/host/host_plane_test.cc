@@ -797,6 +797,9 @@ TEST(HostPlane, AfterAFailureAPeerThatEndsItsStepKeepsReach) {
     InPlacePair pair;
     ErrorRecord cause = unresponsive(1);
     cause.code = dead ? ErrorCode::PeerDead : ErrorCode::Timeout;
+    if (dead) {
+      pair.plane().died(1);
+    }
     pair.progress(1).writes.store(1 + InPlacePair::kNumel / 2);
     auto armed = std::make_unique<ArmedFaults>("host.pause:1:hold"); // the peer gets a core before the patience ends
     std::thread peer([&] {

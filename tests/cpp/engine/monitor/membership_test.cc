@@ -90,6 +90,55 @@ TEST(Membership, NewsThatComesWhenTheChoiceIsDueDoesNotCount) {
   }
 }
 
+// A loop that comes late reads a report of a failure and, behind it, the goodbye that explains the candidate whose choice was due.
+TEST(Membership, NewsThatCameLateCountsOnceTheGoodbyeExplainsWhatWasToBeChosen) {
+  const TimePoint start = Clock::now();
+  for (const ErrorCode code : {ErrorCode::CollectiveMismatch, ErrorCode::Aborted}) {
+    for (const int from : {-1, 1}) { // noticed here, or reported by a neighbour
+      SCOPED_TRACE("code " + std::to_string(static_cast<int>(code)) + " from " + std::to_string(from));
+      Membership membership(membershipConfig(0, 4), start);
+      membership.alive(2, start);
+      membership.controlClosed(2, "reset", start, true);
+      static_cast<void>(membership.takeActions());
+      const TimePoint late = start + 2 * kGoodbyeWithin;
+      if (from < 0) {
+        membership.noticed(record(code, 0, 1), late);
+      } else {
+        membership.reported(from, record(code, 1, 0), late);
+      }
+      EXPECT_TRUE(membership.saidGoodbye(2));
+      EXPECT_LE(membership.nextTick(), late);
+      membership.tick(late);
+      size_t floods = 0;
+      for (const Membership::Action& action : membership.takeActions()) {
+        floods += action.kind == Membership::Action::Kind::Flood && action.record.code == code && action.except == from;
+      }
+      EXPECT_EQ(floods, 1U);
+      membership.tick(late + milliseconds(25));
+      ASSERT_TRUE(membership.failure());
+      EXPECT_EQ(membership.failure()->code, code);
+    }
+  }
+}
+
+// Two doubts, and the report came between the times when they are due: the goodbye of the first leaves the second, which is not due yet.
+TEST(Membership, NewsThatCameLateCountsBesideACandidateThatIsNotDueYet) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 4), start);
+  membership.alive(2, start);
+  membership.alive(1, start);
+  membership.controlClosed(2, "reset", start, true);
+  membership.controlClosed(1, "reset", start + milliseconds(20), true);
+  const TimePoint late = start + kGoodbyeWithin + milliseconds(1);
+  membership.reported(3, record(ErrorCode::CollectiveMismatch, 3, 0), late);
+  EXPECT_TRUE(membership.saidGoodbye(2));
+  membership.tick(late);
+  EXPECT_FALSE(membership.failure());
+  membership.tick(late + milliseconds(25));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->code, ErrorCode::CollectiveMismatch);
+}
+
 TEST(Membership, ARankThatSpokeIsNotBlamedForHangingUp) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 4), start);

@@ -446,6 +446,15 @@ MUTATIONS = [
         "      static_cast<void>(0);\n",
         "DigestOfAnOutcome.HasItsError",
     ),
+    # ---- the monitor
+    _rule(
+        "19: news that came late is lost with what a goodbye explains",
+        "membership.cc",
+        "  learnLate();\n  if (decideAt() <= now) {\n",
+        "  if (decideAt() <= now) {\n",
+        "Membership.NewsThatCameLateCountsOnceTheGoodbyeExplainsWhatWasToBeChosen",
+        "Membership.NewsThatCameLateCountsBesideACandidateThatIsNotDueYet",
+    ),
 ]
 
 

@@ -246,15 +246,15 @@ MUTATIONS = [
     _walked(
         "a rank whose group fails waits for no write",
         "host_plane.cc",
-        "      endAll(diedFirst(why), why, oldest);\n",
-        "      endAll(~uint64_t{0}, why, oldest);\n",
+        "      endAll(why, oldest);\n",
+        "      dead_.store(~uint64_t{0});\n      endAll(why, oldest);\n",
         _LEAVES,
     ),
     _walked(
         "a rank that leaves waits for no write",
         "host_plane.cc",
-        "  endAll(0, reason, nullptr);\n",
-        "  endAll(~uint64_t{0}, reason, nullptr);\n",
+        "  endAll(reason, nullptr);\n",
+        "  dead_.store(~uint64_t{0});\n  endAll(reason, nullptr);\n",
         _LEAVES,
     ),
     # ---- the end
