@@ -172,7 +172,7 @@ class Sides(nn.Module):
 
 
 def leave_out(rank: int, world_size: int, kind: str) -> tuple[float, float]:
-    """How far arrived and kept are from given, on all ranks: in half the steps no rank uses left."""
+    """How far arrived and kept are from given: in half the steps no rank uses left."""
     module = Sides()
     ddp = (
         pycomm.DistributedDataParallel if kind == "pycomm" else nn.parallel.DistributedDataParallel

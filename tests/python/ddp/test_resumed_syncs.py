@@ -253,7 +253,7 @@ def test_more_runs_of_fewer_syncs(first: int) -> None:
 
 
 def with_frozen_part(rank: int, world_size: int) -> bool:
-    """Saved with a frozen part, and loaded into a model in which it is frozen from the beginning."""
+    """Saved with a frozen part, and loaded into a model that begins with it frozen."""
     import pycomm
 
     def make(frozen: bool) -> tuple[nn.ModuleList, Any]:
