@@ -100,7 +100,7 @@ class TopK:
         residual += gradient
         count = max(1, math.ceil(self.fraction * gradient.numel()))
         able = residual.clone()
-        for slope, part in zip(bucket.gradients(), able.split(_numels(bucket)), strict=True):
+        for slope, part in zip(bucket.gradients(), torch.split(able, _numels(bucket)), strict=True):
             if not slope.any():
                 part.zero_()  # perhaps no rank uses it: then nobody takes the average
         # NaN counts as the largest, then infinities: they are always sent.
