@@ -43,6 +43,7 @@ __all__: list[str] = [
     "fail_future",
     "flight_record",
     "goes_by_nccl",
+    "group_address",
     "group_number",
     "group_open",
     "group_run",

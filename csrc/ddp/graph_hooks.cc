@@ -35,6 +35,25 @@ class EntryHook final : public torch::autograd::FunctionPreHook {
   std::function<void()> on_entry_;
 };
 
+class ComingHook final : public torch::autograd::FunctionPreHook {
+ public:
+  ComingHook(GradHooks::OnComing on_coming, size_t index) : on_coming_(std::move(on_coming)), index_(index) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    if (grads.at(0).defined()) {
+      on_coming_(index_, grads[0]);
+    }
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    raiseCompiledAutograd();
+  }
+
+ private:
+  GradHooks::OnComing on_coming_;
+  size_t index_;
+};
+
 /// A backward call on this thread that went through a marked graph of some wrapper, and that wrapper's parameters.
 struct MarkedCall {
   BackwardCall call;
@@ -51,12 +70,13 @@ thread_local std::vector<MarkedCall> marked_calls; ///< the last one of each wra
 GradHooks::GradHooks(
     const std::vector<ReducedParam>& params,
     const std::vector<bool>& hooked,
-    const OnGradient& on_gradient) {
+    const OnGradient& on_gradient,
+    const OnComing& on_coming) {
   hooked_.reserve(params.size());
   try {
     for (size_t index = 0; index < params.size(); ++index) {
       if (hooked[index]) {
-        addHook(params[index].tensor, index, on_gradient);
+        addHook(params[index].tensor, index, on_gradient, on_coming);
       }
     }
   } catch (...) {
@@ -65,7 +85,11 @@ GradHooks::GradHooks(
   }
 }
 
-void GradHooks::addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient) {
+void GradHooks::addHook(
+    const at::Tensor& param,
+    size_t index,
+    const OnGradient& on_gradient,
+    const OnComing& on_coming) {
   NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
   TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
   auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
@@ -80,7 +104,16 @@ void GradHooks::addHook(const at::Tensor& param, size_t index, const OnGradient&
       });
   const uintptr_t key = accumulator->add_post_hook(std::move(hook));
   hooked_.push_back(
-      {index, param, std::move(accumulator), key}); // there is room: it cannot throw, which would leave the hook
+      {index,
+       param,
+       std::move(accumulator),
+       key,
+       nullptr}); // there is room: it cannot throw, which would leave the hook
+  if (on_coming) {
+    auto coming = std::make_unique<ComingHook>(on_coming, index);
+    hooked_.back().coming = coming.get();
+    hooked_.back().accumulator->add_pre_hook(std::move(coming));
+  }
 }
 
 GradHooks::~GradHooks() {
@@ -90,6 +123,7 @@ GradHooks::~GradHooks() {
 void GradHooks::remove() {
   for (const Hooked& hooked : hooked_) {
     hooked.accumulator->del_post_hook(hooked.key);
+    std::erase_if(hooked.accumulator->pre_hooks(), [&](const auto& each) { return each.get() == hooked.coming; });
   }
   hooked_.clear();
 }

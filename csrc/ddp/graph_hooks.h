@@ -28,9 +28,15 @@ class GradHooks {
   /// Called with the parameter's index on the thread that runs backward, without the GIL. It may throw: the error comes
   /// out of backward().
   using OnGradient = std::function<void(size_t index)>;
+  /// Likewise, before autograd accumulates `grad`, which is defined.
+  using OnComing = std::function<void(size_t index, const at::Tensor& grad)>;
 
-  /// `hooked`: by parameter, whether it gets a hook. If it throws, no hook is left.
-  GradHooks(const std::vector<ReducedParam>& params, const std::vector<bool>& hooked, const OnGradient& on_gradient);
+  /// `hooked`: by parameter, whether it gets a hook. `on_coming`: may be empty. If it throws, no hook is left.
+  GradHooks(
+      const std::vector<ReducedParam>& params,
+      const std::vector<bool>& hooked,
+      const OnGradient& on_gradient,
+      const OnComing& on_coming = {});
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
   ~GradHooks();
@@ -44,7 +50,7 @@ class GradHooks {
   [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
 
  private:
-  void addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient);
+  void addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient, const OnComing& on_coming);
   void remove();
 
   struct Hooked {
@@ -52,6 +58,7 @@ class GradHooks {
     at::Tensor param;
     NodePtr accumulator;
     uintptr_t key; ///< what del_post_hook() takes
+    const torch::autograd::FunctionPreHook* coming; ///< null: it has none. The accumulator owns it
   };
   std::vector<Hooked> hooked_;
 };
@@ -125,7 +132,7 @@ class PassMarks {
   [[nodiscard]] bool isLocal() const noexcept {
     return local_call_.running();
   }
-  /// Whether the last pass began in this call.
+  /// Whether the last pass began in this call, with a mark or without.
   [[nodiscard]] bool beganHere() const;
   /// Whether this call is a pass: it goes through a marked graph, or began one without.
   [[nodiscard]] bool inPass() const {

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <bit>
@@ -47,6 +48,14 @@ int64_t passesOf(const std::vector<PassWeights::Row>& rows, const JobRanks& job)
       least->passes,
       ": with weight=\"samples\" every rank makes the same number. A rank without a batch calls model.no_batch()");
   return least->passes;
+}
+
+void restore(at::Tensor& grad, const at::Tensor& before) {
+  if (before.defined() && grad.defined() && !grad.is_sparse()) {
+    grad.copy_(before);
+  } else {
+    grad = before.defined() ? before.clone() : at::Tensor();
+  }
 }
 
 bool isZeros(const at::Tensor& tensor) {
@@ -92,6 +101,9 @@ bool PassWeights::forwardBegan() noexcept {
 
 void PassWeights::marked(ForwardMark& mark) {
   mark.number = ++forwards_;
+  if (!hasEarly()) { // else a checkpoint runs it in that call
+    early_.clear();
+  }
   if (set_ != nullptr) {
     mark.said = set_;
     set_->taken = true;
@@ -109,18 +121,70 @@ double PassWeights::weightOf(ForwardMark& mark) const {
   return mark.said != nullptr ? mark.said->weight : mark.weight;
 }
 
+void PassWeights::coming(size_t param, const at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  if (!hasEarly()) {
+    early_.clear();
+    early_in_ = torch::autograd::get_current_graph_task_id();
+  }
+  const at::Tensor& before = params_[param].tensor.grad();
+  early_.push_back({param, before.defined() ? before.clone() : at::Tensor(), grad});
+}
+
+bool PassWeights::hasEarly() const {
+  return !early_.empty() && early_in_ == torch::autograd::get_current_graph_task_id();
+}
+
+void PassWeights::withdrawEarly() {
+  if (!hasEarly()) {
+    early_.clear();
+    return;
+  }
+  std::for_each(
+      early_.rbegin(), early_.rend(), [this](Early& each) { // the last one first, as one parameter may have two
+        at::Tensor& grad = params_[each.param].tensor.mutable_grad();
+        if (!grad.defined()) {
+          each.grad.reset(); // a hook of the program's has taken it
+        } else if (!each.before.defined()) {
+          each.grad = grad; // as autograd has laid it out
+        }
+        restore(grad, each.before);
+      });
+}
+
+// Of the pass that has begun.
+void PassWeights::giveBackEarly() {
+  for (const Early& each : std::exchange(early_, {})) {
+    at::Tensor& grad = params_[each.param].tensor.mutable_grad();
+    if (grad.defined() && each.grad.defined()) {
+      grad.is_sparse() ? void(grad = grad + each.grad) : void(grad.add_(each.grad));
+    } else if (each.grad.defined()) {
+      grad = each.grad;
+    }
+    came(each.param);
+  }
+}
+
 void PassWeights::enter(ForwardMark& mark, const std::vector<bool>& trained) {
   const double now = weightOf(mark);
-  enter(Entered{now, mark.said, mark.number}, trained);
+  enter(Entered{now, mark.said, mark.number, /*marked=*/true}, trained);
 }
 
 void PassWeights::enter(Entered entered, const std::vector<bool>& trained) {
   const at::NoGradGuard no_grad;
   const double now = entered.weight;
-  entered_ = std::move(entered);
+  withdrawEarly();
   if ((sum_.passes > 0 || sum_.cannot_follow) && forgotten(trained)) {
     forget();
   }
+  TORCH_CHECK(
+      entered.marked || sum_.passes == 0 || (now == sum_.unit && now != 0.0),
+      "weight=\"samples\" cannot weigh accumulated passes apart whose weights differ (",
+      sum_.unit,
+      " and ",
+      now,
+      "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
+  entered_ = std::move(entered);
   drops_ = now == 0.0;
   share_ = 1.0;
   if (sum_.passes > 0 && sum_.unit != now) {
@@ -224,26 +288,15 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
       "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
   const at::NoGradGuard no_grad;
-  const bool known = entered_.has_value();
-  const double now = known ? entered_->weight : pending().value_or(weight);
-  TORCH_CHECK(
-      known || sum_.passes == 0 || (now == sum_.unit && now != 0.0),
-      "weight=\"samples\" cannot weigh accumulated passes apart whose weights differ (",
-      sum_.unit,
-      " and ",
-      now,
-      "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
-  if (known && entered_->said != nullptr) {
+  if (!entered_.has_value()) {
+    enter(Entered{pending().value_or(weight), nullptr, 0, /*marked=*/false}, trained);
+  }
+  const double now = entered_->weight;
+  if (entered_->said != nullptr) {
     entered_->said->counted_for = entered_->forward;
   }
-  if (set_ != nullptr && (!known || set_->taken || set_ == entered_->said)) {
+  if (set_ != nullptr && (!entered_->marked || set_->taken || set_ == entered_->said)) {
     set_.reset();
-  }
-  drops_ = now == 0.0;
-  if (!known) {
-    share_ = 1.0;
-    std::fill(kept_.begin(), kept_.end(), at::Tensor());
-    drops_ = drops_ && dropsUnmarked(trained, reduces);
   }
   entered_.reset();
   sum_.weight += now;
@@ -260,20 +313,7 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
   last_gradient_ = WaitClock::now();
   const WaitClock::Instant forward_began = std::exchange(forward_began_, {});
   pass_began_ = forward_began.ns != 0 ? forward_began : last_gradient_;
-}
-
-// Whether came() takes this pass's gradients out of .grad. Their first has been added already, so what that parameter's .grad held before is
-// known only if all were without one. Else they stay: a reduction packs zeros in their place, and no other pass may follow.
-bool PassWeights::dropsUnmarked(const std::vector<bool>& trained, bool reduces) const {
-  size_t with_grad = 0;
-  for (size_t param = 0; param < params_.size(); ++param) {
-    with_grad += trained[param] && params_[param].tensor.grad().defined() ? 1 : 0;
-  }
-  TORCH_CHECK(
-      with_grad <= 1 || reduces,
-      "weight=\"samples\" cannot take the gradients of a pass without samples out of .grad, which held something before: forward() has to "
-      "return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made; or call model.zero_grad() before it");
-  return with_grad <= 1;
+  giveBackEarly();
 }
 
 void PassWeights::endPass() noexcept {
@@ -296,12 +336,7 @@ void PassWeights::came(size_t param) {
     takeShare(grad, kept_[param]);
     return;
   }
-  const at::Tensor& before = kept_[param];
-  if (before.defined() && grad.defined() && !grad.is_sparse()) {
-    grad.copy_(before);
-  } else {
-    grad = before.defined() ? before.clone() : at::Tensor(); // another one may come in this pass
-  }
+  restore(grad, kept_[param]);
 }
 
 // `before` plus the share of what has come: of small floats in float32, as these may differ much in size.

@@ -51,8 +51,11 @@ struct SaidWeight {
 /// W comes from one small all-reduce, in which each rank writes a row of its own. The first gradient of a pass that reduces launches it;
 /// launching buckets waits for it, while backward goes on. The thread of backward runs it: each gradient looks whether it has ended.
 ///
-///     [set()] -> marked() by forward -> enter() by the graph, before a gradient -> begin() by the first gradient -> came() by each
+///     [set()] -> marked() by forward -> enter() by the graph -> begin() by the first gradient -> came() by each
 ///             -> and in a pass that reduces: launch() -> ended() -> await() -> commit()
+///
+/// A loss may use a parameter beside the outputs of forward, and give its gradient before its graph is entered, whose weight nobody knows yet.
+/// So coming() keeps what .grad was, enter() takes such early gradients out of it again, and begin() puts them back, as the first of the pass.
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class PassWeights {
@@ -89,8 +92,13 @@ class PassWeights {
   [[nodiscard]] bool forwardBegan() noexcept;
   /// A forward pass is over.
   void marked(ForwardMark& mark);
-  /// A backward pass goes through the graph of this forward pass, and no gradient has come: what .grad holds is brought to its unit.
-  /// `trained`: by parameter.
+  /// A gradient will be added to .grad, in a call of backward() that is no pass so far. Cost: a copy of .grad, which lives until the next call
+  /// or forward pass.
+  void coming(size_t param, const at::Tensor& grad);
+  /// Whether coming() was called in this call of backward(), and begin() was not.
+  [[nodiscard]] bool hasEarly() const;
+  /// A backward pass goes through the graph of this forward pass: what .grad held before it is brought to its unit. `trained`: by parameter.
+  /// If the call has early gradients, begin() follows at once.
   void enter(ForwardMark& mark, const std::vector<bool>& trained);
   /// As enter(), of a rank without a batch: the pass has no weight, no forward pass and no gradients, and takes no time.
   void enterWithoutBatch(const std::vector<bool>& trained);
@@ -108,7 +116,7 @@ class PassWeights {
   [[nodiscard]] bool counts() const noexcept {
     return sum_.weight != 0.0;
   }
-  /// The first gradient of a pass has come. `weight`: if the graph was not entered. `reduces`: the averages follow. Throws if gradients that are
+  /// The first gradient of a pass has come. `weight`: if no graph was entered. `reduces`: the averages follow. Throws if gradients that are
   /// accumulated have another weight then.
   void begin(double weight, const std::vector<bool>& trained, bool reduces);
   /// A gradient of this pass has come. Without weight .grad is again what it was before.
@@ -200,13 +208,21 @@ class PassWeights {
     double weight = 0;
     std::shared_ptr<SaidWeight> said;
     int64_t forward = 0;
+    bool marked = true;
+  };
+  /// A gradient of a call of backward() that had entered no graph.
+  struct Early {
+    size_t param;
+    at::Tensor before; ///< .grad without it
+    at::Tensor grad;
   };
 
   void endPass() noexcept;
   [[nodiscard]] bool forgotten(const std::vector<bool>& trained) const;
   void forget();
   void enter(Entered entered, const std::vector<bool>& trained);
-  [[nodiscard]] bool dropsUnmarked(const std::vector<bool>& trained, bool reduces) const;
+  void withdrawEarly();
+  void giveBackEarly();
   void keepGradients(const std::vector<bool>& trained);
   void changeUnit(double unit);
   void takeShare(at::Tensor& grad, at::Tensor& before) const;
@@ -215,12 +231,15 @@ class PassWeights {
 
   static constexpr size_t kStepsKept = 4096;
   static constexpr size_t kGapsKept = 5;
+  static constexpr int kNoCall = -1;
 
   const std::vector<ReducedParam>& params_;
   bool narrow_; ///< some are fp16
   std::shared_ptr<SaidWeight> set_; ///< null: nothing is
   int64_t forwards_ = 0;
   std::optional<Entered> entered_; ///< the pass that will begin
+  std::vector<Early> early_;
+  int early_in_ = kNoCall; ///< autograd's number of the call of early_
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight

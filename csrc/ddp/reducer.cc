@@ -80,7 +80,11 @@ Reducer::~Reducer() {
 
 void Reducer::hookGradients(const std::vector<bool>& trained) {
   // The new hooks are made while the old ones are still there: if one cannot be made, the old ones stay.
-  grad_hooks_ = std::make_unique<GradHooks>(params_, trained, [this](size_t index) { onGradient(index); });
+  GradHooks::OnComing on_coming;
+  if (weights_.has_value()) {
+    on_coming = [this](size_t index, const at::Tensor& grad) { onComing(index, grad); };
+  }
+  grad_hooks_ = std::make_unique<GradHooks>(params_, trained, [this](size_t index) { onGradient(index); }, on_coming);
 }
 
 void Reducer::cutBuckets() {

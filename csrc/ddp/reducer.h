@@ -36,8 +36,9 @@ namespace pycomm {
 /// torch.nn.parallel.DistributedDataParallel calls on its reducer.
 ///
 /// A backward pass reduces if it goes through an output of a forward pass that asked for it, outside no_sync(). Marks on the graph tell
-/// (ForwardMark), so forwards and backwards may come in any order. A pass that goes through no marked output, since the module handed its loss
-/// out in another way, reduces if a forward pass asked for it since the last one that did.
+/// (ForwardMark), so forwards and backwards may come in any order. A loss may use a parameter beside the outputs: a gradient that comes before the
+/// mark waits for it. A pass that goes through no marked output, since the module handed its loss out in another way, reduces if a forward pass
+/// asked for it since the last one that did; if that one's outputs were marked, it begins with the end of the call.
 ///
 /// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
 /// the last gradient a callback queued on autograd's engine waits for the buckets and writes the averages to .grad. Averages that have come
@@ -231,9 +232,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   void onEntry(ForwardMark& mark);
   void enter(ForwardMark& mark);
+  void onComing(size_t index, const at::Tensor& grad);
   void onGradient(size_t index);
   void takeGradient(size_t index);
+  [[nodiscard]] bool mayBeginUnmarked(size_t index) const;
   [[nodiscard]] bool beginsPass(size_t index) const;
+  void queueUnmarked();
+  void beginUnmarked();
+  void beginPassWith(const std::vector<size_t>& before);
   void completeGradient(size_t index);
   void beginPass();
   void endCounting();
@@ -248,8 +254,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
-  void finish();
-  void endStep();
+  [[nodiscard]] std::optional<bool> finish();
+  void forgetResiduals();
+  std::optional<bool> endStep();
   void finishBuckets();
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;
@@ -347,6 +354,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed
   double forward_weight_ = 1.0; ///< of the last forward pass
+  int queued_unmarked_ = -1; ///< autograd's number of the call at whose end beginUnmarked() is due
+  bool averages_finite_ = true; ///< those of the step that ended last
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
 

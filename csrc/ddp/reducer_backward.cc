@@ -77,15 +77,18 @@ void Reducer::onEntry(ForwardMark& mark) {
 
 void Reducer::enter(ForwardMark& mark) {
   if (!mark.reduces) {
-    if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing()) {
+    if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
+      if (weights_->hasEarly()) {
+        weights_->begin(forward_weight_, trained(), /*reduces=*/false);
+      }
     }
     return;
   }
   if (marks_.reduces()) {
     return;
   }
-  const bool begun = pass_.reducing() && marks_.beganHere();
+  const bool begun = marks_.beganHere(); // also if it only accumulates: it has been counted
   if (!begun) {
     throwIfUnfinished(); // the last pass was cut off, and the program goes on with a graph from before it
   }
@@ -96,7 +99,7 @@ void Reducer::enter(ForwardMark& mark) {
   }
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
-  if (weights_.has_value() && before.empty()) {
+  if (weights_.has_value() && (before.empty() || weights_->hasEarly())) {
     weights_->enter(mark, trained());
   }
   if (!pass_.hasStaticGraph()) {
@@ -111,16 +114,29 @@ void Reducer::enter(ForwardMark& mark) {
   }
   try {
     forward_weight_ = weights_.has_value() ? weights_->weightOf(mark) : mark.weight;
-    beginPass();
-    for (const size_t index : before) {
-      if (!pass_.counting()) { // it has been counted
-        completeGradient(index);
-      }
-    }
+    beginPassWith(before);
   } catch (const std::exception& error) {
-    fail("gradients of a second forward pass were being reduced with those of the first", error);
+    fail("gradients that came before those behind forward's outputs were being reduced", error);
     throw;
   }
+}
+
+void Reducer::beginPassWith(const std::vector<size_t>& before) {
+  beginPass();
+  for (const size_t index : before) {
+    if (!pass_.counting()) { // it has been counted
+      completeGradient(index);
+    }
+  }
+}
+
+void Reducer::onComing(size_t index, const at::Tensor& grad) {
+  raising([&] {
+    const std::unique_lock turn(mutex_); // nothing that readers see changes
+    if (!pass_.reducing() && !marks_.inPass()) {
+      weights_->coming(index, grad);
+    }
+  });
 }
 
 void Reducer::onGradient(size_t index) {
@@ -159,7 +175,9 @@ void Reducer::takeGradient(size_t index) {
     beginPass();
   } else if (!pass_.reducing()) {
     marks_.note(index);
-    if (weights_.has_value() && weights_->entered()) {
+    if (mayBeginUnmarked(index)) {
+      queueUnmarked();
+    } else if (weights_.has_value() && weights_->entered()) {
       weights_->begin(forward_weight_, trained(), /*reduces=*/false);
     } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Local && !marks_.isLocal()) {
       weights_->stray();
@@ -176,12 +194,42 @@ void Reducer::takeGradient(size_t index) {
   completeGradient(index);
 }
 
+bool Reducer::mayBeginUnmarked(size_t index) const {
+  return !buckets_.all().empty() && pass_.phase() == BackwardPass::Phase::Armed &&
+      marks_.mayBeginUnmarked(params_[index].tensor);
+}
+
 bool Reducer::beginsPass(size_t index) const {
   if (buckets_.all().empty()) {
     return false;
   }
-  const bool armed = pass_.phase() == BackwardPass::Phase::Armed;
-  return marks_.pending() || (armed && marks_.mayBeginUnmarked(params_[index].tensor));
+  // A mark may still come, of this forward pass, of an earlier one, or of one in no_sync(): it says whether the pass reduces, and its weight.
+  const bool marked = armed_by_mark_ && !marks_.expectsAnyGraph();
+  return marks_.pending() || (!marked && mayBeginUnmarked(index));
+}
+
+void Reducer::queueUnmarked() {
+  const int call = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(queued_unmarked_, call) != call) {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [self = shared_from_this()] { self->beginUnmarked(); });
+  }
+}
+
+// The call is over, and went through no marked graph.
+void Reducer::beginUnmarked() {
+  raising([&] {
+    const Turn turn(*this);
+    if (pass_.phase() != BackwardPass::Phase::Armed || marks_.inPass()) {
+      return;
+    }
+    try {
+      beginPassWith(marks_.takeNoted());
+    } catch (const std::exception& error) {
+      fail("gradients of a backward pass beside forward's outputs were being reduced", error);
+      throw;
+    }
+  });
 }
 
 void Reducer::completeGradient(size_t index) {
@@ -269,7 +317,7 @@ void Reducer::delayAllReduce() {
     }
   });
   if (torch::autograd::get_current_graph_task_id() == -1) {
-    finish();
+    (void)finish();
   } else {
     queueFinish();
   }
@@ -388,6 +436,8 @@ void Reducer::finishCall() {
   });
   std::exception_ptr first;
   bool failed = false;
+  std::vector<std::shared_ptr<Reducer>> finite; // those whose averages are
+  bool others = false; // there is one whose averages are not
   for (const std::shared_ptr<Reducer>& each : reducers) {
     if (failed) {
       if (each->agreement_ != nullptr && each->mutex_.inPass()) {
@@ -396,33 +446,50 @@ void Reducer::finishCall() {
       continue;
     }
     try {
-      each->finish();
+      const std::optional<bool> ended = each->finish();
+      others = others || ended == false;
+      if (ended == true) {
+        finite.push_back(each);
+      }
     } catch (const std::exception&) {
       first = first == nullptr ? std::current_exception() : first;
       failed = each->mutex_.inPass(); // else the reducer goes on, as after a step without samples
     }
+  }
+  if (others) {
+    std::for_each(finite.begin(), finite.end(), [](const auto& each) { each->forgetResiduals(); });
   }
   if (first != nullptr) {
     std::rethrow_exception(first);
   }
 }
 
-void Reducer::finish() {
-  raising([&] {
+// Another reducer of the same call has averages that are not finite, and the program drops the steps of both, as one GradScaler does.
+void Reducer::forgetResiduals() {
+  const Turn turn(*this);
+  if (options_.drops_nonfinite_steps) {
+    buckets_.scaleResiduals(0);
+    ++stats_.forgotten_residuals;
+  }
+}
+
+std::optional<bool> Reducer::finish() {
+  return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
     if (!pass_.reducing() || !allCame()) {
-      return; // of a static graph whose first pass was local
+      return std::nullopt; // of a static graph whose first pass was local
     }
-    endStep();
+    return endStep();
   });
 }
 
-void Reducer::endStep() {
+// Whether the averages are finite; nothing if no rank has any weight, so that there are none.
+std::optional<bool> Reducer::endStep() {
   recorder_.backwardEnded();
   const bool any = agreement_ != nullptr ? agree() : !pipeline_->allAhead() || launchWeighed();
   if (!any) {
     giveUpWeightless();
-    return;
+    return std::nullopt;
   }
   agreement_ != nullptr ? takeOver() : finishBuckets();
   recorder_.end();
@@ -433,6 +500,7 @@ void Reducer::endStep() {
     order_.clear();
     cutBuckets();
   }
+  return averages_finite_;
 }
 
 // All gradients have come, and none is packed. False if no rank has any weight.
@@ -473,7 +541,7 @@ void Reducer::passWithoutBatch(bool reduces) {
       fail("a rank without a batch took part in a reduction", error);
       throw;
     }
-    endStep();
+    static_cast<void>(endStep());
   });
 }
 
@@ -521,7 +589,8 @@ void Reducer::commit() {
       used_->clear();
     }
   }
-  if (!pipeline_->averagesAreFinite()) {
+  averages_finite_ = pipeline_->averagesAreFinite();
+  if (!averages_finite_) {
     // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
     // count. The residuals from before it are gone, since the all-reduce writes them.
     buckets_.scaleResiduals(0);

@@ -77,7 +77,8 @@ class DDPStats:
     nonfinite_buckets: int
     """fp16 buckets with Inf or NaN among some rank's gradients before they were packed."""
     forgotten_residuals: int
-    """Steps with an average that was not finite, after which error feedback kept nothing."""
+    """Steps after which error feedback kept nothing, since an average was not finite: of this
+    wrapper, or of another one in the same call of ``backward()``."""
     redone_steps: int
     """With ``elastic``: times that all buckets of a step were summed again."""
     lost_ranks: int

@@ -51,7 +51,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "pycomm_ddp_forgotten_residuals_total": (
         _COUNTER,
-        "Steps with an average that was not finite, after which error feedback kept nothing.",
+        "Steps after which error feedback kept nothing, since an average was not finite.",
     ),
     "pycomm_ddp_codec_overflows_total": (
         _COUNTER,

@@ -92,7 +92,8 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
     """Sends the ``fraction`` of a bucket's gradient entries that are largest, 8 bytes each.
 
     The rest stays on its rank and is added to the next gradient (error feedback), so every entry
-    arrives in the end. All ranks hold the same bits.
+    arrives in the end. All ranks hold the same bits. A rank holds back all of a parameter in a step
+    in which it has no gradient for it, or one of zeros.
 
         model.register_comm_hook(None, pycomm.comm_hooks.top_k(fraction=0.01))
 

@@ -99,10 +99,14 @@ class TopK:
         residual = self.residuals.of(bucket.parameters(), gradient.numel())
         residual += gradient
         count = max(1, math.ceil(self.fraction * gradient.numel()))
+        able = residual.clone()
+        for slope, part in zip(bucket.gradients(), torch.split(able, _numels(bucket)), strict=True):
+            if not slope.any():
+                part.zero_()  # perhaps no rank uses it: then nobody takes the average
         # NaN counts as the largest, then infinities: they are always sent.
-        indices = residual.abs().topk(count, sorted=False).indices.sort().values
-        values = residual[indices]
-        residual[indices] = 0.0
+        indices = able.abs().topk(count, sorted=False).indices.sort().values
+        values = able[indices]
+        residual[indices] -= values
         residual.nan_to_num_(0.0, 0.0, 0.0)  # one NaN has been sent; kept ones would never end
         packed = torch.cat([indices.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
         rows = torch.empty(size * packed.numel(), dtype=torch.uint8)
@@ -123,6 +127,10 @@ class TopK:
         if not self._finite:
             self.residuals.forget()
         self._finite = True
+
+
+def _numels(bucket: GradBucket) -> list[int]:
+    return [parameter.numel() for parameter in bucket.parameters()]
 
 
 def _float_buffer(bucket: GradBucket, name: str) -> torch.Tensor:

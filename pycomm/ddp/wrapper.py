@@ -354,7 +354,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
         Residuals have the unit of the averages: pass the factor of clipping, or the new loss scale
         over the old one after ``scaler.update()``; 0 forgets them, for a step that you drop. With
-        ``drops_nonfinite_steps`` they are zeros after a step with an average that is not finite.
+        ``drops_nonfinite_steps`` they are zeros after a step with an average that is not finite,
+        of this wrapper or of another one in the same call of ``backward()``. If a ``GradScaler``
+        skips a step for the sake of other gradients, so that ``get_scale()`` falls, pass 0.
         ValueError: not a finite factor.
         """
         self.reducer.scale_residuals(float(factor))

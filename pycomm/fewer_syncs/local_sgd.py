@@ -278,6 +278,9 @@ class LocalSGD:
         for name in state.get("parameters", ()):
             if name in self._frozen:  # unfrozen then, and trained since the last sync
                 self._add(name)
+        # Averages lie in one buffer in this order, and a ring adds each place's ranks in its own.
+        order = [name for name in state.get("parameters", ()) if name in self._parameters]
+        self._parameters = {name: self._parameters[name] for name in order} | self._parameters
 
     def _saved(self, state: Mapping[str, Any], key: str, otherwise: Any) -> Any:
         """The samples in a state; ``otherwise`` if ranks are not weighed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,6 +131,17 @@ class Ignored(nn.Module):
         return (self.shard.mean() * batch.mean()).tanh().double()
 
 
+class Beside(nn.Module):
+    """A scale of the loss that the program applies itself: its gradient comes before others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, loss: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
+        return loss * torch.exp(-log_scale.double()) + log_scale.double()
+
+
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "linear": Linear,
     "table": Table,
@@ -149,7 +161,11 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "sparse": lambda: Looked(sparse=True),
     "base": Linear,  # frozen when it is wrapped
     "ignored": Ignored,
+    "beside": Beside,
+    "returned": Beside,  # as a bare leaf, by forward
 }
+ASIDE = ("ignored", "beside", "returned")
+"""No pass can do with these alone."""
 
 
 class _Broken(torch.autograd.Function):
@@ -184,16 +200,32 @@ class Sum(nn.Module):
         without: Collection[int] = (),
         scales: Sequence[float] = (),
         breaks: bool = False,
-    ) -> torch.Tensor:
-        """The sum in float64; ``scales`` are factors of the losses by part."""
+    ) -> tuple[torch.Tensor, ...]:
+        """The sum in float64, and the parameters of parts "returned"; ``scales`` are factors of the
+        losses by part."""
         if breaks:
             batch = _Broken.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
         losses = [
             part(batch) * (scales[index] if scales else 1.0)
             for index, part in enumerate(self.parts)
-            if index not in without
+            if index not in without and not isinstance(part, Beside)
         ]
-        return torch.stack(losses).sum()
+        returned = [self.parts[each].log_scale for each in self.which("returned")]
+        return torch.stack(losses).sum(), *returned
+
+
+def loss_of(
+    model: nn.Module, net: Sum, batch: torch.Tensor, without: Collection[int], **more: Any
+) -> torch.Tensor:
+    """The loss of a pass of ``model``, which is ``net`` or wraps it."""
+    loss: torch.Tensor
+    loss, *leaves = model(batch, without, **more)
+    returned = dict(zip(net.which("returned"), leaves, strict=True))
+    for index in net.which("beside", "returned"):
+        if index not in without:
+            part = net.parts[index]
+            loss = part(loss, returned.get(index, part.log_scale))
+    return loss
 
 
 def batch_of(rank: int, number: int) -> torch.Tensor:

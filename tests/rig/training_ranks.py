@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_callbacks import Callbacks, make_half
-from training_models import Ignored, Sum, batch_of
+from training_models import ASIDE, Ignored, Sum, batch_of, loss_of
 from training_programs import LOCAL, WRAPPER, Program, Step
 from training_weights import Window, factors
 
@@ -261,7 +261,7 @@ class Trainer:
         parts = set(range(len(self.program.parts)))
         trained = parts - self._frozen_parts()
         # `owned`: a wrapper with nothing to reduce on one rank is a mismatch of the program's.
-        owned = trained - set(self.plain.which("ignored"))
+        owned = trained - set(self.plain.which(*ASIDE))
         mine = set(step.without[self.rank])
         return tuple(sorted(mine)) if owned - mine else ()
 
@@ -330,7 +330,7 @@ class Trainer:
         self.dirty = False
 
     def freeze(self, step: Step) -> None:
-        frozen = self._frozen_parts() | set(self.plain.which("ignored"))
+        frozen = self._frozen_parts() | set(self.plain.which(*ASIDE))
         left = {*range(len(self.program.parts))} - frozen - {step.part}
         if not left or (self.dirty and not self._may_mix()):
             return
@@ -536,7 +536,7 @@ class Trainer:
             scales = [_SPIKE] * len(self.program.parts)
             trained = set(range(len(self.program.parts))) - self._frozen_parts()
             if infinite:
-                scales[min(trained - set(self.plain.which("ignored")))] = float("inf")
+                scales[min(trained - set(self.plain.which(*ASIDE)))] = float("inf")
         self._pass((), scale=scale, scales=scales, spoiled=0 in self.mates)
         if infinite and 0 in self.mates:
             self.kept = {}
@@ -587,7 +587,7 @@ class Trainer:
     def careless(self, step: Step) -> None:
         """A pass without a part, and without find_unused_parameters."""
         owned = set(range(len(self.program.parts))) - self._frozen_parts()
-        owned -= set(self.plain.which("ignored"))
+        owned -= set(self.plain.which(*ASIDE))
         if self.tracks_use or self.accumulate > 1 or step.part not in owned or len(owned) < 2:
             return
         self._forward((step.part,)).backward()
@@ -634,7 +634,7 @@ class Trainer:
             due = self.steps - self.steps_at_sync >= self.sync_every
             due = due and (training or not self.trains_in_mode)
         before = self._everyones_parameters() if due else []
-        loss: torch.Tensor = self.model(self.batch_used, without, **more)
+        loss = loss_of(self.model, self.net, self.batch_used, without, **more)
         if due:
             self._check_sync(before)
         return loss
@@ -654,7 +654,7 @@ class Trainer:
                 mine.copy_(real)
         self.plain.train(self.net.training)
         self.plain.zero_grad()
-        (self.plain(batch, without, **more) * scale).backward()
+        (loss_of(self.plain, self.plain, batch, without, **more) * scale).backward()
         return {n: numbers(p.grad) for n, p in self.plain.named_parameters() if p.grad is not None}
 
     def _pass(

@@ -161,6 +161,48 @@ def survive_nan(rank: int, world_size: int) -> list[bool]:
     return seen
 
 
+class Sides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.zeros(50)) for _ in range(2))
+
+    def forward(self, slopes: torch.Tensor, left: bool) -> torch.Tensor:
+        loss = (self.right * slopes).sum()
+        return loss + (self.left * slopes).sum() if left else loss
+
+
+def leave_out(rank: int, world_size: int, kind: str) -> tuple[float, float]:
+    """How far arrived and kept are from given: in half the steps no rank uses left."""
+    module = Sides()
+    ddp = (
+        pycomm.DistributedDataParallel if kind == "pycomm" else nn.parallel.DistributedDataParallel
+    )
+    model = ddp(module, find_unused_parameters=True)
+    hook = top_k(fraction=0.1, module=module)
+    model.register_comm_hook(None, hook)
+    given, arrived = torch.zeros(50), torch.zeros(50)
+    for step in range(6):
+        slopes = torch.randn(50, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        used = step % 2 == 0
+        model(slopes * (100.0 if used else 1.0), used).backward()
+        if used:
+            given += slopes * 100.0
+            assert module.left.grad is not None
+            arrived += module.left.grad * world_size
+    missing = given + 0.0
+    dist.all_reduce(missing)
+    kept = hook.state_dict()["left"].clone()
+    dist.all_reduce(kept)
+    return float((missing - arrived - kept).abs().max()), float(kept.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["pycomm", "torch"])
+def test_what_is_kept_for_a_parameter_waits_until_it_is_used(kind: str) -> None:
+    for off, kept in run_ranks(2, leave_out, args=(kind,), preload=TORCH_DDP).values():
+        assert off < 1e-3 < kept
+
+
 def skip_diverged(rank: int, world_size: int, kind: str) -> float:
     """The largest average after a batch of 1e25 whose step is dropped; one bucket has the Inf."""
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))

@@ -76,6 +76,41 @@ def test_a_batch_that_diverged_and_was_skipped_leaves_nothing() -> None:
             assert forgotten == (case[1] == "int8"), case
 
 
+def of_two_wrappers(rank: int, world_size: int) -> list[tuple[float, int]]:
+    """The same under one GradScaler and optimizer; only the second one's averages have the Inf."""
+    models = [
+        wrap(Slopes(torch.float32), wire_dtype="int8", process_group=dist.new_group())
+        for _ in range(2)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    parameters = [each for model in models for each in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for step in range(4):
+        slopes = slopes_of(rank, step, torch.float32) * (1e28 if step == 1 else 1.0)
+        infinite = slopes.clone()
+        infinite[5] = float("inf") if step == 1 and rank == 0 else 0.0
+        optimizer.zero_grad()
+        losses = [models[0](slopes, slopes), models[1](infinite, slopes)]
+        scaler.scale(sum(losses)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return [
+        (
+            max(float(each.detach().abs().max()) for each in model.parameters()),
+            model.stats().forgotten_residuals,
+        )
+        for model in models
+    ]
+
+
+def test_a_step_that_another_wrapper_of_the_same_backward_spoils_leaves_nothing() -> None:
+    found = ranks.run_ranks(2, of_two_wrappers, timeout_s=100, preload=ranks.TORCH_DDP)
+    for results in found.values():
+        for largest, forgotten in results:
+            assert largest < 0.02 and forgotten == 1, results
+
+
 def all_clipped(rank: int, world_size: int) -> None:
     for wire in ("int8", "fp16", "bf16"):
         clipped(rank, world_size, wire)

@@ -104,6 +104,26 @@ NAMED: dict[str, Program] = {
         weight="samples",
     ),
     "asks in backward": _named("linear", [_FULL, _FULL], hook="asks"),
+    "a scale beside forward, accumulated": _named(
+        "linear beside", [Step("pass")] * 6, accumulate=3
+    ),
+    "a returned scale, accumulated": _named("linear returned", [Step("pass")] * 4, accumulate=2),
+    "a scale beside forward, weighed in no_sync": _named(
+        "linear beside",
+        [Step("local pass", weights=(50.0, 1.0)), Step("pass", weights=(7.0, 3.5))],
+        weight="samples",
+    ),
+    "a scale beside forward, without samples": _named(
+        "linear beside",
+        [Step("local pass", weights=(7.0, 3.5)), Step("local pass", weights=(0.0, 1.0)), _FULL],
+        weight="samples",
+    ),
+    "a scale beside forward, of unequal accumulated passes": _named(
+        "linear returned",
+        [Step("pass", weights=(50.0, 1.0)), Step("pass", weights=(7.0, 3.5))],
+        weight="samples",
+        accumulate=2,
+    ),
 }
 
 MOST_RANKS = 4

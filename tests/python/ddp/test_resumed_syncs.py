@@ -250,3 +250,46 @@ def test_a_run_of_fewer_syncs_that_is_cut_continues_bit_by_bit(transport: str) -
 def test_more_runs_of_fewer_syncs(first: int) -> None:
     seeds = [len(METHODS) * first + index for index in range(len(METHODS))]
     check(seeds, "tcp" if first % 2 else "shm")
+
+
+def with_frozen_part(rank: int, world_size: int) -> bool:
+    """Saved with a frozen part, and loaded into a model that begins with it frozen."""
+    import pycomm
+
+    def make(frozen: bool) -> tuple[nn.ModuleList, Any]:
+        torch.manual_seed(5)
+        net = nn.ModuleList(nn.Linear(300, width) for width in (101, 900, 211))
+        net[0].requires_grad_(not frozen)
+        return net, pycomm.LocalSGD(net, sync_every=2)
+
+    def train(net: nn.ModuleList, local: Any, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            with torch.no_grad():
+                for each in net.parameters():
+                    moved = torch.randn(each.shape, generator=generator)
+                    each += moved if each.requires_grad else 0.0
+            local.step()
+
+    net, local = make(frozen=False)
+    train(net, local, range(3))
+    net[0].requires_grad_(False)
+    saved = copy.deepcopy((net.state_dict(), local.state_dict()))
+    train(net, local, range(3, 8))
+    again, other = make(frozen=True)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(again, other, range(3, 8))
+    pairs = zip(net.parameters(), again.parameters(), strict=True)
+    return all(torch.equal(one, another) for one, another in pairs)
+
+
+def test_a_local_sgd_that_is_loaded_with_a_frozen_part_has_the_same_bits() -> None:
+    found = ranks.run_ranks(
+        WORLD,
+        with_frozen_part,
+        timeout_s=100,
+        preload=ranks.TORCH_DDP,
+        pg_options={"transport": "tcp"},
+    )
+    assert all(found.values())

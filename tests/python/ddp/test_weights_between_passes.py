@@ -513,12 +513,11 @@ def unmarked(rank: int, world_size: int) -> dict[str, Any]:
     before = gradients(model)
     model.samples = 0
     loss = model(batch_of(rank, 1)).value
-    single = share_of(model.module.net, loss_of, batch_of(rank, 1))
     try:
         loss.backward()
     except ValueError as error:
         found["error"] = str(error).partition(":")[0]
-    found["kept"] = off_by(gradients(model), before + single)
+    found["kept"] = off_by(gradients(model), before)
 
     model.zero_grad()
     model.samples = 0
@@ -536,10 +535,8 @@ def unmarked(rank: int, world_size: int) -> dict[str, Any]:
     for each in model.parameters():
         each.grad = torch.ones_like(each)
     model.samples = 0
-    try:
-        model(batch_of(rank, 2)).value.backward()
-    except RuntimeError as error:
-        found["accumulated"] = str(error)
+    model(batch_of(rank, 2)).value.backward()
+    found["accumulated"] = all(bool((each.grad == 1).all()) for each in model.parameters())
     return found
 
 
@@ -549,7 +546,7 @@ def test_a_pass_without_weight_or_mark_loses_no_gradient() -> None:
         assert results["error"] == "no rank has any samples in this step"
         assert results["kept"] < 1e-12
         assert results["none before"] and results["dropped"]
-        assert "cannot take the gradients of a pass without samples" in results["accumulated"]
+        assert results["accumulated"]
 
 
 # zero_grad() of a part of the parameters
