@@ -221,6 +221,8 @@ def too_few_behind_a_commit(rank: int, world_size: int) -> float:
     model = make(rank, 1, elastic, find_unused_parameters=True)
     for step in range(2):
         model.zero_grad()
+        if rank != 0 and step == 1:
+            announce_when_asleep("waits", rank, behind="finished", of=[0])
         model(batch_of(rank, step), "left").square().mean().backward()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
