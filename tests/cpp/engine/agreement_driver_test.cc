@@ -921,8 +921,7 @@ TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {
   const Joining joining(2, config);
   AgreementDriver& member = *joining.group.drivers[0];
   joining.group.drivers[1]->close();
-  for (const Deadline end = soon();
-       member.newcomers() == 0;) { // it waits for them as one rank is too few
+  for (const Deadline end = soon(); member.newcomers() == 0;) { // it waits for them as one rank is too few
     ASSERT_FALSE(end.expired());
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
