@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,7 @@ def run_blocks(rank: int, world_size: int, folder: str) -> list[tuple[list[float
         return flat(model)
 
     os.chdir(folder)  # for a checkpoint
+    sys.argv[1:] = ["peers"]
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randn(160, width, generator=generator) for width in (4, 1)]
     trained = []
@@ -139,13 +141,16 @@ def run_blocks(rank: int, world_size: int, folder: str) -> list[tuple[list[float
             "dist": dist,
             "pycomm": pycomm,
             "signal": signal,
+            "os": os,
             "sys": sys,
-            "peers": "peers",
             "dataset": torch.utils.data.TensorDataset(*samples),
             "epochs": 3,
             "print": lambda *_: None,
         }
         exec(compile(block, f"migration, after {number + 1}", "exec"), names)
+        for lines in re.findall(r"^if not join and .*:\n((?:    .*\n)+)", block, re.M):
+            dist.barrier()  # one member has saved it
+            exec(textwrap.dedent(lines), names)
         trained.append((flat(names["model"]), alone(number) if PLAIN_LOOP in block else []))
     return trained
 
@@ -161,7 +166,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     options: dict[str, Any] = {"args": (str(folder),), "preload": ranks.TORCH_DDP}
     first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, **options).values()
     assert first == second and len(first) == 11
-    assert sorted(path.name for path in folder.glob("*.pt")) == [f"epoch-{n}.pt" for n in range(3)]
+    assert [path.name for path in folder.glob("*.pt")] == ["checkpoint.pt"]
     return list(first)
 
 
