@@ -245,3 +245,19 @@ def test_two_checkpointed_forwards_in_one_backward_are_two_passes() -> None:
         off, steps = found[rank].value
         assert off < 1e-12, (rank, off)
         assert steps == 1
+
+
+def late_with_find_unused(rank: int, world_size: int) -> str:
+    net = Scaled(OUTSIDE)
+    model = wrap(net, find_unused_parameters=True)
+    scale = net.log_sigma.exp()
+    output, _ = model(torch.ones(2, 6, dtype=torch.float64))
+    with pytest.raises(RuntimeError) as raised:
+        (output * scale).sum().backward()
+    return str(raised.value)
+
+
+def test_a_gradient_after_the_outputs_with_find_unused_parameters_raises() -> None:
+    found = ranks.run_ranks(2, late_with_find_unused, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank in range(2):
+        assert "parameter 'log_sigma' got a second gradient" in found[rank].value
