@@ -2,6 +2,7 @@
 
 #include <ATen/core/TensorBody.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -167,9 +168,14 @@ std::vector<size_t> GradHooks::unreachableFrom(const std::vector<at::Tensor>& ou
 
 void BackwardCall::follow() {
   auto over = std::make_shared<std::atomic<bool>>(false);
+  auto within = std::make_shared<std::atomic<bool>>(false);
   over_ = over;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [over] { over->store(true, std::memory_order_release); });
+  within_ = within;
+  torch::autograd::Engine::get_default_engine().queue_callback([over, within] {
+    // No node of this call runs any more, so it is one of a call around it, which has made this one.
+    within->store(torch::autograd::get_current_node() != nullptr, std::memory_order_release);
+    over->store(true, std::memory_order_release);
+  });
 }
 
 bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry) {
@@ -207,12 +213,36 @@ PassMarks::PassMarks(const std::vector<at::Tensor>& params) {
   params_ = std::make_shared<const Params>(std::move(mine));
 }
 
-void PassMarks::forward() {
-  if (get_current_graph_task_id() == kNoCall) { // else a checkpoint runs it in the call
-    call_.forget();
-    local_call_.forget();
-    marked_calls.clear();
+bool PassMarks::forward() {
+  if (get_current_graph_task_id() != kNoCall) {
+    return false;
   }
+  outermost_.forget();
+  call_.forget();
+  local_call_.forget();
+  marked_calls.clear();
+  return true;
+}
+
+bool PassMarks::follow() {
+  if (outermost_.running()) {
+    return false;
+  }
+  const bool goes_on = outermost_.endedWithin();
+  outermost_.follow();
+  number_ = get_current_graph_task_id();
+  if (!goes_on) {
+    noted_.clear();
+  }
+  return !goes_on;
+}
+
+int PassMarks::call() const {
+  return outermost_.running() ? number_ : get_current_graph_task_id();
+}
+
+bool PassMarks::leftNested() const {
+  return get_current_graph_task_id() == kNoCall && endedWithin() && !noted_.empty();
 }
 
 bool PassMarks::enterLocal() {
@@ -231,7 +261,7 @@ void PassMarks::enterReducing(bool begun) {
 }
 
 bool PassMarks::beganHere() const {
-  return began_in_ == get_current_graph_task_id();
+  return began_in_ == call();
 }
 
 bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
@@ -262,20 +292,13 @@ void PassMarks::begin() {
   }
   begun_ = call_.running();
   any_graph_ = false;
-  began_in_ = get_current_graph_task_id();
+  began_in_ = call();
 }
 
 void PassMarks::note(size_t param) {
-  const int call = get_current_graph_task_id();
-  if (noted_in_ != call) {
-    noted_in_ = call;
-    noted_.clear();
+  if (!beganHere()) { // else it has been counted
+    noted_.push_back(param);
   }
-  noted_.push_back(param);
-}
-
-std::vector<size_t> PassMarks::takeNoted() {
-  return noted_in_ == get_current_graph_task_id() ? std::exchange(noted_, {}) : std::vector<size_t>{};
 }
 
 void PassMarks::tellOthers() const {

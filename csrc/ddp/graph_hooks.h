@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "c10d/torch_compat.h"
@@ -75,14 +76,20 @@ class BackwardCall {
   void follow();
   void forget() noexcept {
     over_.reset();
+    within_.reset();
   }
   [[nodiscard]] bool running() const noexcept {
     const auto over = over_.lock();
     return over != nullptr && !over->load(std::memory_order_acquire);
   }
+  /// Whether the call is over, and was nested in another one.
+  [[nodiscard]] bool endedWithin() const noexcept {
+    return within_ != nullptr && within_->load(std::memory_order_acquire);
+  }
 
  private:
   std::weak_ptr<const std::atomic<bool>> over_; ///< the queued callback has it
+  std::shared_ptr<const std::atomic<bool>> within_;
 };
 
 struct SaidWeight;
@@ -113,13 +120,26 @@ bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void(
 /// The order may be the other way round: a loss of two forward passes gives a parameter that only the later one used its gradient before the
 /// earlier one's outputs are reached. So gradients of a call that does not reduce yet are noted.
 ///
+/// A call nested in another one is a part of it. If the outer one is unknown until the nested one has ended, it goes on with what that noted.
+///
 /// Not thread-safe, but it may be asked from several threads in turn.
 class PassMarks {
  public:
   explicit PassMarks(const std::vector<at::Tensor>& params);
 
-  /// A forward pass of the module has ended: no call that it is not a part of is under way, whatever an exception left.
-  void forward();
+  /// A forward pass of the module has ended: no call that it is not a part of is under way, whatever an exception left. False if it is a part
+  /// of one, as a checkpoint runs it.
+  bool forward();
+  /// In each hook, first. True if it is the first one of its outermost call.
+  bool follow();
+  /// autograd's number of the outermost call that is known.
+  [[nodiscard]] int call() const;
+  /// Between calls: the last one that is known was nested, and the one around it has not taken what it noted.
+  [[nodiscard]] bool leftNested() const;
+  /// As the last call that is known ends: whether it was nested.
+  [[nodiscard]] bool endedWithin() const noexcept {
+    return outermost_.endedWithin();
+  }
   /// The call goes through a forward pass of no_sync(). True if it went through none before.
   bool enterLocal();
   /// The call goes through a forward pass that reduces. `begun`: its pass has begun already, without a mark.
@@ -147,9 +167,10 @@ class PassMarks {
   [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
   /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
   [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
-  /// `any`: the next pass begins whatever graph it goes through.
-  void expectAnyGraph(bool any) noexcept {
+  /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through.
+  void expect(bool any) noexcept {
     any_graph_ = any;
+    began_in_ = kNoCall; // a checkpoint may ask in the call of the last one
   }
   [[nodiscard]] bool expectsAnyGraph() const noexcept {
     return any_graph_;
@@ -160,10 +181,12 @@ class PassMarks {
     return begun_ && !call_.running();
   }
 
-  /// A gradient came that is not reduced so far.
+  /// A gradient came that is not reduced so far, and may be of a pass that begins in this call.
   void note(size_t param);
   /// The gradients that this call gave before its pass began.
-  [[nodiscard]] std::vector<size_t> takeNoted();
+  [[nodiscard]] std::vector<size_t> takeNoted() {
+    return std::exchange(noted_, {});
+  }
 
  private:
   using Params = std::unordered_set<const c10::TensorImpl*>;
@@ -172,13 +195,14 @@ class PassMarks {
   [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
 
   std::shared_ptr<const Params> params_;
+  BackwardCall outermost_; ///< as far as it is known
+  int number_ = kNoCall; ///< autograd's, of outermost_
   BackwardCall call_; ///< that reduces
   BackwardCall local_call_; ///< through a graph of no_sync()
   bool begun_ = false; ///< the pass of call_
   bool any_graph_ = false;
-  int began_in_ = kNoCall; ///< autograd's number of the call in which the last pass began
-  int noted_in_ = kNoCall; ///< likewise: noted_
-  std::vector<size_t> noted_;
+  int began_in_ = kNoCall; ///< call() when the last pass began
+  std::vector<size_t> noted_; ///< in the last call that is known
 
   static constexpr int kNoCall = -1;
 };

@@ -118,6 +118,14 @@ void raiseReducedTwice(const std::string& name) {
       "has. Wrap a module that contains both, or call backward() for each of them");
 }
 
+void raiseLeftNested() {
+  TORCH_CHECK(
+      false,
+      "gradients of the last backward pass were not averaged: they came in a backward call inside another one, as of a checkpoint with "
+      "use_reentrant=True, and the outer one reached no output of forward and no parameter. Use torch.utils.checkpoint with "
+      "use_reentrant=False for what the loss does with parameters alone");
+}
+
 void raiseFrozen(const std::string& name, bool trained) {
   TORCH_CHECK(
       false,

@@ -43,6 +43,7 @@ class PassFailure {
 [[noreturn]] void raiseSecondGradient(const std::string& name, bool static_graph);
 /// Throws: a parameter of two wrappers, in one pass that goes through both.
 [[noreturn]] void raiseReducedTwice(const std::string& name);
+[[noreturn]] void raiseLeftNested();
 /// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.
 [[noreturn]] void raiseFrozen(const std::string& name, bool trained);
 /// Throws: a parameter has another dtype or device than its buckets.

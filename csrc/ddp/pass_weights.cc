@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <bit>
@@ -101,9 +100,6 @@ bool PassWeights::forwardBegan() noexcept {
 
 void PassWeights::marked(ForwardMark& mark) {
   mark.number = ++forwards_;
-  if (!hasEarly()) { // else a checkpoint runs it in that call
-    early_.clear();
-  }
   if (set_ != nullptr) {
     mark.said = set_;
     set_->taken = true;
@@ -123,23 +119,11 @@ double PassWeights::weightOf(ForwardMark& mark) const {
 
 void PassWeights::coming(size_t param, const at::Tensor& grad) {
   const at::NoGradGuard no_grad;
-  if (!hasEarly()) {
-    early_.clear();
-    early_in_ = torch::autograd::get_current_graph_task_id();
-  }
   const at::Tensor& before = params_[param].tensor.grad();
   early_.push_back({param, before.defined() ? before.clone() : at::Tensor(), grad});
 }
 
-bool PassWeights::hasEarly() const {
-  return !early_.empty() && early_in_ == torch::autograd::get_current_graph_task_id();
-}
-
 void PassWeights::withdrawEarly() {
-  if (!hasEarly()) {
-    early_.clear();
-    return;
-  }
   std::for_each(
       early_.rbegin(), early_.rend(), [this](Early& each) { // the last one first, as one parameter may have two
         at::Tensor& grad = params_[each.param].tensor.mutable_grad();
@@ -203,6 +187,7 @@ void PassWeights::enter(Entered entered, const std::vector<bool>& trained) {
 void PassWeights::enterWithoutBatch(const std::vector<bool>& trained) {
   set_.reset();
   forward_began_ = {};
+  dropEarly();
   enter(Entered{}, trained);
 }
 

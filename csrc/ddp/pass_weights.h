@@ -96,7 +96,13 @@ class PassWeights {
   /// or forward pass.
   void coming(size_t param, const at::Tensor& grad);
   /// Whether coming() was called in this call of backward(), and begin() was not.
-  [[nodiscard]] bool hasEarly() const;
+  [[nodiscard]] bool hasEarly() const noexcept {
+    return !early_.empty();
+  }
+  /// What coming() has kept is of a call that is over.
+  void dropEarly() noexcept {
+    early_.clear();
+  }
   /// A backward pass goes through the graph of this forward pass: what .grad held before it is brought to its unit. `trained`: by parameter.
   /// If the call has early gradients, begin() follows at once.
   void enter(ForwardMark& mark, const std::vector<bool>& trained);
@@ -231,15 +237,13 @@ class PassWeights {
 
   static constexpr size_t kStepsKept = 4096;
   static constexpr size_t kGapsKept = 5;
-  static constexpr int kNoCall = -1;
 
   const std::vector<ReducedParam>& params_;
   bool narrow_; ///< some are fp16
   std::shared_ptr<SaidWeight> set_; ///< null: nothing is
   int64_t forwards_ = 0;
   std::optional<Entered> entered_; ///< the pass that will begin
-  std::vector<Early> early_;
-  int early_in_ = kNoCall; ///< autograd's number of the call of early_
+  std::vector<Early> early_; ///< of the present call
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight

@@ -169,7 +169,13 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (!turn.owned()) {
     return; // a pass is under way, so no forward pass asks for one
   }
-  marks_.forward();
+  const bool left = armed_by_mark_ && pass_.phase() == BackwardPass::Phase::Armed && marks_.leftNested();
+  if (marks_.forward() && weights_.has_value()) {
+    weights_->dropEarly();
+  }
+  if (left) {
+    raiseLeftNested();
+  }
   if (weights_.has_value() && !reduces && !pass_.reducing()) {
     followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight
   }
@@ -201,7 +207,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
     }
   }
   // A trainer that runs forwards in no_sync() and calls this before the last backward, as pipelines do, means the pass and not a graph.
-  marks_.expectAnyGraph(std::exchange(last_forward_, nullptr) == nullptr);
+  marks_.expect(std::exchange(last_forward_, nullptr) == nullptr);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
     pass_.arm();

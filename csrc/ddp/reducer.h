@@ -232,6 +232,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   void onEntry(ForwardMark& mark);
   void enter(ForwardMark& mark);
+  void followCall();
   void onComing(size_t index, const at::Tensor& grad);
   void onGradient(size_t index);
   void takeGradient(size_t index);

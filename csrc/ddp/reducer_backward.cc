@@ -75,7 +75,14 @@ void Reducer::onEntry(ForwardMark& mark) {
   });
 }
 
+void Reducer::followCall() {
+  if (marks_.follow() && weights_.has_value()) {
+    weights_->dropEarly();
+  }
+}
+
 void Reducer::enter(ForwardMark& mark) {
+  followCall();
   if (!mark.reduces) {
     if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
@@ -99,15 +106,11 @@ void Reducer::enter(ForwardMark& mark) {
   }
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
-  if (weights_.has_value() && (before.empty() || weights_->hasEarly())) {
+  if (weights_.has_value() && (before.empty() || !marks_.isLocal())) { // else one of no_sync() has weighed them
     weights_->enter(mark, trained());
   }
   if (!pass_.hasStaticGraph()) {
-    std::vector<size_t> unreachable = mark.unreachable; // of this graph, but others of the same call may reach them
-    std::erase_if(unreachable, [&](size_t param) {
-      return std::find(before.begin(), before.end(), param) != before.end() || !trained()[param];
-    });
-    pass_.setUnreachable(std::move(unreachable));
+    pass_.setUnreachable(mark.unreachable);
   }
   if (before.empty()) {
     return;
@@ -122,6 +125,13 @@ void Reducer::enter(ForwardMark& mark) {
 }
 
 void Reducer::beginPassWith(const std::vector<size_t>& before) {
+  if (!pass_.hasStaticGraph()) {
+    // From forward's outputs, but the loss may use them beside these.
+    std::vector<size_t> unreachable = pass_.unreachable();
+    std::erase_if(
+        unreachable, [&](size_t param) { return std::find(before.begin(), before.end(), param) != before.end(); });
+    pass_.setUnreachable(std::move(unreachable));
+  }
   beginPass();
   for (const size_t index : before) {
     if (!pass_.counting()) { // it has been counted
@@ -133,6 +143,7 @@ void Reducer::beginPassWith(const std::vector<size_t>& before) {
 void Reducer::onComing(size_t index, const at::Tensor& grad) {
   raising([&] {
     const std::unique_lock turn(mutex_); // nothing that readers see changes
+    followCall();
     if (!pass_.reducing() && !marks_.inPass()) {
       weights_->coming(index, grad);
     }
@@ -152,6 +163,7 @@ void Reducer::onGradient(size_t index) {
 }
 
 void Reducer::takeGradient(size_t index) {
+  followCall();
   const at::Tensor& grad = params_[index].tensor.grad();
   if (grad.defined()) {
     checkLayout(grad, params_[index]);
@@ -209,18 +221,19 @@ bool Reducer::beginsPass(size_t index) const {
 }
 
 void Reducer::queueUnmarked() {
-  const int call = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(queued_unmarked_, call) != call) {
+  const int call = marks_.call();
+  const bool outermost = call == torch::autograd::get_current_graph_task_id();
+  if (outermost && std::exchange(queued_unmarked_, call) != call) {
     torch::autograd::Engine::get_default_engine().queue_callback(
         [self = shared_from_this()] { self->beginUnmarked(); });
   }
 }
 
-// The call is over, and went through no marked graph.
+// The call is over, and went through no marked graph. If it was nested, the one around it still may.
 void Reducer::beginUnmarked() {
   raising([&] {
     const Turn turn(*this);
-    if (pass_.phase() != BackwardPass::Phase::Armed || marks_.inPass()) {
+    if (pass_.phase() != BackwardPass::Phase::Armed || marks_.inPass() || marks_.endedWithin()) {
       return;
     }
     try {

@@ -17,20 +17,38 @@ import ranks
 import torch
 from ddp_rig import wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 OUTSIDE, RETURNED = "outside forward", "a bare leaf that forward returns"
+NESTED, INNER = "outside and in a nested call", "in a nested call only"
+UNDEFINED = "a gradient of None"
+CASES = (OUTSIDE, RETURNED, NESTED, INNER, UNDEFINED)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        return None
 
 
 class Scaled(nn.Module):
-    """A learned noise that only the loss uses."""
+    """A learned noise that only the loss uses, and a head that a checkpoint of the loss does."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
         self.log_sigma = nn.Parameter(torch.full((), 0.25, dtype=torch.float64))
+        if where in (NESTED, INNER):
+            self.head = nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
+        if where == INNER:
+            del self.log_sigma
         self.where = where
 
     def forward(self, batch: torch.Tensor) -> Any:
@@ -42,8 +60,17 @@ def loss_of(model: Any, net: Scaled, number: int, rank: int, factor: float = 1.0
     generator = torch.Generator().manual_seed(100 * number + rank)
     batch = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     output, returned = model(batch)
-    log_sigma = net.log_sigma if returned is None else returned
-    loss: torch.Tensor = output.square().mean() * torch.exp(-log_sigma) + log_sigma * (1 + rank)
+    if net.where in (NESTED, INNER):
+        loss: torch.Tensor = checkpoint(
+            lambda it: (it @ net.head.T).square().mean(), output, use_reentrant=True
+        )
+    else:
+        loss = output.square().mean()
+    if net.where == UNDEFINED:
+        loss = loss + NoGradient.apply(net.log_sigma)
+    elif net.where != INNER:
+        log_sigma = net.log_sigma if returned is None else returned
+        loss = loss * torch.exp(-log_sigma) + log_sigma * (1 + rank)
     return loss * factor
 
 
@@ -68,7 +95,7 @@ def off_by(found: torch.Tensor, right: torch.Tensor) -> float:
 def counted(rank: int, world_size: int) -> dict[Any, Any]:
     """Two reductions of each case: how far .grad is from that by hand, after every pass."""
     found: dict[Any, Any] = {}
-    options = itertools.product((1, 2, 3), (False, True), (None, "samples"), (OUTSIDE, RETURNED))
+    options = itertools.product((1, 2, 3), (False, True), (None, "samples"), CASES)
     for case in options:
         accumulate, find_unused, weight, where = case
         net = Scaled(where)
@@ -114,7 +141,7 @@ WEIGHTS: dict[str, tuple[tuple[float, float], ...]] = {
 def weighed(rank: int, world_size: int) -> dict[Any, float]:
     """Passes whose weights differ; those without weight have gradients of NaN."""
     found: dict[Any, float] = {}
-    cases = itertools.product(WEIGHTS, (LOCALLY, ACCUMULATED), (OUTSIDE, RETURNED), ("", ZERO))
+    cases = itertools.product(WEIGHTS, (LOCALLY, ACCUMULATED), CASES, ("", ZERO))
     for case in cases:
         name, how, where, between = case
         weights = WEIGHTS[name]
@@ -151,3 +178,86 @@ def test_an_early_gradient_counts_with_the_weight_of_its_pass() -> None:
     for rank in range(2):
         for case, off in found[rank].value.items():
             assert off < 1e-11, (rank, case, off)
+
+
+def decayed(rank: int, world_size: int) -> float:
+    """The loss uses all parameters, and no output of forward. Returns how far .grad is off."""
+    net = Scaled(OUTSIDE)
+    model = wrap(net, find_unused_parameters=True)
+    worst = 0.0
+    for number in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 6, dtype=torch.float64) * number)
+        sum(p.square().sum() * (1 + rank) for p in net.parameters()).backward()
+        right = torch.cat([2 * p.detach().flatten() for p in net.parameters()])
+        worst = max(worst, off_by(gradients(net), right * (1 + world_size) / 2))
+    return worst
+
+
+def test_a_loss_of_parameters_alone_with_find_unused_parameters() -> None:
+    found = ranks.run_ranks(2, decayed, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found[rank].value for rank in range(2)) < 1e-12
+
+
+def left_in_a_nested_call(rank: int, world_size: int) -> str:
+    net = Scaled(NESTED)
+    model = wrap(net)
+    batch = torch.ones(2, 6, dtype=torch.float64)
+    model(batch)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    checkpoint(lambda by: (net.head * by).sum(), scale, use_reentrant=True).backward()
+    with pytest.raises(RuntimeError) as raised:
+        model(batch)
+    loss_of(model, net, 0, rank).backward()  # it goes on
+    return str(raised.value)
+
+
+def test_gradients_of_a_nested_call_alone_raise_in_the_next_forward() -> None:
+    found = ranks.run_ranks(2, left_in_a_nested_call, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank in range(2):
+        assert "a backward call inside another one" in found[rank].value
+
+
+def two_nested(rank: int, world_size: int) -> tuple[float, int]:
+    """Each forward pass runs again in a nested call of its own, and is a pass of its own."""
+    net = Scaled(INNER)
+    del net.head
+    model = wrap(net, accumulate=2)
+    batches = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(8)).double()
+
+    def loss_with(module: Any, of: int) -> torch.Tensor:
+        each = [(batch * (1 + of)).requires_grad_() for batch in batches]
+        first, second = (checkpoint(lambda it: module(it)[0], x, use_reentrant=True) for x in each)
+        loss: torch.Tensor = first.square().mean() + second.square().mean()
+        return loss
+
+    loss_with(model, rank).backward()
+    single = copy.deepcopy(net)
+    single.zero_grad()
+    for of in range(world_size):
+        (loss_with(single, of) / world_size).backward()
+    return off_by(gradients(net), gradients(single)), model.stats().steps
+
+
+def test_two_checkpointed_forwards_in_one_backward_are_two_passes() -> None:
+    found = ranks.run_ranks(2, two_nested, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank in range(2):
+        off, steps = found[rank].value
+        assert off < 1e-12, (rank, off)
+        assert steps == 1
+
+
+def late_with_find_unused(rank: int, world_size: int) -> str:
+    net = Scaled(OUTSIDE)
+    model = wrap(net, find_unused_parameters=True)
+    scale = net.log_sigma.exp()
+    output, _ = model(torch.ones(2, 6, dtype=torch.float64))
+    with pytest.raises(RuntimeError) as raised:
+        (output * scale).sum().backward()
+    return str(raised.value)
+
+
+def test_a_gradient_after_the_outputs_with_find_unused_parameters_raises() -> None:
+    found = ranks.run_ranks(2, late_with_find_unused, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank in range(2):
+        assert "parameter 'log_sigma' got a second gradient" in found[rank].value
