@@ -378,8 +378,9 @@ class ConnectionBrokenError(PeerError):
 
 
 class QuorumLostError(PeerError):
-    """A group whose steps survive deaths cannot go on: this rank does not reach more than half of
-    its members, or fewer than ``min_ranks`` are left. The text names the missing ones.
+    """A group whose steps survive deaths cannot go on: this rank has not reached more than half of
+    its members within ``quorum_wait``, or more than half answer and have not agreed within three
+    times that, or fewer than ``min_ranks`` are left. The text names the missing ones.
 
     Try: see whether they run and this host reaches theirs. Restart from a checkpoint.
     """

@@ -77,7 +77,7 @@ TimePoint Agreement::nextTick() const noexcept {
         at = std::min(at, propose_at_);
       }
       if (!raised_) {
-        at = std::min(at, began_ + milliseconds(config_.quorum_wait_ms));
+        at = std::min(at, giveUpAt());
         if (leavesInOrder()) {
           at = std::min(at, began_ + milliseconds(config_.dead_after_ms) + window());
         }
@@ -118,7 +118,7 @@ void Agreement::tick(TimePoint now) {
       farewell();
       return;
     }
-    if (!raised_ && now >= began_ + milliseconds(config_.quorum_wait_ms)) {
+    if (!raised_ && now >= giveUpAt()) {
       raise(Action::Error::QuorumLost);
     }
     if (now >= retry_at_) {
@@ -139,6 +139,12 @@ TimePoint Agreement::patience(const Incarnation& of, TimePoint since, TimePoint:
 
 TimePoint Agreement::takeoverAt(TimePoint now) const {
   return now + milliseconds(config_.dead_after_ms) + (2 + std::max(self_, 0)) * window();
+}
+
+// A living quorum may take longer than quorum_wait, although it loses nothing: a member stops after it has answered and is waited for, first until
+// another one proposes, then by that one.
+TimePoint Agreement::giveUpAt() const {
+  return began_ + (reachesQuorum() ? kMostQuorumWaits : 1) * milliseconds(config_.quorum_wait_ms);
 }
 
 // When the promise that is owed may leave.
@@ -248,6 +254,27 @@ bool Agreement::reached(const Incarnation& other) const {
   return position >= 0 ? reach_.test(static_cast<size_t>(position)) : contains(newcomers_reached_, other);
 }
 
+bool Agreement::isMissing(const Incarnation& member) const {
+  return !reached(member) || suspectedHard(member);
+}
+
+bool Agreement::reachesQuorum() const {
+  MemberSet voters;
+  voters.set(static_cast<size_t>(self_));
+  for (const Incarnation& other : others()) {
+    voters.set(static_cast<size_t>(view_.position(other)), !isMissing(other));
+  }
+  return isQuorum(voters, view_.members.size(), deadSet());
+}
+
+MemberSet Agreement::deadSet() const {
+  MemberSet found;
+  for (const auto& [position, accepted] : dead()) {
+    found.set(static_cast<size_t>(position));
+  }
+  return found;
+}
+
 bool Agreement::cannotLead(const Incarnation& member) const {
   return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0;
 }
@@ -263,15 +290,25 @@ bool Agreement::admits() const noexcept {
       newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return mayAdmit(newcomer.second); });
 }
 
+bool Agreement::isIdle() const noexcept {
+  return phase_ == Phase::Pausing || (phase_ == Phase::Working && tooFew() && !step_.launched);
+}
+
 std::vector<Incarnation> Agreement::loading() const {
   std::vector<Incarnation> found;
-  const bool idle = phase_ == Phase::Pausing || (phase_ == Phase::Working && tooFew() && !step_.launched);
   for (const auto& [newcomer, how] : newcomers_) {
-    if (idle && loads(how)) {
+    if (isIdle() && loads(how)) {
       found.push_back(newcomer);
     }
   }
   return found;
+}
+
+size_t Agreement::ranksWithNewcomers() const {
+  const auto come = std::count_if(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
+    return isIdle() && (loads(newcomer.second) || hasLoaded(newcomer.second));
+  });
+  return view_.members.size() + static_cast<size_t>(come);
 }
 
 // ---- actions
@@ -317,8 +354,9 @@ void Agreement::raise(Action::Error error, const View* where) {
   action.error = error;
   action.view = where == nullptr ? view_ : *where;
   if (error == Action::Error::QuorumLost) {
+    action.in_reach = reachesQuorum();
     for (const Incarnation& other : others()) {
-      if (!reach_.test(static_cast<size_t>(view_.position(other)))) {
+      if (isMissing(other)) {
         action.missing.push_back(other);
       }
     }
@@ -588,10 +626,7 @@ void Agreement::settle(TimePoint now) {
 // ---- proposer
 
 void Agreement::propose(TimePoint now) {
-  MemberSet dead_set;
-  for (const auto& [position, accepted] : dead()) {
-    dead_set.set(static_cast<size_t>(position));
-  }
+  const MemberSet dead_set = deadSet();
   const Ballot ballot(votesOf(dead_set), ++round_, self_);
   if (ballot <= promised_) {
     propose_at_ = takeoverAt(now);
@@ -723,10 +758,16 @@ bool Agreement::raisePromise(const Message& message) {
 }
 
 void Agreement::onPrepare(const Message& message, TimePoint now) {
+  const bool repeats = message.ballot == promised_;
   if (!raisePromise(message)) {
     return;
   }
   owed_ = message.from;
+  if (!proposal_ && !repeats && !isLowest()) {
+    propose_at_ = std::max(
+        propose_at_,
+        takeoverAt(now)); // else members would take over from each other, and none could wait for its promises
+  }
   if (proposal_ && proposal_->ballot < message.ballot) {
     proposal_.reset();
     // Two processes may each believe that their messages do not reach the other: one of them has to wait.

@@ -38,11 +38,15 @@ class Agreement {
         1; ///< with fewer members no step begins; a step that all members have finished is committed all the same
     bool accept_split_brain = false; ///< go on without a quorum: both sides of a partition may
     int dead_after_ms = 3000; ///< the detector's: silence for so long is PEER_UNRESPONSIVE
-    int quorum_wait_ms = 10000; ///< how long to wait for a quorum, or for min_ranks, before the user gets an error
+    int quorum_wait_ms =
+        10000; ///< how long to wait for a quorum, or for min_ranks, before the user gets an error; see kMostQuorumWaits
     int join_pause_ms = 10000; ///< how long members wait after a commit for a newcomer that loads their state
     int join_wait_ms = 60000; ///< how long a newcomer waits to be admitted
     int retry_ms = 200; ///< after which messages are sent again, and twice as long from then on
   };
+
+  /// A quorum that answers, and has not agreed after quorum_wait, gets so many times that.
+  static constexpr int kMostQuorumWaits = 3;
 
   struct Action {
     enum class Kind {
@@ -54,7 +58,7 @@ class Agreement {
       Raise, ///< nothing more happens here: `error`
     };
     enum class Error {
-      QuorumLost, ///< no quorum; `missing` did not answer
+      QuorumLost, ///< no quorum; `missing` did not answer, or fell silent
       TooFew, ///< fewer members than min_ranks
       LeftBehind, ///< the others continue without this process, in `view`
       Left, ///< not an error: it has left in order
@@ -70,6 +74,7 @@ class Agreement {
     std::optional<Incarnation> culprit; ///< and of whom, if that is known
     Error error = Error::QuorumLost;
     std::vector<Incarnation> missing;
+    bool in_reach = false; ///< of QuorumLost: the others that answer are a quorum, and have not agreed
   };
 
   /// Of a founding member: the first view is the same on all of them.
@@ -127,6 +132,8 @@ class Agreement {
   /// Newcomers that load the members' state while those wait in boundary(): not those that can be reached only since then, as nobody gives them
   /// the state any more.
   [[nodiscard]] std::vector<Incarnation> loading() const;
+  /// How many members there are with those, and with newcomers that hold the state already.
+  [[nodiscard]] size_t ranksWithNewcomers() const;
 
   [[nodiscard]] static bool changesMembers(ErrorCode code) noexcept;
   /// A digest of all of its state, with times relative to the last event: two objects that have the same one do the same from here on.
@@ -201,6 +208,12 @@ class Agreement {
   [[nodiscard]] std::vector<Incarnation> others(bool with_newcomers = false) const;
   [[nodiscard]] std::map<int, std::optional<Accepted>> dead() const;
   [[nodiscard]] std::vector<Testament> testaments(const MemberSet& of = MemberSet().set()) const;
+  [[nodiscard]] MemberSet deadSet() const;
+  /// Whether this member has not answered since the epoch ended, or is suspected by now.
+  [[nodiscard]] bool isMissing(const Incarnation& member) const;
+  /// Whether this process and the members that answer are a quorum.
+  [[nodiscard]] bool reachesQuorum() const;
+  [[nodiscard]] TimePoint giveUpAt() const;
   /// Whether this member's ballot cannot be the one that this process promises.
   [[nodiscard]] bool cannotLead(const Incarnation& member) const;
   [[nodiscard]] bool isLowest() const;
@@ -215,6 +228,8 @@ class Agreement {
   [[nodiscard]] bool tooFew() const noexcept {
     return view_.members.size() < config_.min_ranks;
   }
+  /// Whether the members wait for newcomers.
+  [[nodiscard]] bool isIdle() const noexcept;
   /// Whether they are enough with the newcomers that have loaded.
   [[nodiscard]] bool suffices() const noexcept;
   [[nodiscard]] bool mayAdmit(const Newcomer& newcomer) const noexcept {

@@ -109,6 +109,10 @@ void Planes::onFailed(const ErrorRecord& cause) {
     onEnded();
   }));
   if (host_ != nullptr) {
+    if (cause.code == ErrorCode::PeerDead &&
+        cause.cause == kEndedByKernel) { // of a rank that this one may have no watch on
+      host_->died(identity_.job.inGroup(cause.peer));
+    }
     host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, [this] { onEnded(); });
   }
 }

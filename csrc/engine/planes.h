@@ -61,7 +61,8 @@ class Planes final : public Loop::Owner {
   void openControl(std::vector<Listener> listeners, Membership::Config membership);
   /// After openData(). The plane stays until this object goes; HostPlane::close() ends its work.
   void openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, HostPlane::Config config);
-  /// The kernel has ended the process of a neighbour on this host. Before dropControl().
+  /// The kernel has ended the process of a neighbour on this host. Before dropControl(). Of other ranks of the host, a neighbour of theirs
+  /// reports it: kEndedByKernel.
   void died(int peer);
   /// After ControlPlane::close().
   void dropControl() noexcept;

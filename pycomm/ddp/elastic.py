@@ -49,7 +49,8 @@ class Elastic:
             its lowest rank; ranks of the same host whose processes have ended do not count. So at
             most one part of a group goes on. "accept": all who are left go on. If a network
             splits, both sides do, with different parameters, and nothing brings them together.
-        quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error.
+        quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error. Up to
+            three times that if a quorum answers, as when a rank stops while they agree.
         peers: Where others find the members, to join them. A file: rank 0 writes the members'
             handles to it at each change, and all members name the same one. Or
             "pycomm://alpha,beta:29600": one member on each of these hosts listens at this port and

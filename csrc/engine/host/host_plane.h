@@ -101,7 +101,7 @@ class HostPlane {
       const ErrorRecord& cause,
       const std::function<void(const ErrorRecord&)>& told,
       const std::function<void()>& ended) noexcept;
-  /// The kernel has ended the process of this rank of the group, so it writes nothing any more. No cause of a failure proves that: a
+  /// The kernel has ended the process of this rank of the group, so it writes nothing any more. A PEER_DEAD alone does not prove that: a
   /// connection may end while its peer lives. Any thread.
   void died(int peer) noexcept;
   /// Leaves: operations under way end with `reason`; if there were some, the other ranks are notified. Joins the thread. Idempotent.

@@ -145,7 +145,7 @@ void ControlPlane::died(int peer) {
     // What it wrote before its end has arrived: a goodbye, or a report that tells more than the end does.
     linkReady(*found->second, EPOLLIN);
   }
-  membership_.controlClosed(peer, "the kernel has ended its process", Clock::now());
+  membership_.controlClosed(peer, kEndedByKernel, Clock::now());
   act();
 }
 

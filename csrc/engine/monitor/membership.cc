@@ -127,11 +127,9 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   if (failure_ || isExplained(record)) {
     return;
   }
-  spoke(config_.job.inGroup(record.rank));
-  spoke(from); // a rank that passes news on hangs up because of it
   if (now >= decideAt()) {
-    // The choice is due: a rank whose thread comes to it late must not choose from more than the others. But a goodbye may come before the
-    // choice and leave nothing to choose.
+    // The choice is due: a rank whose thread comes to it late must not choose from more than the others, nor excuse more ranks. But a goodbye
+    // may come before the choice and leave nothing to choose.
     const auto same = [&](const Late& known) {
       return isSameNews(known.record, record) && doubtful(known.record) == doubtful(record);
     };
@@ -140,6 +138,8 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
     }
     return;
   }
+  spoke(config_.job.inGroup(record.rank));
+  spoke(from); // a rank that passes news on hangs up because of it
   for (Candidate& known : candidates_) {
     if (isSameNews(known.record, record)) {
       if (known.isDoubtful() && !doubtful(record)) {

@@ -18,6 +18,10 @@ namespace pycomm {
 /// on its control links. Other ranks pass it on.
 inline constexpr std::chrono::milliseconds kGoodbyeWithin = 2 * kGoodbye;
 
+/// ErrorRecord::cause of a PEER_DEAD that the kernel of the peer's host has reported to a neighbour there: the process has ended, and writes
+/// nothing any more. The end of a connection proves less.
+inline constexpr const char* kEndedByKernel = "the kernel has ended its process";
+
 /// Failure detector of one rank: which ranks are alive, and the one cause of a failure. Without I/O and without a clock of its own.
 ///
 /// The first error wins and sticks. "First" must mean the same on every rank, although news travels: so each rank

@@ -399,7 +399,7 @@ class AgreementDriver final : public Engine::Maker {
   std::condition_variable changed_;
   struct Giving {
     uint64_t view = 0;
-    size_t ranks = 0; ///< the members, and to
+    size_t ranks = 0; ///< the members, `to`, and newcomers that hold the state already
     std::vector<MemberHandle> to;
     std::vector<std::string>
         roster; ///< first what the next new member is called, then of each member and newcomer its handle and number

@@ -658,7 +658,7 @@ void AgreementDriver::showNewcomers() {
       giving.to.push_back(members_by_name_.at(name).handle);
     }
   }
-  giving.ranks = view.members.size() + giving.to.size();
+  giving.ranks = agreement_->ranksWithNewcomers();
   if (!giving.to.empty()) {
     giving.roster.push_back(std::to_string(next_number_));
     const auto enter = [&](const Incarnation& name) {

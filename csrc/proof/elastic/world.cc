@@ -737,7 +737,7 @@ void World::installs(int p, const View& view) {
   oracle_.installs(p, view, newcomer, process.chain);
   if (process.agreeing) {
     const Us took = now_us_ - process.agreeing_since;
-    if (took > (plan_.quorum_wait_ms + 500) * 1000) {
+    if (took > (Agreement::kMostQuorumWaits * plan_.quorum_wait_ms + 500) * 1000) {
       oracle_.violation("M8: process " + std::to_string(p) + " has agreed for " + std::to_string(took) + " us");
     }
   }

@@ -84,6 +84,9 @@ struct Group {
   void act(size_t i, Action& action) {
     switch (action.kind) {
       case Action::Kind::Send:
+        if (stops_after && stops_after->first == i && stops_after->second-- == 0) {
+          down[i] = true;
+        }
         if (ends_at_accept && action.message->kind == Message::Kind::Accept) {
           const size_t ends = *std::exchange(ends_at_accept, std::nullopt);
           down[ends] = true;
@@ -139,6 +142,7 @@ struct Group {
   const size_t founders;
   std::optional<size_t> ends_at_accept; ///< this one does as the first view is proposed
   bool certified_then = false; ///< and member 1 knows at once
+  std::optional<std::pair<size_t, int>> stops_after; ///< this member, behind so many messages
   bool seals = true;
 };
 
@@ -534,6 +538,90 @@ TEST(Agreement, TwoThatFallSilentAtOnceTakeNobodyWithThem) {
 }
 
 // Each of the two waits for the other one's pong.
+// A member that has answered the first questions of an agreement, and then stops, is reported by nobody: its silence is waited for. With
+// default times that takes longer than quorum_wait for the members behind many dead ones, which propose late.
+TEST(Agreement, AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing) {
+  for (const bool certified : {true, false}) {
+    for (int size = 4; size <= 8; ++size) {
+      for (int dead = 1; dead < size; ++dead) {
+        const int base = certified ? size - dead : size;
+        if (2 * (size - dead - 1) <= base) {
+          continue;
+        }
+        for (int stopped = dead; stopped < size; ++stopped) {
+          for (int messages = 0; messages < 12; ++messages) {
+            SCOPED_TRACE(
+                std::to_string(dead) + (certified ? " certified" : "") + " of " + std::to_string(size) + ", then " +
+                std::to_string(stopped) + " after " + std::to_string(messages));
+            Group group(size);
+            group.stops_after = {static_cast<size_t>(stopped), messages};
+            for (int i = 0; i < dead; ++i) {
+              group.down[static_cast<size_t>(i)] = true;
+            }
+            for (int member = dead; member < size; ++member) {
+              for (int i = 0; i < dead; ++i) {
+                Agreement& at = group.members[static_cast<size_t>(member)];
+                if (certified) {
+                  at.certified(Group::idOf(i), group.records[static_cast<size_t>(i)], group.now);
+                } else {
+                  at.failed(ErrorCode::PeerDead, Group::idOf(i), group.now);
+                }
+              }
+            }
+            group.run();
+            const auto all_installed = [&] {
+              for (int member = dead; member < size; ++member) {
+                if (member != stopped && group.installed[static_cast<size_t>(member)].empty()) {
+                  return false;
+                }
+              }
+              return true;
+            };
+            for (int ms = 0; ms < 15000 && !all_installed(); ms += 50) {
+              group.pass(50);
+            }
+            ASSERT_TRUE(all_installed());
+            for (int member = dead; member < size; ++member) {
+              ASSERT_FALSE(member != stopped && group.raised[static_cast<size_t>(member)]) << member;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// They reach each other, and yet the agreement does not end: a seal does not come.
+TEST(Agreement, AQuorumThatDoesNotAgreeRaisesInTheEnd) {
+  Group group(3);
+  group.seals = false;
+  group.down[2] = true;
+  group.members[0].failed(ErrorCode::PeerDead, Group::idOf(2), group.now);
+  group.run();
+  group.pass(29900);
+  EXPECT_FALSE(group.raised[0]);
+  group.pass(200);
+  ASSERT_TRUE(group.raised[0]);
+  EXPECT_EQ(group.raised[0]->error, Error::QuorumLost);
+  EXPECT_EQ(group.raised[0]->missing, ids({2}));
+}
+
+// Rank 1 has answered, and is found silent later: with rank 2, which has not, too many are gone.
+TEST(Agreement, AMemberThatAnsweredAndFellSilentCountsForNoQuorum) {
+  Group group(3);
+  group.down[2] = true;
+  group.seals = false;
+  group.members[0].failed(ErrorCode::PeerDead, Group::idOf(2), group.now);
+  group.run();
+  group.down[1] = true;
+  group.members[0].failed(ErrorCode::PeerUnresponsive, Group::idOf(1), group.now);
+  group.run();
+  group.pass(10100);
+  ASSERT_TRUE(group.raised[0]);
+  EXPECT_EQ(group.raised[0]->error, Error::QuorumLost);
+  EXPECT_EQ(group.raised[0]->missing, ids({1, 2}));
+}
+
 TEST(Agreement, AWireBetweenTwoMembersCostsOneOfThem) {
   Group group(4);
   group.cut.insert({1, 2});

@@ -928,6 +928,33 @@ TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {
   EXPECT_EQ(member.ranksWithNewcomers(), 2U);
 }
 
+// Too few members wait for a second newcomer, while the first one holds the state: both will be ranks.
+TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewcomers) {
+  AgreementDriver::Config config;
+  config.min_ranks = 3;
+  const Joining joining(3, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  Alone other;
+  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  joining.group.drivers[1]->close();
+  joining.group.drivers[2]->close();
+  for (const Deadline end = soon(); member.newcomers() != 2U;) {
+    ASSERT_FALSE(end.expired());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(member.ranksWithNewcomers(), 3U);
+  member.give("a state");
+  const auto state = joining.newcomer->arrive(soon()).state;
+  ASSERT_TRUE(state);
+  joining.newcomer->loaded(state->step, state->view);
+  for (int i = 0; i < 30; ++i) { // its word is on the way
+    (void)member.newcomers();
+    ASSERT_EQ(member.ranksWithNewcomers(), 3U) << i;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  second->close();
+}
+
 TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {
   AgreementDriver::Config config;
   config.join_pause_ms = 1500;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <map>
 
+#include "base/log.h"
 #include "transport/socket_pairs.h"
 
 namespace pycomm {
@@ -101,6 +102,69 @@ TEST(Planes, AFailureReachesSharedMemoryWithoutTheDataLoop) {
   data_loop.runTasks();
   EXPECT_EQ(ended.load(), 1);
   static_cast<void>(planes.control()->close());
+}
+
+// Rank 1 is killed in the middle of a write into a tensor of rank 0. They are no neighbours: a neighbour of rank 1 reports what its kernel says.
+// The end of a connection proves nothing: such a rank is waited for, and what it may still write is taken away from it.
+TEST(Planes, ADeathThatAnotherRankHasFromTheKernelIsNotWaitedFor) {
+  constexpr size_t kNumel = 100000;
+  setLogSink([](LogLevel, const char*) {}, LogLevel::Warn); // of the one that is waited for
+  for (const bool proved : {false, true}) {
+    GroupIdentity identity = identityOfTwo(0);
+    identity.size = 3;
+    identity.hosts.assign(3, "alpha");
+    StillLoop data_loop;
+    StillLoop control;
+    Planes::Events events;
+    events.failed = [](const ErrorRecord&) {};
+    Planes planes(identity, data_loop, control, std::move(events));
+    Membership::Config membership;
+    membership.hosts = identity.hosts;
+    planes.openData();
+    planes.openControl({}, membership);
+    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(3)));
+    arena->commit(0, HostView::commonNbytes(3));
+    HostHeaps heaps;
+    heaps.own = std::make_shared<SharedHeap>(SharedArena::create(64 << 20));
+    const auto other = std::make_shared<SharedHeap>(SharedArena::create(64 << 20));
+    heaps.ranges = {heaps.own->range(), other->range(), other->range()};
+    const std::shared_ptr<SharedHeap> heap = heaps.own;
+    HostPlane::Config config;
+    config.ranks = {0, 1, 2};
+    planes.openHost(arena, std::move(heaps), config);
+    data_loop.runTasks();
+    auto* const tensor = static_cast<std::byte*>(heap->allocate(kNumel * sizeof(float)));
+    std::shared_ptr<Operation> operation;
+    const auto make = [&] {
+      Operation::Request request;
+      request.id.id = request.id.sequence = 1;
+      request.descriptor.kind = Collective::AllReduce;
+      request.descriptor.dtype = DType::Float32;
+      request.descriptor.reduce_op = ReduceOp::Sum;
+      request.descriptor.numel = kNumel;
+      request.descriptor.algorithm = Algorithm::SharedMemory;
+      request.input = request.output = {tensor, kNumel * sizeof(float)};
+      return std::make_shared<Operation>(std::move(request));
+    };
+    ASSERT_TRUE(planes.host()->post(make, true, operation));
+    (void)planes.host()->drive(*operation, Deadline::after(0));
+    HostView{arena->at(0), 0, 3}.progress(1).writes.store(1);
+
+    ErrorRecord cause;
+    cause.code = ErrorCode::PeerDead;
+    cause.rank = 2;
+    cause.peer = 1;
+    cause.cause = proved ? kEndedByKernel : "end of the connection";
+    planes.control()->notice(cause);
+    planes.control()->tick(Clock::now() + std::chrono::seconds(1));
+    ASSERT_TRUE(operation->wait(Deadline::after(20000)));
+    EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead);
+    planes.host()->close(cause);
+    EXPECT_EQ(heap->placeOf(tensor, 4096).has_value(), proved);
+    data_loop.runTasks();
+    static_cast<void>(planes.control()->close());
+  }
+  setLogSink(nullptr, LogLevel::Warn);
 }
 
 // A data loop that is busy for seconds must not fill the memory with what its peers ask meanwhile. They ask again.

@@ -90,6 +90,39 @@ TEST(Membership, NewsThatComesWhenTheChoiceIsDueDoesNotCount) {
   }
 }
 
+// Ranks that chose in time have not heard from rank 1 either: all of them blame it.
+TEST(Membership, ARankThatSpeaksOnceTheChoiceIsDueIsNotExcused) {
+  const TimePoint start = Clock::now();
+  for (const int speaker : {1, 3}) { // rank 1 passes another rank's report on, or another rank passes on that of rank 1
+    for (const int late_ms : {4, 5}) {
+      SCOPED_TRACE("from " + std::to_string(speaker) + " after " + std::to_string(late_ms) + " ms");
+      Membership membership(membershipConfig(0, 4), start);
+      membership.noticed(record(ErrorCode::PeerDead, 0, 1), start);
+      membership.noticed(record(ErrorCode::PeerDead, 0, 2), start);
+      membership.reported(speaker, record(ErrorCode::Aborted, speaker == 1 ? 3 : 1, 0), start + milliseconds(late_ms));
+      membership.tick(start + milliseconds(5));
+      ASSERT_TRUE(membership.failure());
+      EXPECT_EQ(membership.failure()->peer, late_ms < 5 ? 2 : 1);
+    }
+  }
+}
+
+// The goodbye of rank 2 leaves rank 1's report, which now counts, and with it what it says of rank 1: that hangs up because of it.
+TEST(Membership, ALateReportThatCountsAfterAllExcusesItsRank) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 4), start);
+  membership.alive(2, start);
+  membership.controlClosed(2, "reset", start, true);
+  const TimePoint late = start + 2 * kGoodbyeWithin;
+  membership.reported(1, record(ErrorCode::Aborted, 1, 0), late);
+  EXPECT_TRUE(membership.saidGoodbye(2));
+  membership.tick(late);
+  membership.noticed(record(ErrorCode::PeerDead, 0, 1), late);
+  membership.tick(late + milliseconds(5));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->code, ErrorCode::Aborted);
+}
+
 // A loop that comes late reads a report of a failure and, behind it, the goodbye that explains the candidate whose choice was due.
 TEST(Membership, NewsThatCameLateCountsOnceTheGoodbyeExplainsWhatWasToBeChosen) {
   const TimePoint start = Clock::now();

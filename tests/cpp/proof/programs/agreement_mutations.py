@@ -280,6 +280,23 @@ MUTATIONS = [
     ),
     Mutation(
         "M8",
+        "a quorum that answers gets no more time",
+        "agreement.cc",
+        "reachesQuorum() ? kMostQuorumWaits : 1",
+        "1",
+        survives="the simulation's detector finds a member that stops after it has answered; "
+        "Agreement.AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing has none",
+    ),
+    Mutation(
+        "M8",
+        "members take over from each other",
+        "agreement.cc",
+        "  if (!proposal_ && !repeats && !isLowest()) {\n",
+        "  if (!repeats && false) {\n",
+        survives="the same",
+    ),
+    Mutation(
+        "M8",
         "the dead count",
         "agreement.cc",
         "  for (const auto& [peer, last] : gone_) {\n    const int position",
