@@ -203,6 +203,11 @@ void raiseCompiledAutograd() {
       "wire_dtype, error_feedback, accumulate and sync_every.");
 }
 
+bool GradientCall::isOfPresent() const {
+  const int present = get_current_graph_task_id();
+  return may_begin || number == present || (number > present && !in_another);
+}
+
 // --- calls ---------------------------------------------------------------------------------------
 
 PassMarks::PassMarks(const std::vector<at::Tensor>& params) {
@@ -242,7 +247,8 @@ int PassMarks::call() const {
 }
 
 bool PassMarks::leftNested() const {
-  return get_current_graph_task_id() == kNoCall && endedWithin() && !noted_.empty();
+  return get_current_graph_task_id() == kNoCall && endedWithin() &&
+      std::any_of(noted_.begin(), noted_.end(), [](const Noted& each) { return each.call.may_begin; });
 }
 
 bool PassMarks::enterLocal() {
@@ -274,6 +280,10 @@ bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
   return !isInAnother(param, /*reducing=*/false);
 }
 
+GradientCall PassMarks::callOf(const at::Tensor& param, bool armed) const {
+  return {get_current_graph_task_id(), armed && mayBeginUnmarked(param), isInAnother(param, /*reducing=*/false)};
+}
+
 bool PassMarks::reducesTwice(const at::Tensor& param) const {
   return reduces() && isInAnother(param, /*reducing=*/true);
 }
@@ -295,10 +305,20 @@ void PassMarks::begin() {
   began_in_ = call();
 }
 
-void PassMarks::note(size_t param) {
+void PassMarks::note(size_t param, GradientCall call) {
   if (!beganHere()) { // else it has been counted
-    noted_.push_back(param);
+    noted_.push_back({param, call});
   }
+}
+
+std::vector<size_t> PassMarks::takeNoted() {
+  std::vector<size_t> params;
+  for (const Noted& each : std::exchange(noted_, {})) {
+    if (each.call.isOfPresent()) {
+      params.push_back(each.param);
+    }
+  }
+  return params;
 }
 
 void PassMarks::tellOthers() const {

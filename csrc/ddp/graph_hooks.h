@@ -92,6 +92,17 @@ class BackwardCall {
   std::shared_ptr<const std::atomic<bool>> within_;
 };
 
+/// The call of backward() that gave a gradient whose pass has not begun.
+struct GradientCall {
+  int number; ///< autograd's, of the innermost call. One that is nested in another call has a larger number
+  bool may_begin; ///< its pass may begin without a mark
+  bool in_another; ///< it goes through a forward pass of another wrapper of the parameter
+
+  /// Whether a pass that begins now has that gradient. Not that of a nested call of another wrapper, nor, unless a pass may begin with it, that
+  /// of a call around this one, which adds to .grad only.
+  [[nodiscard]] bool isOfPresent() const;
+};
+
 struct SaidWeight;
 
 /// What the graph of one forward pass tells the backward passes that go through it.
@@ -165,6 +176,8 @@ class PassMarks {
   }
   /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
   [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
+  /// Of a gradient that comes now. `armed`: a forward pass has asked for a pass.
+  [[nodiscard]] GradientCall callOf(const at::Tensor& param, bool armed) const;
   /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
   [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
   /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through.
@@ -182,11 +195,9 @@ class PassMarks {
   }
 
   /// A gradient came that is not reduced so far, and may be of a pass that begins in this call.
-  void note(size_t param);
+  void note(size_t param, GradientCall call);
   /// The gradients that this call gave before its pass began.
-  [[nodiscard]] std::vector<size_t> takeNoted() {
-    return std::exchange(noted_, {});
-  }
+  [[nodiscard]] std::vector<size_t> takeNoted();
 
  private:
   using Params = std::unordered_set<const c10::TensorImpl*>;
@@ -202,7 +213,11 @@ class PassMarks {
   bool begun_ = false; ///< the pass of call_
   bool any_graph_ = false;
   int began_in_ = kNoCall; ///< call() when the last pass began
-  std::vector<size_t> noted_; ///< in the last call that is known
+  struct Noted {
+    size_t param;
+    GradientCall call;
+  };
+  std::vector<Noted> noted_; ///< in the last call that is known
 
   static constexpr int kNoCall = -1;
 };

@@ -117,13 +117,14 @@ double PassWeights::weightOf(ForwardMark& mark) const {
   return mark.said != nullptr ? mark.said->weight : mark.weight;
 }
 
-void PassWeights::coming(size_t param, const at::Tensor& grad) {
+void PassWeights::coming(size_t param, const at::Tensor& grad, GradientCall call) {
   const at::NoGradGuard no_grad;
   const at::Tensor& before = params_[param].tensor.grad();
-  early_.push_back({param, before.defined() ? before.clone() : at::Tensor(), grad});
+  early_.push_back({param, before.defined() ? before.clone() : at::Tensor(), grad, call});
 }
 
 void PassWeights::withdrawEarly() {
+  std::erase_if(early_, [](const Early& each) { return !each.call.isOfPresent(); });
   std::for_each(
       early_.rbegin(), early_.rend(), [this](Early& each) { // the last one first, as one parameter may have two
         at::Tensor& grad = params_[each.param].tensor.mutable_grad();

@@ -94,7 +94,7 @@ class PassWeights {
   void marked(ForwardMark& mark);
   /// A gradient will be added to .grad, in a call of backward() that is no pass so far. Cost: a copy of .grad, which lives until the next call
   /// or forward pass.
-  void coming(size_t param, const at::Tensor& grad);
+  void coming(size_t param, const at::Tensor& grad, GradientCall call);
   /// Whether coming() was called in this call of backward(), and begin() was not.
   [[nodiscard]] bool hasEarly() const noexcept {
     return !early_.empty();
@@ -221,6 +221,7 @@ class PassWeights {
     size_t param;
     at::Tensor before; ///< .grad without it
     at::Tensor grad;
+    GradientCall call;
   };
 
   void endPass() noexcept;

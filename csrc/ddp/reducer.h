@@ -236,7 +236,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void onComing(size_t index, const at::Tensor& grad);
   void onGradient(size_t index);
   void takeGradient(size_t index);
-  [[nodiscard]] bool mayBeginUnmarked(size_t index) const;
+  [[nodiscard]] GradientCall callOf(size_t index) const;
   [[nodiscard]] bool beginsPass(size_t index) const;
   void queueUnmarked();
   void beginUnmarked();

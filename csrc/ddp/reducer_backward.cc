@@ -145,7 +145,7 @@ void Reducer::onComing(size_t index, const at::Tensor& grad) {
     const std::unique_lock turn(mutex_); // nothing that readers see changes
     followCall();
     if (!pass_.reducing() && !marks_.inPass()) {
-      weights_->coming(index, grad);
+      weights_->coming(index, grad, callOf(index));
     }
   });
 }
@@ -186,8 +186,9 @@ void Reducer::takeGradient(size_t index) {
   if (beginsPass(index)) {
     beginPass();
   } else if (!pass_.reducing()) {
-    marks_.note(index);
-    if (mayBeginUnmarked(index)) {
+    const GradientCall call = callOf(index);
+    marks_.note(index, call);
+    if (call.may_begin) {
       queueUnmarked();
     } else if (weights_.has_value() && weights_->entered()) {
       weights_->begin(forward_weight_, trained(), /*reduces=*/false);
@@ -206,9 +207,9 @@ void Reducer::takeGradient(size_t index) {
   completeGradient(index);
 }
 
-bool Reducer::mayBeginUnmarked(size_t index) const {
-  return !buckets_.all().empty() && pass_.phase() == BackwardPass::Phase::Armed &&
-      marks_.mayBeginUnmarked(params_[index].tensor);
+GradientCall Reducer::callOf(size_t index) const {
+  const bool armed = !buckets_.all().empty() && pass_.phase() == BackwardPass::Phase::Armed;
+  return marks_.callOf(params_[index].tensor, armed);
 }
 
 bool Reducer::beginsPass(size_t index) const {
@@ -217,7 +218,7 @@ bool Reducer::beginsPass(size_t index) const {
   }
   // A mark may still come, of this forward pass, of an earlier one, or of one in no_sync(): it says whether the pass reduces, and its weight.
   const bool marked = armed_by_mark_ && !marks_.expectsAnyGraph();
-  return marks_.pending() || (!marked && mayBeginUnmarked(index));
+  return marks_.pending() || (!marked && callOf(index).may_begin);
 }
 
 void Reducer::queueUnmarked() {

@@ -261,3 +261,79 @@ def test_a_gradient_after_the_outputs_with_find_unused_parameters_raises() -> No
     found = ranks.run_ranks(2, late_with_find_unused, timeout_s=60, preload=ranks.TORCH_DDP)
     for rank in range(2):
         assert "parameter 'log_sigma' got a second gradient" in found[rank].value
+
+
+def penalised_around_a_checkpoint(rank: int, world_size: int) -> float:
+    """The penalty's gradients come first, in the call around the one that runs the forward pass."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    model = wrap(net)
+
+    def loss_with(module: nn.Module, whose: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(whose)
+        batch = torch.randn(4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        loss: torch.Tensor = checkpoint(module, batch, use_reentrant=True).square().mean()
+        for param in module.parameters():
+            loss = loss + param.square().sum() * (1 + whose)
+        return loss
+
+    worst = 0.0
+    for _ in range(2):
+        model.zero_grad()
+        loss_with(model, rank).backward()
+        single = copy.deepcopy(net)
+        single.zero_grad()
+        for whose in range(world_size):
+            (loss_with(single, whose) / world_size).backward()
+        worst = max(worst, off_by(gradients(net), gradients(single)))
+    return worst
+
+
+def test_a_penalty_around_a_checkpointed_forward_is_of_its_pass() -> None:
+    found = ranks.run_ranks(2, penalised_around_a_checkpoint, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found[rank].value for rank in range(2)) < 1e-12
+
+
+class Headed(nn.Module):
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(5, 2).double()
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return self.head(checkpoint(self.trunk, batch, use_reentrant=True))
+
+
+def shared_trunk(rank: int, world_size: int) -> float:
+    """Two wrappers have a trunk that runs in a nested call; backward goes through one, then the other."""
+    torch.manual_seed(3)
+    trunk = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
+    nets = [Headed(trunk), Headed(trunk)]
+    models = [wrap(net) for net in nets]
+
+    def losses_with(modules: list[Any], whose: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(whose)
+        batch = torch.randn(4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        return [module(batch).square().mean() for module in modules]
+
+    worst = 0.0
+    for order in ((1, 0), (0, 1)):
+        for model in models:
+            model.zero_grad()
+        losses = losses_with(models, rank)
+        for which in order:
+            losses[which].backward()
+        singles = copy.deepcopy(nets)
+        for single in singles:
+            single.zero_grad()
+        for whose in range(world_size):
+            for loss in losses_with(singles, whose):
+                (loss / world_size).backward()
+        for net, single in zip(nets, singles, strict=True):
+            worst = max(worst, off_by(gradients(net), gradients(single)))
+    return worst
+
+
+def test_a_checkpointed_trunk_of_two_wrappers_is_reduced_by_each() -> None:
+    found = ranks.run_ranks(2, shared_trunk, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found[rank].value for rank in range(2)) < 1e-12
