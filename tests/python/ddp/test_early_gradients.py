@@ -305,7 +305,7 @@ class Headed(nn.Module):
 
 
 def shared_trunk(rank: int, world_size: int) -> float:
-    """Two wrappers have a trunk that runs in a nested call; backward goes through one, then the other."""
+    """Two wrappers with a trunk that runs in a nested call; backward takes one, then the other."""
     torch.manual_seed(3)
     trunk = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
     nets = [Headed(trunk), Headed(trunk)]
