@@ -184,19 +184,17 @@ int64_t& ElasticGroup::joinPoints() {
 }
 
 bool ElasticGroup::begin() {
-  for (;;) {
-    beforeWait();
-    if (const auto epoch = driver_->begin(Deadline::after(kSignalCheckMs))) {
-      return takeOver(*epoch);
-    }
-    checkSignals();
-  }
+  return takeOver(&AgreementDriver::begin);
 }
 
 bool ElasticGroup::awaitMembers() {
+  return takeOver(&AgreementDriver::present);
+}
+
+bool ElasticGroup::takeOver(std::optional<AgreementDriver::Epoch> (AgreementDriver::*waits)(Deadline)) {
   for (;;) {
     beforeWait();
-    if (const auto epoch = driver_->present(Deadline::after(kSignalCheckMs))) {
+    if (const auto epoch = ((*driver_).*waits)(Deadline::after(kSignalCheckMs))) {
       return takeOver(*epoch);
     }
     checkSignals();

@@ -94,6 +94,8 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] int64_t& joinPoints();
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
+  /// The same, of the epoch that `waits` returns. A signal handler that raises ends the wait.
+  bool takeOver(std::optional<AgreementDriver::Epoch> (AgreementDriver::*waits)(Deadline));
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;

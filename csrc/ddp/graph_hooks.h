@@ -174,8 +174,6 @@ class PassMarks {
   [[nodiscard]] bool pending() const noexcept {
     return call_.running() && !begun_;
   }
-  /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
-  [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
   /// Of a gradient that comes now. `armed`: a forward pass has asked for a pass.
   [[nodiscard]] GradientCall callOf(const at::Tensor& param, bool armed) const;
   /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
@@ -204,6 +202,8 @@ class PassMarks {
 
   void tellOthers() const;
   [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
+  /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
+  [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
 
   std::shared_ptr<const Params> params_;
   BackwardCall outermost_; ///< as far as it is known

@@ -141,10 +141,12 @@ void PassWeights::withdrawEarly() {
 void PassWeights::giveBackEarly() {
   for (const Early& each : std::exchange(early_, {})) {
     at::Tensor& grad = params_[each.param].tensor.mutable_grad();
-    if (grad.defined() && each.grad.defined()) {
-      grad.is_sparse() ? void(grad = grad + each.grad) : void(grad.add_(each.grad));
-    } else if (each.grad.defined()) {
+    if (each.grad.defined() && !grad.defined()) {
       grad = each.grad;
+    } else if (each.grad.defined() && grad.is_sparse()) {
+      grad = grad + each.grad;
+    } else if (each.grad.defined()) {
+      grad.add_(each.grad);
     }
     came(each.param);
   }

@@ -191,8 +191,7 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
   });
 }
 
-// Between the passes of a step,
-// where a mean may have made it due, it waits for the next step: a newcomer has none of those passes.
+// Between the passes of a step, where a mean may have made it due, it waits for the next step: a newcomer has none of those passes.
 void Reducer::admitNewcomers(bool at_join_point) {
   raising([&] {
     const Turn turn(*this);

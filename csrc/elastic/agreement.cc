@@ -763,10 +763,9 @@ void Agreement::onPrepare(const Message& message, TimePoint now) {
     return;
   }
   owed_ = message.from;
+  // Else members would take over from each other, and none could wait for its promises.
   if (!proposal_ && !repeats && !isLowest()) {
-    propose_at_ = std::max(
-        propose_at_,
-        takeoverAt(now)); // else members would take over from each other, and none could wait for its promises
+    propose_at_ = std::max(propose_at_, takeoverAt(now));
   }
   if (proposal_ && proposal_->ballot < message.ballot) {
     proposal_.reset();

@@ -39,7 +39,7 @@ class Agreement {
     bool accept_split_brain = false; ///< go on without a quorum: both sides of a partition may
     int dead_after_ms = 3000; ///< the detector's: silence for so long is PEER_UNRESPONSIVE
     int quorum_wait_ms =
-        10000; ///< how long to wait for a quorum, or for min_ranks, before the user gets an error; see kMostQuorumWaits
+        10000; ///< how long to wait for min_ranks, or a quorum (see kMostQuorumWaits), before the user gets an error
     int join_pause_ms = 10000; ///< how long members wait after a commit for a newcomer that loads their state
     int join_wait_ms = 60000; ///< how long a newcomer waits to be admitted
     int retry_ms = 200; ///< after which messages are sent again, and twice as long from then on

@@ -29,7 +29,8 @@ namespace pycomm {
 class Reconfigurable {
  public:
   /// Opens this process's endpoint, unless another group has. `config`: of every Group to come, but for rank, size and deadline. `known`: the
-  /// address at which the members reach this process already, if they do. `engine` outlives this. Throws what chooseRoute(), Listener::bind() and Security::open() throw.
+  /// address at which the members reach this process already, if they do. `engine` outlives this. Throws what chooseRoute(), Listener::bind()
+  /// and Security::open() throw.
   Reconfigurable(Engine& engine, Group::Config config, const SocketAddress& known = {});
   ~Reconfigurable();
   Reconfigurable(const Reconfigurable&) = delete;

@@ -117,8 +117,7 @@ class StepTimes:
         by_size = sorted(_by_size(self._steps).items())
         points = [(size, _middle(times), len(times)) for size, times in by_size]
         sizes = [size for size, _, _ in points]
-        count = sum(count for _, _, count in points)
-        mean = math.fsum(size * count for size, _, count in points) / count
+        mean = _mean_size(points)
         if self._fixed_samples is None:
             self._fixed_samples = _FIRST_RATIO * mean
         fixed, slope = _line(points, self._fixed_samples)
@@ -135,6 +134,12 @@ def _by_size(steps: Iterable[tuple[float, float]]) -> dict[float, list[float]]:
     for samples, seconds in steps:
         found.setdefault(samples, []).append(seconds)
     return found
+
+
+def _mean_size(points: Sequence[tuple[float, float, int]]) -> float:
+    """Of the steps: a point is a size, seconds, and of how many steps."""
+    count = sum(each for _, _, each in points)
+    return math.fsum(size * each for size, _, each in points) / count
 
 
 def _may_be(samples: float, seconds: float, by_size: Mapping[float, Sequence[float]]) -> bool:
@@ -159,8 +164,7 @@ def _may_be(samples: float, seconds: float, by_size: Mapping[float, Sequence[flo
     if len(known) == 1:
         return True
     points = [(size, middle, len(known[size])) for size, middle in middles.items()]
-    count = sum(each for _, _, each in points)
-    mean = math.fsum(size * each for size, _, each in points) / count
+    mean = _mean_size(points)
     spread = math.fsum(each * _square(size - mean) for size, _, each in points) / _FEWEST
     fixed, slope = _line(points, 0.0)
     expected = fixed + slope * samples

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from signals import wait_until_asleep
+from thread_state import wait_until_asleep
 from torch import nn
 
 

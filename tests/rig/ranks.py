@@ -55,7 +55,7 @@ from rank_child import (
     mark,
     other_backends_threads,
 )
-from thread_state import LOOKS_ASLEEP
+from thread_state import LOOKS_ASLEEP, state_in
 from zygote import Process, Zygote, ZygoteDiedError, zygote_for
 
 __all__ = [
@@ -270,9 +270,7 @@ class Ranks:
 
     def state(self, rank: int) -> str:
         """The kernel's letter for the rank's main thread: "S" if asleep, "T" if stopped."""
-        stat = Path(f"/proc/{self.pid(rank)}/stat").read_text()
-        # "pid (name) state …": the name may hold anything, so look from its end.
-        return stat.rpartition(")")[2].split()[0]
+        return state_in(f"/proc/{self.pid(rank)}")
 
     def marks(self, rank: int) -> list[str]:
         """All marks of a rank so far."""

@@ -6,10 +6,8 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
-_LOOKS_ASLEEP = 20
-_BETWEEN_LOOKS_S = 0.005
+from thread_state import wait_until_asleep
 
 
 class CaughtSignal:
@@ -40,26 +38,6 @@ class CaughtSignal:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {self._number.name} came within {timeout_s:g} s")
             time.sleep(0.01)
-
-
-def wait_until_asleep(thread_id: int, timeout_s: float = 60.0) -> None:
-    """Returns once a thread of this process blocks: it was asleep at 20 looks in a row.
-
-    Args:
-        thread_id: The kernel's number of it.
-
-    Raises:
-        TimeoutError: It did not within ``timeout_s`` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    asleep = 0
-    while asleep < _LOOKS_ASLEEP:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"thread {thread_id} did not block within {timeout_s:g} s")
-        stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
-        # "pid (name) state …": the name may hold anything, so look from its end.
-        asleep = asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
-        time.sleep(_BETWEEN_LOOKS_S)
 
 
 def interrupt_main_thread(number: signal.Signals, begun: threading.Event) -> list[float]:

@@ -57,6 +57,22 @@ GroupIdentity identityOfTwo(int rank) {
   return identity;
 }
 
+/// Of a group on one host. Returns the memory that its ranks share.
+std::shared_ptr<SharedArena> openAll(
+    Planes& planes,
+    const GroupIdentity& identity,
+    HostHeaps heaps,
+    const HostPlane::Config& config) {
+  Membership::Config membership;
+  membership.hosts = identity.hosts;
+  planes.openData();
+  planes.openControl({}, membership);
+  auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(identity.size)));
+  arena->commit(0, HostView::commonNbytes(identity.size));
+  planes.openHost(arena, std::move(heaps), config);
+  return arena;
+}
+
 // The data loop of a process serves all its groups, and a caller may be in the middle of a large sum on it. Operations in shared memory do not wait
 // for that when their group fails; that all have ended is reported once the data loop's have, too.
 TEST(Planes, AFailureReachesSharedMemoryWithoutTheDataLoop) {
@@ -69,13 +85,7 @@ TEST(Planes, AFailureReachesSharedMemoryWithoutTheDataLoop) {
   events.failed = [&](const ErrorRecord&) { ++failed; };
   events.ended = [&] { ++ended; };
   Planes planes(identity, data_loop, control, std::move(events));
-  Membership::Config membership;
-  membership.hosts = identity.hosts;
-  planes.openData();
-  planes.openControl({}, membership);
-  auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
-  arena->commit(0, HostView::commonNbytes(2));
-  planes.openHost(arena, HostHeaps(), HostPlane::Config());
+  openAll(planes, identity, HostHeaps(), HostPlane::Config());
   data_loop.runTasks();
   std::shared_ptr<Operation> operation;
   const auto make = [] {
@@ -118,12 +128,6 @@ TEST(Planes, ADeathThatAnotherRankHasFromTheKernelIsNotWaitedFor) {
     Planes::Events events;
     events.failed = [](const ErrorRecord&) {};
     Planes planes(identity, data_loop, control, std::move(events));
-    Membership::Config membership;
-    membership.hosts = identity.hosts;
-    planes.openData();
-    planes.openControl({}, membership);
-    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(3)));
-    arena->commit(0, HostView::commonNbytes(3));
     HostHeaps heaps;
     heaps.own = std::make_shared<SharedHeap>(SharedArena::create(64 << 20));
     const auto other = std::make_shared<SharedHeap>(SharedArena::create(64 << 20));
@@ -131,7 +135,7 @@ TEST(Planes, ADeathThatAnotherRankHasFromTheKernelIsNotWaitedFor) {
     const std::shared_ptr<SharedHeap> heap = heaps.own;
     HostPlane::Config config;
     config.ranks = {0, 1, 2};
-    planes.openHost(arena, std::move(heaps), config);
+    const auto arena = openAll(planes, identity, std::move(heaps), config);
     data_loop.runTasks();
     auto* const tensor = static_cast<std::byte*>(heap->allocate(kNumel * sizeof(float)));
     std::shared_ptr<Operation> operation;

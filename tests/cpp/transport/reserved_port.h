@@ -31,8 +31,10 @@ class ReservedPort {
     return number_;
   }
 
- private:
+ protected:
   UniqueFd socket_;
+
+ private:
   uint16_t number_ = 0;
 };
 

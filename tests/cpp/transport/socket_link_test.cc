@@ -14,6 +14,7 @@
 #include "base/unique_fd.h"
 #include "transport/link_conformance.h"
 #include "transport/link_peer.h"
+#include "transport/reserved_port.h"
 #include "transport/socket_pairs.h"
 
 namespace pycomm {
@@ -171,19 +172,10 @@ TEST(StartConnect, FinishesLater) {
 }
 
 /// A port that nobody else gets and that refuses connections, until listen().
-class ClosedPort {
+class ClosedPort : public testing::ReservedPort {
  public:
-  ClosedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in self{};
-    socklen_t nbytes = sizeof self;
-    self.sin_family = AF_INET;
-    self.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&self), nbytes), 0);
-    EXPECT_EQ(::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&self), &nbytes), 0);
-    address_ = SocketAddress::parse("127.0.0.1", ntohs(self.sin_port));
-  }
-  [[nodiscard]] const SocketAddress& address() const {
-    return address_;
+  [[nodiscard]] SocketAddress address() const {
+    return SocketAddress::parse("127.0.0.1", number());
   }
   void listen() {
     EXPECT_EQ(::listen(socket_.get(), 1), 0);
@@ -196,15 +188,11 @@ class ClosedPort {
     EXPECT_TRUE(accepted);
     return SocketAddress::parse("127.0.0.1", ntohs(peer.sin_port));
   }
-
- private:
-  UniqueFd socket_;
-  SocketAddress address_;
 };
 
 TEST(StartConnect, SaysWhyItFailed) {
   ClosedPort port;
-  const SocketAddress& remote = port.address();
+  const SocketAddress remote = port.address();
   const ErrorRecord record = errorOf([&] {
     const auto link = startConnect(kLoopback, remote);
     for (const Deadline deadline = Deadline::after(10000); !link->finishConnect() && !deadline.expired();) {
@@ -219,7 +207,7 @@ TEST(StartConnect, SaysWhyItFailed) {
 
 TEST(ConnectTcp, TriesUntilThePeerListens) {
   ClosedPort port;
-  const SocketAddress& remote = port.address();
+  const SocketAddress remote = port.address();
   std::unique_ptr<SocketLink> link;
   std::thread connecting([&] { link = connectSocket(kLoopback, remote, Deadline::after(20000), AbortToken()); });
   // Listen only after a refusal has surely happened.
@@ -232,7 +220,7 @@ TEST(ConnectTcp, TriesUntilThePeerListens) {
 
 TEST(ConnectTcp, GivesUpAtTheDeadlineAndSaysWhatItTried) {
   ClosedPort port;
-  const SocketAddress& remote = port.address();
+  const SocketAddress remote = port.address();
   const TimePoint begin = Clock::now();
   const ErrorRecord record =
       errorOf([&] { (void)connectSocket(kLoopback, remote, Deadline::after(2000, begin), AbortToken()); });
@@ -259,7 +247,7 @@ TEST(ConnectTcp, GivesUpAtOnceWhereTryingAgainCannotHelp) {
 
 TEST(ConnectTcp, EndsWhenAborted) {
   ClosedPort port;
-  const SocketAddress& remote = port.address();
+  const SocketAddress remote = port.address();
   AbortToken abort;
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;

@@ -14,7 +14,7 @@ import rings
 import torch
 import torch.distributed as dist
 from ddp_rig import all_ranks, wrap
-from signals import wait_until_asleep
+from thread_state import wait_until_asleep
 from time_bound import assert_within
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -91,7 +91,7 @@ def at_last():
 thread = threading.Thread(target=model(torch.ones(2, 4)).sum().backward, daemon=True)
 thread.start()
 hooked.wait()
-thread_state.wait_until_asleep(thread)
+thread_state.wait_until_asleep(thread.native_id)
 """
 
 REFUSAL = r"""

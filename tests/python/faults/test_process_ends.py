@@ -343,7 +343,7 @@ if rank == 1:
     time.sleep(600)  # until it is killed
 thread = threading.Thread(target=loss.backward, daemon=True)
 thread.start()
-thread_state.wait_until_asleep(thread)
+thread_state.wait_until_asleep(thread.native_id)
 """
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from processes import open_files
 from ranks import RankResults, describe_exception, mark, run_ranks, start_ranks
+from thread_state import state_in
 from time_bound import assert_within
 
 import pycomm
@@ -467,9 +468,9 @@ def waits_for_the_stopped(rank: int, world_size: int, path: str, stopped: int) -
         mark("ready")
         signal.pause()
     mark("ready")
-    stat = Path("/proc", member.store.get("pid").decode(), "stat")
+    process = "/proc/" + member.store.get("pid").decode()
     give_up_s = time.monotonic() + PATIENCE_S
-    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+    while state_in(process) != "T":
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
     failed = outcome(lambda: pycomm.reconfigure(2, handles, timeout=2))
