@@ -34,6 +34,9 @@ enum class ErrorCode : uint16_t {
   PeerDead = 32, ///< the peer's process ended without a goodbye
   PeerUnresponsive = 33, ///< the peer is connected but silent
   PeerLeft = 34, ///< the peer closed its group in good order while we still needed it
+  /// In a record that a group agrees on: a link broke although its peer is still there. Thrown by a Link: the connection broke or ended; a
+  /// group makes PeerDead of that, unless a goodbye explains it. To an elastic::Agreement: a connection broke, which does not show that its
+  /// peer's process has ended.
   ConnectionReset = 35,
   ProtocolViolation = 36, ///< bytes that no pycomm peer of this version sends
   DataCorrupt = 37,
@@ -118,7 +121,7 @@ struct ErrorRecord {
   std::string summary; ///< one plain sentence: what failed
   std::string hint; ///< what to try
   std::string cause; ///< errno name and text, or the text of the underlying exception
-  int rank = -1; ///< the rank that noticed the failure
+  int rank = -1; ///< between ranks: the one that noticed the failure; errorOf() makes it the one that raises it
   std::string host;
   int peer =
       -1; ///< the rank that caused it, or that this rank waited for; a link, which knows no ranks, may say kThisEnd

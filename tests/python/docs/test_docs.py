@@ -259,14 +259,33 @@ def test_the_wrappers_page_names_the_range_of_torch() -> None:
 # Tables
 
 
+def is_defined(function: str, file: str) -> bool:
+    """Whether the function's body, or a class of this name, is in the file: a call is not enough.
+
+    A C++ body begins in the first column, or within its class in a line that has a type before it.
+    """
+    text = read(file)
+    owner, _, name = function.replace("::", ".").rpartition(".")
+    if file.endswith(".py"):
+        scope = rf"^class {owner}\b" if owner else ""
+        bodies = [rf"^ *(def|class) {name}\b"]
+    else:
+        in_class = rf"^ +(?!return |else )([\w:<>,*&\[\]]+ )+{name}\("
+        if re.search(rf"^namespace pycomm::{owner}\b", text, re.M):
+            owner = ""
+        scope = rf"\b(class|struct) {owner}\b" if owner else ""
+        bodies = [in_class] if owner else [in_class, rf"^(class|struct) {name}\b"]
+        qualified = f"{owner}::{name}" if owner else name
+        if re.search(rf"^(?![\s/#]).*\b{qualified}\(", text, re.M):
+            return True
+    return bool(re.search(scope, text, re.M)) and any(re.search(b, text, re.M) for b in bodies)
+
+
 def assert_defined(files: list[str], functions: list[str]) -> None:
-    """Each function stands in its file; the last file has those that are left."""
-    texts = [read(file) for file in files]
-    for at, function in enumerate(functions):
-        text = texts[min(at, len(texts) - 1)]
-        owner, _, name = function.replace("::", ".").rpartition(".")
-        assert re.search(rf"\b{name}\(", text), f"{function} in {files}"
-        assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
+    """Each function is defined in one of the files, and each file defines one of them."""
+    pairs = {(each, file) for each in functions for file in files if is_defined(each, file)}
+    assert {each for each, _ in pairs} == set(functions), files
+    assert {file for _, file in pairs} == set(files), functions
 
 
 def test_contributing_names_functions_that_exist() -> None:
@@ -277,13 +296,38 @@ def test_contributing_names_functions_that_exist() -> None:
 
 
 def test_the_ways_through_the_code_name_functions_where_they_are() -> None:
-    chapter = read("docs/architecture.md").split("## Three ways through the code")[1]
+    chapter = read("docs/architecture.md").split("## Four ways through the code")[1]
     ways = chapter.split("\n## ")[0].split("\n**")[1:]
-    assert len(ways) == 3
+    assert len(ways) == 4
     for way in ways:
         for where, functions, _ in table(way, "where", "function", "what happens"):
             files = [file if file.startswith("pycomm/") else f"csrc/{file}" for file in code(where)]
             assert_defined(files, code(functions))
+
+
+SOURCE = r"[\w/]+\.(?:h|cc|cu|py)"
+
+
+def test_the_design_names_files_where_they_are_and_members_that_exist() -> None:
+    page = read("docs/architecture.md")
+    rows = [(code(row[0])[0], row[1]) for row in table(page, "folder", "what to read first")]
+    for row in table(page, "subfolder", "what is decided there", "what to read first"):
+        name = code(row[0])[0]
+        rows.append((name if "itself" in row[0] else f"engine/{name}", row[2]))
+    for folder, files in rows:
+        for file in re.findall(f"`({SOURCE})`", files):
+            here = (ROOT / "csrc" / folder / file, ROOT / "csrc" / file)
+            assert any(each.is_file() for each in here), f"{folder}: {file}"
+    folders = ("csrc", "pycomm", "tests", "tools")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    sources = [path.read_text() for path in paths if path.suffix in (".h", ".cc")]
+    for file in re.findall(f"`({SOURCE})`", page):
+        assert any(str(path).endswith(f"/{file}") for path in paths), file
+    for owner, member in re.findall(r"`(\w+)::(\w+)", page):
+        if owner != "ProcessGroup":  # torch's
+            scope = rf"\b(class|struct|namespace) (\w+::)*{owner}\b"
+            holding = [text for text in sources if re.search(scope, text)]
+            assert any(re.search(rf"\b{member}\b", text) for text in holding), (owner, member)
 
 
 def test_the_page_of_errors_is_the_docstrings() -> None:
