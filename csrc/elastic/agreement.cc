@@ -535,7 +535,7 @@ void Agreement::begin(ErrorCode cause, const std::optional<Incarnation>& culprit
   propose_at_ = isLowest() ? now : takeoverAt(now);
 }
 
-// To everyone, also whom it has heard: they may be in a later epoch by now, and answer.
+// To everyone, also whom it has heard: they may be in a later epoch by now, and a member that answers no more has stopped.
 void Agreement::ask(TimePoint now) {
   Message suspect = make(Message::Kind::Suspect);
   suspect.cause = cause_;
@@ -551,11 +551,9 @@ void Agreement::ask(TimePoint now) {
     }
   }
   send(std::move(suspect), std::move(heard));
-  std::vector<Incarnation> silent = others(true);
-  std::erase_if(silent, [&](const Incarnation& other) { return reached(other); });
   Message ping = make(Message::Kind::Ping);
   ping.nonce = nonce_;
-  send(std::move(ping), std::move(silent));
+  send(std::move(ping), others(true));
   if (proposal_) {
     Message again = make(proposal_->value ? Message::Kind::Accept : Message::Kind::Prepare);
     again.ballot = proposal_->ballot;
