@@ -141,8 +141,8 @@ TimePoint Agreement::takeoverAt(TimePoint now) const {
   return now + milliseconds(config_.dead_after_ms) + (2 + std::max(self_, 0)) * window();
 }
 
-// A living quorum may take longer than quorum_wait, although it loses nothing: a member stops after it has answered and is waited for, first until
-// another one proposes, then by that one.
+// A living quorum may take longer than quorum_wait, although it loses nothing: connections are cut and come back meanwhile, or a member stops that no
+// detector finds, and is waited for first until another one proposes, then by that one.
 TimePoint Agreement::giveUpAt() const {
   return began_ + (reachesQuorum() ? kMostQuorumWaits : 1) * milliseconds(config_.quorum_wait_ms);
 }
@@ -535,7 +535,7 @@ void Agreement::begin(ErrorCode cause, const std::optional<Incarnation>& culprit
   propose_at_ = isLowest() ? now : takeoverAt(now);
 }
 
-// To everyone, also whom it has heard: they may be in a later epoch by now, and a member that answers no more has stopped.
+// To everyone, also whom it has heard: they may be in a later epoch by now, and answer.
 void Agreement::ask(TimePoint now) {
   Message suspect = make(Message::Kind::Suspect);
   suspect.cause = cause_;
@@ -551,9 +551,11 @@ void Agreement::ask(TimePoint now) {
     }
   }
   send(std::move(suspect), std::move(heard));
+  std::vector<Incarnation> silent = others(true);
+  std::erase_if(silent, [&](const Incarnation& other) { return reached(other); });
   Message ping = make(Message::Kind::Ping);
   ping.nonce = nonce_;
-  send(std::move(ping), others(true));
+  send(std::move(ping), std::move(silent));
   if (proposal_) {
     Message again = make(proposal_->value ? Message::Kind::Accept : Message::Kind::Prepare);
     again.ballot = proposal_->ballot;

@@ -127,7 +127,7 @@ class Agreement {
   [[nodiscard]] bool mayBegin() const noexcept {
     return phase_ == Phase::Working && view_.members.size() >= config_.min_ranks;
   }
-  /// Whether the next view is being decided. Members that take part then answer a question at least every half of dead_after.
+  /// Whether the next view is being decided. Until it is, a member that takes part sends each other one something at least every half of dead_after.
   [[nodiscard]] bool isAgreeing() const noexcept {
     return phase_ == Phase::Agreeing;
   }

@@ -549,7 +549,7 @@ void AgreementDriver::wait(TimePoint until) {
 }
 
 // The failure of a group names one member, but a host that loses its power takes several. The group's detector ends with the failure, so
-// its last look goes on here. From a member's first message on, its messages count: see handle().
+// its last look goes on here, until a message of the member comes: see handle().
 void AgreementDriver::expectOthers(const Failed& failed) {
   const View& view = agreement_->view();
   for (size_t rank = 0; failed.epoch == view.epoch && rank < failed.heard_at.size(); ++rank) {
