@@ -246,6 +246,11 @@ void bindElastic(py::module_& m) {
       .def(
           "ranks_with_newcomers",
           [](const ElasticGroup& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
+      .def("join_points", [](const ElasticGroup& group) { return raising([&] { return group.joinPoints(); }); })
+      .def(
+          "set_join_points",
+          [](ElasticGroup& group, int64_t passed) { raising([&] { group.setJoinPoints(passed); }); },
+          py::arg("passed"))
       .def("give", &give, py::arg("state"))
       .def(
           "refuse",

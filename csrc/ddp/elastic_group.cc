@@ -175,14 +175,6 @@ void ElasticGroup::entitle() const {
   present_.met.group->identity().title->set("elastic epoch " + std::to_string(present_.number) + ": " + ranks);
 }
 
-int64_t& ElasticGroup::joinPoints() {
-  const std::pair here(driver_->steps(), present_.changes.joined);
-  if (std::exchange(points_at_, here) != here) {
-    join_points_ = 0;
-  }
-  return join_points_;
-}
-
 bool ElasticGroup::begin() {
   return takeOver(&AgreementDriver::begin);
 }

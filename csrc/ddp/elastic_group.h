@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "c10d/backend.h"
@@ -53,7 +52,7 @@ class ElasticGroup final : public StepAgreement {
   }
   [[nodiscard]] bool admit() override;
   void joinPoint() override {
-    ++joinPoints();
+    points_ = {driver_->steps(), joinPoints() + 1};
   }
   void leave() override {
     driver_->leave();
@@ -86,12 +85,17 @@ class ElasticGroup final : public StepAgreement {
   void refuse(const std::string& why) {
     driver_->refuse(why);
   }
+  /// How many join_point()s this rank has passed since the last round. A newcomer begins with those of the rank whose state it has: that may have
+  /// given it within one, without an Admission.
+  [[nodiscard]] int64_t joinPoints() const {
+    return points_.step == driver_->steps() ? points_.passed : 0;
+  }
+  void setJoinPoints(int64_t passed) {
+    points_ = {driver_->steps(), passed};
+  }
 
  private:
   ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
-  /// How many join_point()s this rank has passed since the last round. From 0 as processes have joined, also without an Admission: so they
-  /// count.
-  [[nodiscard]] int64_t& joinPoints();
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
   /// The same, of the epoch that `waits` returns. A signal handler that raises ends the wait.
@@ -111,8 +115,10 @@ class ElasticGroup final : public StepAgreement {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<AgreementDriver> driver_;
   AgreementDriver::Epoch present_; ///< that the backend has
-  int64_t join_points_ = 0; ///< see joinPoints()
-  std::pair<int64_t, int> points_at_; ///< of these: the rounds committed, and how many processes have joined
+  struct {
+    int64_t step = 0; ///< behind which they were passed
+    int64_t passed = 0;
+  } points_; ///< see joinPoints()
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
   uint64_t pulled_view_ = 0; ///< and its members
 };

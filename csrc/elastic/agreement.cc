@@ -141,8 +141,8 @@ TimePoint Agreement::takeoverAt(TimePoint now) const {
   return now + milliseconds(config_.dead_after_ms) + (2 + std::max(self_, 0)) * window();
 }
 
-// A living quorum may take longer than quorum_wait, although it loses nothing: a member stops after it has answered and is waited for, first until
-// another one proposes, then by that one.
+// A living quorum may take longer than quorum_wait, although it loses nothing: connections are cut and come back meanwhile, or a member stops that no
+// detector finds, and is waited for first until another one proposes, then by that one.
 TimePoint Agreement::giveUpAt() const {
   return began_ + (reachesQuorum() ? kMostQuorumWaits : 1) * milliseconds(config_.quorum_wait_ms);
 }

@@ -127,6 +127,10 @@ class Agreement {
   [[nodiscard]] bool mayBegin() const noexcept {
     return phase_ == Phase::Working && view_.members.size() >= config_.min_ranks;
   }
+  /// Whether the next view is being decided. Until it is, a member that takes part sends each other one something at least every half of dead_after.
+  [[nodiscard]] bool isAgreeing() const noexcept {
+    return phase_ == Phase::Agreeing;
+  }
   /// Whether some newcomer can be reached from here. If all members say so in a commit round, they stop for it at a later one.
   [[nodiscard]] bool admits() const noexcept;
   /// Newcomers that load the members' state while those wait in boundary(): not those that can be reached only since then, as nobody gives them

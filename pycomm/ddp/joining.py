@@ -266,6 +266,7 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
     reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
     reducer.set_passes(shared["passes"])
     model._received_sampler = shared["sampler"]
+    model._agreement.set_join_points(shared["join_points"])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -315,6 +316,7 @@ def _packed(model: Any, ranks: int) -> memoryview:
                 "agreed": agreed,
                 "passes": model.reducer.passes(),
                 "steps": model.elastic.step,
+                "join_points": model._agreement.join_points(),
                 "sampler": model._state_of_sampler(ranks),
             },
         },

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -63,6 +64,10 @@ class Plan:
     """``join_pause=None``: it calls ``join_point()`` behind every so many steps."""
     point_times: tuple[int, int] = (-1, 1)
     """A rank that calls it so often there."""
+    late: int = -1
+    """A founder that learns from the next members only that the step before the first
+    ``join_point()`` counts: rank 0 calls that when it has seen them, and a process waits for the
+    state. Of the build with fault points."""
     fails: bool = False
     """A process that joins raises when it is a member, and keeps the exception for a minute."""
 
@@ -138,6 +143,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         return {"error": describe_exception(caught), "after_s": after_s}
     if not plan.join and rank == plan.struck[0]:
         loader.load().arm_fault_points(plan.struck[1])
+    if not plan.join and rank == plan.late:
+        learn_late(model, plan.points)
     mark("trains")
     mine = model.elastic.members[model.elastic.rank]
     oracle = elastic_training.Plan(plan.wire, passes=plan.passes)
@@ -173,6 +180,9 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             asked_s = max(asked_s, time.monotonic() - began_s)
             if plan.points and model.elastic.step % plan.points == 0:
                 mark(f"point {step}")
+                if mine == 0 and plan.late >= 0 and step < plan.points:
+                    while not model._agreement.newcomers():
+                        time.sleep(0.01)
                 began_s = time.monotonic()
                 for _ in range(plan.point_times[1] if rank == plan.point_times[0] else 1):
                     model.elastic.join_point()
@@ -201,6 +211,18 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
 
 
 start = functools.partial(elastic_training.start_training, trains)
+
+
+def learn_late(model: Any, step: int) -> None:
+    """The commit round of this step ends here when the next members have agreed that it counts."""
+    loader.load().arm_fault_points(f"survive.committed:{step}:hold")
+
+    def go_on() -> None:
+        while model._agreement.steps() < step:
+            time.sleep(0.01)
+        loader.load().arm_fault_points("")
+
+    threading.Thread(target=go_on, daemon=True).start()
 
 
 def fail_to_take_over() -> None:

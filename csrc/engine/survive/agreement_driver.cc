@@ -549,7 +549,7 @@ void AgreementDriver::wait(TimePoint until) {
 }
 
 // The failure of a group names one member, but a host that loses its power takes several. The group's detector ends with the failure, so
-// its last look goes on here, until a message comes.
+// its last look goes on here, until a message of the member comes: see handle().
 void AgreementDriver::expectOthers(const Failed& failed) {
   const View& view = agreement_->view();
   for (size_t rank = 0; failed.epoch == view.epoch && rank < failed.heard_at.size(); ++rank) {
@@ -631,11 +631,13 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
     // All members send Decide on as they learn a view: that comes late, and says nothing of how this epoch ends.
     const bool of_this_end = message->epoch == view.epoch && message->kind != elastic::Message::Kind::Decide;
+    agreement_->received(*message, now);
     if (const auto member = members_by_name_.find(message->from); of_this_end && member != members_by_name_.end()) {
       member->second.spoke = true;
-      member->second.silent_at = TimePoint::max();
+      // It may stop after it has answered, and the detector of the group has ended.
+      const bool answers = agreement_->isAgreeing() && message->kind != elastic::Message::Kind::Goodbye;
+      member->second.silent_at = answers ? now + milliseconds(members_.config().dead_after_ms) : TimePoint::max();
     }
-    agreement_->received(*message, now);
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
     expectOthers(*failed);
     handleFailure(failed->epoch, failed->record, now);

@@ -258,8 +258,7 @@ class AgreementDriver final : public Engine::Maker {
     TimePoint gone_at = TimePoint::max(); ///< of a former member
     bool spoke = false; ///< a member's: a message about the end of this epoch has come
     bool refused = false; ///< likewise: nobody listens at its endpoint
-    TimePoint silent_at =
-        TimePoint::max(); ///< a member's that has not spoken, when the epoch is over: it is found silent then
+    TimePoint silent_at = TimePoint::max(); ///< a member's, when the epoch is over: it is found silent then
     bool asked_witness = false;
     bool ended = false; ///< its process: the kernel says so
     std::unique_ptr<Outbox> outbox;

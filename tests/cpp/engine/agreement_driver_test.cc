@@ -566,6 +566,31 @@ TEST(AgreementDriver, WhatAMemberSaidOfTheEpochBeforeHidesNoSilence) {
   EXPECT_WITHIN_MS(testing::elapsedMs(began), 4500); // 2000 are left
 }
 
+// Of the lowest member all wait for a proposal, then who proposes in its place waits for its promise.
+TEST(AgreementDriver, AMemberThatStopsAfterItsAnswerIsFoundSilent) {
+  const Members group(4, {}, 4000);
+  (void)group.begin();
+  const Stopped stopped(group.engine(0));
+  elastic::Message suspicion = suspicionIn(group.firstView());
+  suspicion.from = group.name(0);
+  elastic::Message pong = suspicion;
+  pong.kind = elastic::Message::Kind::Pong;
+  pong.nonce = 1; // of the first agreement
+  for (const size_t to : {1U, 2U, 3U}) {
+    Outbox outbox(group.handle(to), group.visitor(0));
+    bring(outbox, suspicion);
+    bring(outbox, pong);
+  }
+  const TimePoint began = Clock::now();
+  group.onAll([&](size_t i) {
+    if (i != 0) {
+      const auto verdict = group.drivers[i]->verdict(1, soon());
+      EXPECT_EQ(verdict.value().again.value().members, (std::vector<int>{1, 2, 3}));
+    }
+  });
+  EXPECT_WITHIN_MS(testing::elapsedMs(began), 7000); // 12000, if it is waited for in each of its parts
+}
+
 TEST(AgreementDriver, AMemberSpeaksForItselfOnly) {
   const Members group(3);
   elastic::Message message = suspicionIn(group.firstView());

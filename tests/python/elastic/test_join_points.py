@@ -16,7 +16,7 @@ import torch
 from elastic_joining import Plan, start
 from elastic_training import SHARED, TCP
 from ranks import TORCH_DDP, run_ranks
-from test_joined_trainings import check, joining
+from test_joined_trainings import check, joining, start_with_faults
 
 pytestmark = [
     pytest.mark.ci,
@@ -112,6 +112,23 @@ def test_a_member_dies_within_it(who: int, tmp_path: Path) -> None:
     assert len(values) == 3
     assert values[0]["steps"][-1]["members"] == ((1, 2, 3) if who == 0 else (0, 2, 3))
     assert values[1]["steps"][0]["step"] % EVERY == 0
+
+
+@pytest.mark.usefixtures("fault_build")
+def test_members_that_wait_for_it_at_other_places_have_called_it_as_often(tmp_path: Path) -> None:
+    """A death leaves too few. Rank 0 is in it when a process joins, and rank 1 still in the step
+    before, of which it did not know that it counts."""
+    settings = (("join_pause", None), ("min_ranks", 3), ("quorum_wait", 60.0))
+    plan = at_points(tmp_path, 3, points=10, settings=settings, late=1)
+    with start_with_faults(3, tmp_path / "store", plan) as running:
+        running.wait_for_mark(0, "point 9")
+        running.kill(2)
+        with start_with_faults(1, tmp_path / "first", joining(plan)) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    assert results.pop(2).exit_code == -signal.SIGKILL
+    values = check(results)
+    assert [value["steps"][-1]["members"] for value in values] == [(0, 1, 3)] * 3
+    assert values[2]["steps"][0]["step"] == 10
 
 
 def test_members_that_call_it_at_other_steps_raise(tmp_path: Path) -> None:

@@ -206,6 +206,14 @@ MUTATIONS = [
         "AgreementDriver.WhatAMemberSaidOfTheEpochBeforeHidesNoSilence",
     ),
     _rule(
+        "a member that has answered is never silent",
+        _DRIVER,
+        "      member->second.silent_at = answers ? now + "
+        "milliseconds(members_.config().dead_after_ms) : TimePoint::max();\n",
+        "      member->second.silent_at = answers ? TimePoint::max() : TimePoint::max();\n",
+        "AgreementDriver.AMemberThatStopsAfterItsAnswerIsFoundSilent",
+    ),
+    _rule(
         "a member that closes decides a view of itself alone",
         _DRIVER,
         "        agreement_->retire();\n",
