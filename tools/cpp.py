@@ -244,6 +244,9 @@ def chosen_of(flavour: str, every: Sequence[str], *, slow: bool) -> tuple[list[s
 
 
 def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
     slow = "--slow" in sys.argv
     flavour, *cmake_arguments = [each for each in sys.argv[1:] if each != "--slow"] or ["plain"]
     folder = build(flavour, cmake_arguments)

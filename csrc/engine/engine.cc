@@ -62,6 +62,7 @@ Engine::Engine()
       callbacks_(std::make_unique<CallbackPool>()) {
   recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
   data_loop_->setSpin(kSpin);
+  data_loop_->discardOn(*callbacks_);
   installForkGuard();
 }
 

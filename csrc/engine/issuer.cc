@@ -128,7 +128,7 @@ std::shared_ptr<Operation> Issuer::followed(const Call& call) {
 }
 
 bool Issuer::keepsParts(const ScheduleRequest& schedule) {
-  return pycomm::keepsParts(schedule.kind, schedules_.get(schedules_.ours(schedule))->schedule.algorithm);
+  return pycomm::keepsParts(schedule.kind, algorithmOf(schedules_.ours(schedule)));
 }
 
 } // namespace pycomm

@@ -101,7 +101,7 @@ bool hasAlgorithm(Collective kind, Algorithm algorithm) noexcept {
   });
 }
 
-Schedule makeSchedule(const ScheduleRequest& request) {
+Algorithm algorithmOf(const ScheduleRequest& request) {
   checkRequest(request);
   Algorithm algorithm = request.algorithm;
   if (algorithm == Algorithm::Auto) {
@@ -112,6 +112,11 @@ Schedule makeSchedule(const ScheduleRequest& request) {
       algorithm = Algorithm::Ring;
     }
   }
+  return findEntry(request, algorithm).algorithm;
+}
+
+Schedule makeSchedule(const ScheduleRequest& request) {
+  const Algorithm algorithm = algorithmOf(request);
   const Entry& entry = findEntry(request, algorithm);
   const bool p2p = request.kind == Collective::Send || request.kind == Collective::Recv; // with oneself, then
   if (request.codec != Codec::None && request.size > 1) {

@@ -16,6 +16,9 @@ namespace pycomm {
 /// part of Output; reduce_scatter with Output this rank's part of Input.
 [[nodiscard]] Schedule makeSchedule(const ScheduleRequest& request);
 
+/// Its algorithm. Throws the same.
+[[nodiscard]] Algorithm algorithmOf(const ScheduleRequest& request);
+
 /// Elements of this rank's Input and Output; 0 if the collective does not use the buffer on this rank.
 [[nodiscard]] int64_t inputNumel(const ScheduleRequest& request);
 [[nodiscard]] int64_t outputNumel(const ScheduleRequest& request);

@@ -1,8 +1,10 @@
 #include "allocations.h"
 
+#include <malloc.h>
 #include <sched.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -14,6 +16,9 @@ thread_local int64_t allocations_left = 0; // before one fails
 thread_local bool failed = false;
 thread_local std::atomic<bool>* hold_begun = nullptr;
 thread_local const std::atomic<bool>* hold_until = nullptr;
+thread_local int64_t held = 0;
+std::atomic<size_t> watched_nbytes{SIZE_MAX};
+std::atomic<void (*)()> on_freed{nullptr};
 
 [[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
   if (allocations_left > 0 && --allocations_left == 0) {
@@ -26,12 +31,18 @@ thread_local const std::atomic<bool>* hold_until = nullptr;
     }
   }
   if (void* const memory = std::malloc(std::max<size_t>(nbytes, 1))) {
+    held += static_cast<int64_t>(::malloc_usable_size(memory));
     return memory;
   }
   throw std::bad_alloc();
 }
 
 [[gnu::noinline]] void release(void* memory) noexcept {
+  const size_t nbytes = ::malloc_usable_size(memory);
+  held -= static_cast<int64_t>(nbytes);
+  if (void (*const freed)() = nbytes >= watched_nbytes.load() ? on_freed.load() : nullptr) {
+    freed();
+  }
   std::free(memory);
 }
 
@@ -49,6 +60,15 @@ bool allocationFailed() noexcept {
 void holdNextAllocation(std::atomic<bool>& begun, const std::atomic<bool>& go) noexcept {
   hold_begun = &begun;
   hold_until = &go;
+}
+
+int64_t heldNbytes() noexcept {
+  return held;
+}
+
+void watchFrees(size_t nbytes, void (*freed)()) noexcept {
+  on_freed.store(freed);
+  watched_nbytes.store(freed == nullptr ? SIZE_MAX : nbytes);
 }
 
 } // namespace pycomm::testing

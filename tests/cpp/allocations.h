@@ -1,14 +1,15 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <new>
 
 namespace pycomm::testing {
 
-// operator new of the whole test program, as the calling thread sees it.
+// operator new and delete of the whole test program.
 
-/// From now on the `nth` allocation fails, and no other: 1 is the next one. 0: none fails.
+/// From now on the thread's `nth` allocation fails, and no other: 1 is the next one. 0: none fails.
 void failAllocation(int64_t nth) noexcept;
 /// Whether the one that was to fail has.
 [[nodiscard]] bool allocationFailed() noexcept;
@@ -29,5 +30,11 @@ template <typename Body>
 
 /// The thread's next allocation lasts until `go`, and says with `begun` that it has begun. Both outlive it.
 void holdNextAllocation(std::atomic<bool>& begun, const std::atomic<bool>& go) noexcept;
+
+/// Bytes that the thread has allocated, less those that it has freed.
+[[nodiscard]] int64_t heldNbytes() noexcept;
+
+/// From now on each thread that frees so many bytes at once calls `freed`. Null: none does.
+void watchFrees(size_t nbytes, void (*freed)()) noexcept;
 
 } // namespace pycomm::testing

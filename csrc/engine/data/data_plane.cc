@@ -434,12 +434,20 @@ void DataPlane::finishIfComplete(OperationRow& row) {
   if (!Transfers::isComplete(row)) {
     return;
   }
-  const auto node = tables_.entered.extract(row.id().id);
+  auto node = tables_.entered.extract(row.id().id);
   const std::shared_ptr<Operation>& operation = node.mapped().operation;
   transfers_.ended();
   endRow(node.mapped());
   operation->finish(std::nullopt);
   messages_.ended(*operation); // begins others, which may throw
+  letGo(node.mapped());
+}
+
+void DataPlane::letGo(OperationRow& row) noexcept {
+  if (row.operation->request().schedule->nbytes >= kLargeNbytes) {
+    row.transfer.reset();
+    data_loop_.discard(std::move(row.operation));
+  }
 }
 
 void DataPlane::overdue(uint64_t op_id) {

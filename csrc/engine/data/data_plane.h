@@ -138,6 +138,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   /// What this rank copies and computes between two looks at the sockets: in this event or those before it, and as much again in the tick
   /// that ends the loop's turn. With the last slice of each that is 1 MiB, some 100 us; asking the kernel again costs 1 us.
   static constexpr int64_t kTurnNbytes = 448 << 10;
+  static constexpr size_t kLargeNbytes = 1 << 20; ///< of a schedule: to release it takes 60 us
   /// The error of an operation that ends with others. The row is null if it is not entered.
   using Why = std::function<ErrorRecord(const Operation&, const OperationRow*)>;
 
@@ -167,6 +168,8 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   void takeUp(const std::shared_ptr<Operation>& operation, Was was);
   void start(const std::shared_ptr<Operation>& operation);
   void finishIfComplete(OperationRow& row);
+  /// Of an operation that has ended: this may be the last reference to it, and to its schedule, which may be large.
+  void letGo(OperationRow& row) noexcept;
   /// The deadline of an operation that is entered has passed.
   void overdue(uint64_t op_id);
   /// Some of the work of operations, if this turn has room for it. Whether there was any.

@@ -125,6 +125,9 @@ void DataPlane::endAll(const Why& why) noexcept {
       if (row.runs == runs) {
         endRow(row);
         end(*row.operation, &row);
+        if (runs == OperationRow::Runs::Here) {
+          letGo(row);
+        }
       }
     }
   };

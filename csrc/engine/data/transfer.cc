@@ -10,6 +10,9 @@
 namespace pycomm {
 namespace {
 
+constexpr size_t kBeginNbytes = 1 << 10; // to begin a step takes about as long as to read and write so much
+constexpr size_t kLeastBegun = 64; // steps, however little is left of the turn
+
 size_t indexOf(const std::vector<EdgeRow>& edges, const EdgeRow& edge) noexcept {
   return static_cast<size_t>(&edge - edges.data());
 }
@@ -29,78 +32,104 @@ Transfer::Transfer(
       send_frame_(send_frame),
       pieces_(row.operation->request().extras().pieces.get()),
       local_(*row.operation, tables.identity.size, staging),
-      states_(prepared_.schedule.steps.size()),
+      states_((prepared_.schedule.steps.size() + kPageSteps - 1) / kPageSteps),
       working_(working),
-      steps_left_(prepared_.schedule.steps.size()) {
-  const Schedule& schedule = prepared_.schedule;
-  for (size_t i = 0; i < states_.size(); ++i) {
-    states_[i].deps_left = schedule.steps[i].deps_end - schedule.steps[i].deps_begin;
-  }
-  if (pieces_ == nullptr) {
-    return;
-  }
-  const size_t arrived = pieces_->arrived();
-  for (uint32_t i = 0; i < states_.size(); ++i) {
-    if (pieces_->neededBy(i) > arrived) {
-      ++states_[i].deps_left; // its input is one more thing that it depends on
-      without_input_.push_back(i);
-    }
-  }
-  std::sort(without_input_.begin(), without_input_.end(), [&](uint32_t a, uint32_t b) {
-    return std::pair(pieces_->neededBy(a), a) > std::pair(pieces_->neededBy(b), b);
-  });
-}
+      steps_left_(prepared_.schedule.steps.size()) {}
 
 void Transfer::start() {
-  for (uint32_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].deps_left == 0) {
-      becomeReady(i);
+  begin(kPageSteps);
+  list();
+}
+
+Transfer::StepState& Transfer::state(uint32_t step) {
+  std::unique_ptr<StepState[]>& page = states_[step / kPageSteps];
+  if (page == nullptr) {
+    const std::vector<Step>& steps = prepared_.schedule.steps;
+    const size_t first = step - step % kPageSteps;
+    const size_t count = std::min(kPageSteps, steps.size() - first);
+    page = std::make_unique<StepState[]>(count);
+    for (size_t i = 0; i < count; ++i) {
+      page[i].waits_for = steps[first + i].deps_end - steps[first + i].deps_begin + 1;
     }
+  }
+  return page[step % kPageSteps];
+}
+
+BufferView Transfer::staged(uint32_t step) const noexcept {
+  const auto found = staged_.find(step);
+  return found == staged_.end() ? BufferView() : found->second.view();
+}
+
+ConstBufferView Transfer::outgoing(uint32_t index) const {
+  const Step& step = prepared_.schedule.steps[index];
+  if (step.kind == StepKind::RecvReduceSend) {
+    return staged(index);
+  }
+  return local_.view(step.kind == StepKind::Send ? step.src : step.dst);
+}
+
+bool Transfer::mayBegin() const noexcept {
+  return begun_ < prepared_.schedule.steps.size() && (pieces_ == nullptr || pieces_->hasInputOf(begun_));
+}
+
+void Transfer::begin(size_t steps) {
+  for (; steps > 0 && mayBegin(); --steps) {
+    const auto next = static_cast<uint32_t>(begun_++);
+    release(pieces_ == nullptr ? next : pieces_->stepAt(next));
   }
   runReady();
 }
 
-void Transfer::inputArrived() {
-  const size_t arrived = pieces_ == nullptr ? 0 : pieces_->arrived();
-  while (!without_input_.empty() && pieces_->neededBy(without_input_.back()) <= arrived) {
-    const uint32_t step = without_input_.back();
-    without_input_.pop_back();
-    if (--states_[step].deps_left == 0) {
-      becomeReady(step);
-    }
+void Transfer::list() {
+  if (!listed_ && (mayBegin() || !work_.empty())) {
+    working_.push_back(this);
+    listed_ = true;
   }
-  runReady();
+}
+
+void Transfer::release(uint32_t step) {
+  if (--state(step).waits_for == 0) {
+    becomeReady(step);
+  }
 }
 
 void Transfer::becomeReady(uint32_t step) {
-  if (prepared_.incoming_of_step[step] >= 0 && !states_[step].arrived) {
+  if (prepared_.incoming_of_step[step] >= 0 && !state(step).arrived) {
     return;
   }
-  if (local_.valuesOf(prepared_.schedule.steps[step], arriving(step)) == 0) {
+  if (local_.valuesOf(prepared_.schedule.steps[step], staged(step).ptr) == 0) {
     ready_.push_back(step);
     return;
   }
   work_.push_back(step);
-  if (work_.size() == 1) {
-    working_.push_back(this);
-  }
+  list();
 }
 
 size_t Transfer::work(size_t nbytes) {
+  listed_ = false;
+  size_t touched = 0;
+  if (mayBegin()) { // first: it lets frames go
+    const size_t before = begun_;
+    begin(std::max(nbytes / kBeginNbytes, kLeastBegun));
+    touched = (begun_ - before) * kBeginNbytes;
+  } else {
+    touched = compute(nbytes);
+  }
+  list();
+  return touched;
+}
+
+size_t Transfer::compute(size_t nbytes) {
   const uint32_t index = work_.front();
   const Step& step = prepared_.schedule.steps[index];
-  const size_t values = local_.valuesOf(step, arriving(index));
+  std::byte* const arriving = staged(index).ptr;
+  const size_t values = local_.valuesOf(step, arriving);
   const auto [slice, touched] = local_.sliceOf(step, values, worked_, nbytes);
-  local_.run(step, slice, arriving(index));
+  local_.run(step, slice, arriving);
   worked_ += slice.numel;
   if (worked_ == values) {
     worked_ = 0;
     work_.pop_front();
-  }
-  if (!work_.empty()) {
-    working_.push_back(this);
-  }
-  if (worked_ == 0) {
     computed(index);
     runReady();
   }
@@ -163,7 +192,7 @@ Sink Transfer::place(int peer, const FrameHeader& header) {
   const Step& step = prepared_.schedule.steps[index];
   const bool straight = step.kind == StepKind::Recv || step.kind == StepKind::RecvCopySend;
   Sink sink;
-  if (straight && states_[index].deps_left == 0) {
+  if (straight && state(index).waits_for == 0) {
     sink.into = local_.view(step.dst);
   } else if (header.payload_nbytes > 0) {
     sink.staging = staging_.take(header.payload_nbytes);
@@ -175,12 +204,14 @@ Sink Transfer::place(int peer, const FrameHeader& header) {
 void Transfer::arrived(int peer, const FrameHeader& header, Sink sink) {
   EdgeRow& edge = *row_.from(peer);
   const uint32_t index = prepared_.incoming[indexOf(row_.incoming, edge)].steps[edge.done++];
-  StepState& state = states_[index];
+  StepState& state = this->state(index);
+  if (sink.staging) {
+    staged_.insert_or_assign(index, std::move(sink.staging));
+  }
   state.arrived = true;
   state.eager = (header.aux & kEagerFlag) != 0;
-  state.staging = std::move(sink.staging);
   bytes_arrived_ += header.payload_nbytes;
-  if (state.deps_left > 0) {
+  if (state.waits_for > 0) {
     return;
   }
   if (sink.unexpected) {
@@ -193,30 +224,27 @@ void Transfer::arrived(int peer, const FrameHeader& header, Sink sink) {
 
 void Transfer::execute(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
-  if (const size_t values = local_.valuesOf(step, arriving(index)); values > 0) {
-    local_.run(step, {0, values}, arriving(index));
+  std::byte* const arriving = staged(index).ptr;
+  if (const size_t values = local_.valuesOf(step, arriving); values > 0) {
+    local_.run(step, {0, values}, arriving);
   }
   computed(index);
 }
 
 void Transfer::computed(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
-  StepState& state = states_[index];
   switch (step.kind) {
     case StepKind::Send:
       local_.countSent(step);
-      state.outgoing = local_.view(step.src);
       break;
     case StepKind::Recv:
     case StepKind::RecvCopySend:
     case StepKind::RecvReduce:
     case StepKind::RecvReduceCopySend:
-      state.staging.release();
+      staged_.erase(index);
       consumed(index);
-      state.outgoing = local_.view(step.dst);
       break;
     case StepKind::RecvReduceSend:
-      state.outgoing = state.staging.view();
       break; // consumed only when its memory is free again: that is what bounds the memory of a slow next rank
     case StepKind::ReduceMany:
     case StepKind::Copy:
@@ -230,23 +258,22 @@ void Transfer::computed(uint32_t index) {
     ended(index);
     return;
   }
-  state.sendable = true;
+  state(index).sendable = true;
   sendFramesOf(static_cast<size_t>(prepared_.outgoing_of_step[index]));
 }
 
 void Transfer::consumed(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
   credit::consumed(
-      tables_, row_, step.recv_peer, static_cast<int64_t>(prepared_.frameNbytes(step)), states_[index].eager);
+      tables_, row_, step.recv_peer, static_cast<int64_t>(prepared_.frameNbytes(step)), state(index).eager);
 }
 
 void Transfer::sendFramesOf(size_t edge_index) {
   const std::vector<uint32_t>& steps = prepared_.outgoing[edge_index].steps;
   EdgeRow& edge = row_.outgoing[edge_index];
-  while (edge.passed < edge.frames && states_[steps[edge.passed]].sendable) {
+  while (edge.passed < edge.frames && state(steps[edge.passed]).sendable) {
     const uint32_t index = steps[edge.passed];
-    StepState& state = states_[index];
-    const auto nbytes = static_cast<int64_t>(state.outgoing.nbytes);
+    const auto nbytes = static_cast<int64_t>(prepared_.frameNbytes(prepared_.schedule.steps[index]));
     const credit::Permission permission =
         tables_.failed ? credit::Permission::No : credit::maySend(tables_, edge, nbytes);
     if (permission == credit::Permission::No) {
@@ -257,7 +284,7 @@ void Transfer::sendFramesOf(size_t edge_index) {
     frame.header.index = static_cast<uint32_t>(edge.passed);
     frame.header.payload_nbytes = static_cast<uint32_t>(nbytes);
     frame.header.aux = permission == credit::Permission::Eager ? kEagerFlag : 0;
-    frame.payload = state.outgoing;
+    frame.payload = outgoing(index);
     frame.step = index;
     credit::sent(tables_, edge, nbytes, permission);
     send_frame_(edge.peer, std::move(frame));
@@ -274,7 +301,7 @@ void Transfer::sent(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
   ++row_.outgoing[static_cast<size_t>(prepared_.outgoing_of_step[index])].done;
   if (step.kind == StepKind::RecvReduceSend) {
-    states_[index].staging.release();
+    staged_.erase(index);
     consumed(index);
   }
   ended(index);
@@ -287,10 +314,7 @@ void Transfer::ended(uint32_t index) {
     pieces_->stepEnded(index);
   }
   for (uint32_t d = prepared_.dependents_begin[index]; d < prepared_.dependents_begin[index + 1]; ++d) {
-    const uint32_t dependent = prepared_.dependents[d];
-    if (--states_[dependent].deps_left == 0) {
-      becomeReady(dependent);
-    }
+    release(prepared_.dependents[d]);
   }
 }
 

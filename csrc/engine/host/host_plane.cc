@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/fault_point.h"
 #include "base/log.h"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int kPollsBeforeYield = 32;
 constexpr size_t kCompactAt = 256;
+constexpr size_t kKeptNbytes = 64 << 10; // of an empty list; a burst of more gives its memory back
 
 inline void pauseCore() noexcept {
 #if defined(__x86_64__)
@@ -30,6 +32,14 @@ int64_t bytesOf(const Descriptor& descriptor) {
   return descriptor.kind == Collective::Barrier
       ? 0
       : descriptor.numel * static_cast<int64_t>(elementSize(descriptor.dtype));
+}
+
+template <typename T>
+void clear(std::vector<T>& list) noexcept {
+  list.clear();
+  if (list.capacity() * sizeof(T) > kKeptNbytes) {
+    std::vector<T>().swap(list);
+  }
 }
 
 /// False if there is no memory to report it: then the next sleep, a second later at the most, is for reporting it again.
@@ -332,7 +342,7 @@ void HostPlane::takePosted() {
         deadline.isNever() ? TimePoint::max() : issued + (deadline.instant() - issued) / 4 * 3;
     queue_.emplace_back(memory_, std::move(operation), ticket, report_at);
   }
-  posted_.clear(); // keeps its memory
+  clear(posted_);
 }
 
 void HostPlane::enter(uint64_t& blocked, bool& moved) {
@@ -376,7 +386,7 @@ void HostPlane::advance(uint64_t& blocked, bool& moved) {
 
 void HostPlane::dropEnded() {
   if (head_ == queue_.size()) {
-    queue_.clear();
+    clear(queue_);
     head_ = entered_ = 0;
   } else if (head_ >= kCompactAt) {
     queue_.erase(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(head_));

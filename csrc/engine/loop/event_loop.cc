@@ -1,6 +1,7 @@
 #include "engine/loop/event_loop.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "base/native_thread.h"
@@ -73,6 +74,15 @@ void EventLoop::run(const std::function<void()>& task) {
   tasks_.push(awaited);
   nudge();
   awaited.wait();
+}
+
+void EventLoop::discard(std::shared_ptr<const void> memory) noexcept {
+  try {
+    if (discards_on_ != nullptr) {
+      static_cast<void>(discards_on_->submit([memory = std::move(memory)] {}));
+    }
+  } catch (const std::bad_alloc&) { // then here
+  }
 }
 
 void EventLoop::leave(After after) noexcept {

@@ -4,11 +4,13 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 
 #include "base/deadline.h"
+#include "engine/loop/callback_pool.h"
 #include "engine/loop/epoll_set.h"
 #include "engine/loop/loop.h"
 #include "engine/loop/loop_ownership.h"
@@ -95,6 +97,11 @@ class EventLoop final : public TaskLoop {
   void addBusy(int change) noexcept override {
     busy_.fetch_add(change, std::memory_order_relaxed);
   }
+  /// Before the loop has anything to do: what it discards is released there. The pool outlives all that the loop runs.
+  void discardOn(CallbackPool& pool) noexcept {
+    discards_on_ = &pool;
+  }
+  void discard(std::shared_ptr<const void> memory) noexcept override;
 
   void watch(int fd, uint32_t events, Handler& handler) override {
     epoll_.watch(fd, events, handler);
@@ -138,6 +145,7 @@ class EventLoop final : public TaskLoop {
   std::atomic<int> spin_us_{0};
   std::atomic<int> crowded_{0};
   std::atomic<TimePoint> rests_until_{TimePoint::max()}; ///< the timer, or the bound, that ends the thread's sleep
+  CallbackPool* discards_on_ = nullptr;
 
   // The owner's:
   Tickers tickers_;

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <utility>
 
 #include "base/deadline.h"
@@ -90,6 +91,11 @@ class Loop {
   /// Counts work that goes on without a driver: +1 when it starts, -1 when it ends.
   virtual void addBusy(int change) noexcept = 0;
 
+  /// Lets go of memory that the kernel is slow to take back: a loop with other threads beside it does not do that itself.
+  virtual void discard(std::shared_ptr<const void> memory) noexcept {
+    memory.reset();
+  }
+
   /// For the frames of all groups that this loop serves.
   [[nodiscard]] StagingMemory& stagingMemory() noexcept {
     return staging_memory_;
@@ -97,7 +103,9 @@ class Loop {
 
  private:
   static constexpr size_t kKeepStagingNbytes = 32 << 20;
-  StagingMemory staging_memory_{kKeepStagingNbytes};
+  StagingMemory staging_memory_{kKeepStagingNbytes, [this](std::shared_ptr<const void> memory) {
+                                  discard(std::move(memory));
+                                }};
 };
 
 /// A loop to which other threads hand tasks. Planes that run on two loops notify each other so.

@@ -1,5 +1,9 @@
 #include "engine/loop/staging_pool.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "base/fault_point.h"
@@ -8,6 +12,22 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kPageNbytes = 4096;
+
+/// Gives large memory back to the kernel, a little at a time. munmap() alone would hold the lock of the address space for all of it, 70 ms
+/// for a GiB, and every thread that allocates would wait for that.
+struct DeleteInPieces {
+  size_t nbytes;
+
+  void operator()(std::byte* memory) const noexcept {
+    constexpr size_t kPiece = 4 << 20;
+    size_t offset = -reinterpret_cast<uintptr_t>(memory) % kPageNbytes;
+    for (; offset + kPageNbytes <= nbytes; offset += kPiece) {
+      const size_t piece = std::min(kPiece, (nbytes - offset) / kPageNbytes * kPageNbytes);
+      ::madvise(memory + offset, piece, MADV_DONTNEED);
+    }
+    delete[] memory;
+  }
+};
 
 } // namespace
 
@@ -31,7 +51,7 @@ StagingBuffer& StagingBuffer::operator=(StagingBuffer&& other) noexcept {
 void StagingBuffer::release() noexcept {
   if (memory_ != nullptr && pool_ != nullptr) {
     pool_->taken_nbytes_ -= nbytes_;
-    pool_->memory_.giveBack(std::move(memory_), size_class_);
+    pool_->memory_.giveBack(std::move(memory_), size_class_, nbytes_);
   }
   memory_.reset();
   pool_ = nullptr;
@@ -69,14 +89,15 @@ std::unique_ptr<std::byte[]> StagingMemory::take(size_t size_class, size_t nbyte
   return memory;
 }
 
-void StagingMemory::giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept {
-  const size_t nbytes = size_t{1} << size_class;
-  if (kept_nbytes_ + nbytes > keep_nbytes_) {
-    return;
-  }
+void StagingMemory::giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class, size_t nbytes) noexcept {
+  const size_t of_class = size_t{1} << size_class;
   try {
-    free_[size_class].push_back(std::move(memory));
-    kept_nbytes_ += nbytes;
+    if (kept_nbytes_ + of_class <= keep_nbytes_) {
+      free_[size_class].push_back(std::move(memory));
+      kept_nbytes_ += of_class;
+    } else if (nbytes >= kDiscardNbytes && discard_) {
+      discard_(std::shared_ptr<const void>(memory.release(), DeleteInPieces{nbytes}));
+    }
   } catch (...) { // no room to remember it: let it go
   }
 }

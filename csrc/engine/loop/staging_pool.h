@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/buffer_view.h"
@@ -42,12 +44,17 @@ class StagingBuffer {
 /// pages. One per event loop: how much is kept does not grow with the number of groups. Of the loop's current thread.
 class StagingMemory {
  public:
-  /// Keeps at most `keep_nbytes` for reuse.
-  explicit StagingMemory(size_t keep_nbytes) : keep_nbytes_(keep_nbytes) {}
+  /// So much is released elsewhere if it is not kept: the kernel takes 0.2 ms for it here.
+  static constexpr size_t kDiscardNbytes = 4 << 20;
+  using Discard = std::function<void(std::shared_ptr<const void> memory)>;
+
+  /// Keeps at most `keep_nbytes` for reuse. `discard` must not throw; null: all is released at once.
+  explicit StagingMemory(size_t keep_nbytes, Discard discard = nullptr)
+      : keep_nbytes_(keep_nbytes), discard_(std::move(discard)) {}
 
   /// Of 2^size_class bytes; if that is more than is ever kept, of `nbytes` in whole pages. Throws std::bad_alloc.
   [[nodiscard]] std::unique_ptr<std::byte[]> take(size_t size_class, size_t nbytes);
-  void giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept;
+  void giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class, size_t nbytes) noexcept;
 
   [[nodiscard]] size_t keptNbytes() const noexcept {
     return kept_nbytes_;
@@ -55,6 +62,7 @@ class StagingMemory {
 
  private:
   const size_t keep_nbytes_;
+  const Discard discard_;
   size_t kept_nbytes_ = 0;
   std::vector<std::vector<std::unique_ptr<std::byte[]>>> free_; ///< by class
 };

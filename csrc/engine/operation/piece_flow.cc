@@ -1,6 +1,7 @@
 #include "engine/operation/piece_flow.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "base/codec.h"
@@ -100,6 +101,12 @@ std::shared_ptr<PieceFlow> PieceFlow::ofSchedule(
   for (size_t piece = 0; piece < inputs.size(); ++piece) {
     want(piece);
   }
+  flow->step_order_.resize(schedule.steps.size());
+  std::iota(flow->step_order_.begin(), flow->step_order_.end(), 0U);
+  std::stable_sort(
+      flow->step_order_.begin(), flow->step_order_.end(), [&needed = flow->needed_by_step_](uint32_t a, uint32_t b) {
+        return needed[a] < needed[b];
+      });
   return flow;
 }
 

@@ -72,9 +72,12 @@ class PieceFlow {
     return arrived() >= arriving_.size();
   }
 
-  /// How many pieces have to have come before a step may run.
-  [[nodiscard]] uint32_t neededBy(uint32_t step) const noexcept {
-    return needed_by_step_[step];
+  /// All steps, in the order in which their input comes, and whether that of the one at `place` is there.
+  [[nodiscard]] uint32_t stepAt(size_t place) const noexcept {
+    return step_order_[place];
+  }
+  [[nodiscard]] bool hasInputOf(size_t place) const noexcept {
+    return needed_by_step_[step_order_[place]] <= arrived();
   }
   void stepEnded(uint32_t step);
 
@@ -103,7 +106,8 @@ class PieceFlow {
   std::vector<Piece> leaving_;
   std::atomic<size_t> arrived_{0};
   Leave leave_;
-  std::vector<uint32_t> needed_by_step_;
+  std::vector<uint32_t> needed_by_step_; ///< so many pieces have to have come before it may run
+  std::vector<uint32_t> step_order_; ///< see stepAt()
   std::vector<Span> written_by_step_;
   std::vector<uint32_t> writers_left_; ///< by piece of leaving(): steps that have still to write there
   Rounds rounds_;

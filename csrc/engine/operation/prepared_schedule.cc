@@ -18,6 +18,24 @@ int32_t edgeIndex(std::vector<Edge>& edges, int32_t peer) {
   return static_cast<int32_t>(edges.size() - 1);
 }
 
+template <typename T>
+size_t nbytesIn(const std::vector<T>& list) noexcept {
+  return list.capacity() * sizeof(T);
+}
+
+size_t nbytesOf(const PreparedSchedule& prepared) noexcept {
+  const Schedule& schedule = prepared.schedule;
+  size_t nbytes = sizeof(PreparedSchedule) + nbytesIn(schedule.steps) + nbytesIn(schedule.deps) +
+      nbytesIn(schedule.sources) + nbytesIn(prepared.dependents) + nbytesIn(prepared.dependents_begin) +
+      nbytesIn(prepared.incoming_of_step) + nbytesIn(prepared.outgoing_of_step);
+  for (const std::vector<Edge>* edges : {&prepared.incoming, &prepared.outgoing}) {
+    for (const Edge& edge : *edges) {
+      nbytes += sizeof(Edge) + nbytesIn(edge.steps);
+    }
+  }
+  return nbytes;
+}
+
 [[noreturn]] void refuse(const Schedule& schedule, size_t step, const std::string& why) {
   throw Error(
       ErrorCode::Internal,
@@ -97,6 +115,7 @@ std::shared_ptr<const PreparedSchedule> prepare(Schedule source) {
       prepared->dependents[at[schedule.deps[d]]++] = static_cast<uint32_t>(i);
     }
   }
+  prepared->nbytes = nbytesOf(*prepared);
   return prepared;
 }
 

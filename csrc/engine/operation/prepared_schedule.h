@@ -24,6 +24,7 @@ struct PreparedSchedule {
   std::vector<Edge> outgoing;
   std::vector<int32_t> incoming_of_step; ///< index into `incoming`, -1 for steps that receive nothing
   std::vector<int32_t> outgoing_of_step;
+  size_t nbytes = 0; ///< of memory, for all of this
 
   [[nodiscard]] DType dtypeOf(Buffer buffer) const;
   [[nodiscard]] size_t nbytesOf(const Region& region) const;

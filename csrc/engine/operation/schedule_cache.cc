@@ -33,13 +33,18 @@ std::shared_ptr<const PreparedSchedule> ScheduleCache::get(const ScheduleRequest
     entries_.splice(entries_.begin(), entries_, found);
     return entries_.front().prepared;
   }
-  // A schedule of a large ring takes some hundred kilobytes.
-  entries_.push_front(Entry{request, prepare(makeSchedule(request))});
-  logChoice(request, entries_.front().prepared->schedule.algorithm);
-  if (entries_.size() > kKept) {
+  const auto prepared = prepare(makeSchedule(request));
+  logChoice(request, prepared->schedule.algorithm);
+  if (prepared->nbytes > kKeptNbytes) {
+    return prepared;
+  }
+  entries_.push_front(Entry{request, prepared});
+  nbytes_ += prepared->nbytes;
+  while (entries_.size() > kKept || nbytes_ > kKeptNbytes) {
+    nbytes_ -= entries_.back().prepared->nbytes;
     entries_.pop_back();
   }
-  return entries_.front().prepared;
+  return prepared;
 }
 
 // With mutex_.

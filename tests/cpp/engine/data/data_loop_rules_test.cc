@@ -16,6 +16,7 @@
 #include "allocations.h"
 #include "engine/data/lone_data_loop.h"
 #include "engine/host/host_plane.h"
+#include "views.h"
 
 namespace pycomm::testing {
 namespace {
@@ -218,6 +219,61 @@ TEST(DataLoopRules, WhatBeginsWithoutMemoryStillHasItsDeadline) {
       EXPECT_TRUE(operation->done()) << "allocation " << nth;
     }
     EXPECT_GE(strikes, 1);
+  }
+}
+
+// There may be millions of steps. Each is looked at when its input has come.
+TEST(DataLoopRules, ATurnBeginsABoundedNumberOfSteps) {
+  constexpr int64_t kNumel = 2 << 20;
+  for (const bool in_pieces : {false, true}) {
+    std::vector<float> values(kNumel);
+    LoneDataLoop data_loop(2);
+    data_loop.out[1].full = true;
+    ScheduleRequest wish;
+    wish.kind = Collective::AllReduce;
+    wish.algorithm = Algorithm::Ring;
+    wish.dtype = DType::Float32;
+    wish.reduce_op = ReduceOp::Sum;
+    wish.size = 2;
+    wish.numel = kNumel;
+    wish.segment_nbytes = 64;
+    Operation::Request request;
+    request.id = {1, 1};
+    request.schedule = prepare(makeSchedule(wish));
+    request.descriptor = Descriptor::of(wish, Algorithm::Ring);
+    request.output = viewOf(values);
+    request.input = request.output;
+    const size_t steps = request.schedule->schedule.steps.size();
+    ASSERT_GT(steps, 100000U);
+    if (in_pieces) {
+      const PieceFlow::Operand operand{request.input.nbytes, PieceFlow::kPlain};
+      request.extras().pieces = PieceFlow::ofSchedule(*request.schedule, operand, operand, true);
+    }
+    const auto operation = std::make_shared<Operation>(std::move(request));
+    const int64_t before = heldNbytes();
+    const auto runTurns = [&](const auto& first, size_t among) {
+      first();
+      size_t turns = 1;
+      int64_t held = heldNbytes();
+      EXPECT_LT(held - before, static_cast<int64_t>(steps) * 8) << "the first frames, and not each step's";
+      for (; data_loop.plane->nextTick() == Loop::Ticker::kAtOnce; ++turns) {
+        data_loop.tick(0);
+        EXPECT_LT(heldNbytes() - held, 64 << 10);
+        held = heldNbytes();
+      }
+      EXPECT_GT(turns, among / 2048);
+    };
+    if (in_pieces) {
+      PieceFlow& pieces = *operation->request().extras().pieces;
+      data_loop.plane->hold(operation);
+      for (const size_t half : {1, 2}) {
+        pieces.arrive(pieces.arriving().size() / 2 * half);
+        runTurns([&] { data_loop.plane->release(operation); }, steps / 2);
+      }
+    } else {
+      runTurns([&] { data_loop.plane->post(operation); }, steps);
+    }
+    EXPECT_LT(heldNbytes() - before, static_cast<int64_t>(steps) * 16) << "what is made must be released at the end";
   }
 }
 

@@ -1,4 +1,5 @@
-// The planes of two ranks over one mapping, on one thread and with a clock of the test's own: when is an operation stuck?
+// The planes of two ranks over one mapping, on one thread and with a clock of the test's own: when is an operation stuck, and
+// what is left of a burst of them?
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -8,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "engine/host/host_plane.h"
 #include "views.h"
 
@@ -188,6 +190,23 @@ TEST_F(HostStuck, OneWhoseDeadlineComesNearIsReportedInAnyCase) {
   static_cast<void>(ranks[0]->look(start + milliseconds(8000)));
   ASSERT_EQ(ranks[0]->stuck.size(), 2U);
   EXPECT_EQ(ranks[0]->stuck[1].first, 2);
+}
+
+TEST_F(HostStuck, ABurstGivesItsMemoryBack) {
+  values.assign(2, std::vector<float>(4));
+  const int64_t before = heldNbytes();
+  for (int i = 0; i < 5000; ++i) {
+    for (size_t rank = 0; rank < 2; ++rank) {
+      static_cast<void>(ranks[rank]->post(values[rank]));
+    }
+  }
+  const int64_t burst = heldNbytes() - before;
+  for (bool moved = true; moved;) {
+    moved = ranks[0]->step();
+    moved = ranks[1]->step() || moved;
+  }
+  EXPECT_GT(burst, 1 << 20);
+  EXPECT_LT(heldNbytes() - before, 512 << 10) << "the last 64, and two lists, of each";
 }
 
 } // namespace

@@ -4,6 +4,7 @@
 #include <malloc.h>
 
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -62,6 +63,26 @@ TEST(StagingPool, WhatIsTooLargeToBeKeptIsNotRoundedUp) {
   buffer.release();
   EXPECT_EQ(pool.takenNbytes(), 0U);
   EXPECT_EQ(memory.keptNbytes(), 0U);
+}
+
+// The thread of a loop must not wait until the kernel has taken it back.
+TEST(StagingPool, LargeMemoryThatIsNotKeptIsDiscardedAndSmallIsNot) {
+  std::vector<std::shared_ptr<const void>> discarded;
+  StagingMemory memory(8 << 20, [&](std::shared_ptr<const void> large) { discarded.push_back(std::move(large)); });
+  StagingPool pool(memory);
+  const std::byte* large = nullptr;
+  {
+    StagingBuffer kept = pool.take(8 << 20);
+    StagingBuffer small = pool.take(StagingMemory::kDiscardNbytes - 1);
+    StagingBuffer not_kept = pool.take(StagingMemory::kDiscardNbytes + 1);
+    large = not_kept.view().ptr;
+    std::memset(not_kept.view().ptr, 1, not_kept.view().nbytes);
+    kept.release();
+  }
+  EXPECT_EQ(memory.keptNbytes(), 8U << 20);
+  EXPECT_EQ(pool.takenNbytes(), 0U);
+  ASSERT_EQ(discarded.size(), 1U);
+  EXPECT_EQ(discarded[0].get(), large);
 }
 
 TEST(StagingPool, SmallBuffersAreOf64BytesAndEmptyOnesToo) {

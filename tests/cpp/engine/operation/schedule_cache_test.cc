@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,34 @@ TEST_F(Cached, TheLeastRecentlyUsedGoesFirst) {
   static_cast<void>(get(allReduce(1000)));
   EXPECT_TRUE(unused.expired());
   EXPECT_EQ(get(allReduce(1)), used);
+}
+
+TEST_F(Cached, KeepsABoundedNumberOfBytes) {
+  const auto ringOf = [](int64_t steps) {
+    ScheduleRequest request = allReduce(steps);
+    request.algorithm = Algorithm::Ring;
+    request.segment_nbytes = 4;
+    return request;
+  };
+  std::vector<std::weak_ptr<const PreparedSchedule>> schedules;
+  size_t made = 0;
+  for (int64_t i = 0; i < 20; ++i) {
+    const auto schedule = get(ringOf(20000 + i));
+    EXPECT_GT(schedule->nbytes, schedule->schedule.steps.size() * sizeof(Step));
+    made += schedule->nbytes;
+    schedules.emplace_back(schedule);
+  }
+  ASSERT_GT(made, ScheduleCache::kKeptNbytes);
+  size_t kept = 0;
+  for (const auto& schedule : schedules) {
+    kept += schedule.expired() ? 0 : schedule.lock()->nbytes;
+  }
+  EXPECT_LE(kept, ScheduleCache::kKeptNbytes);
+  EXPECT_GT(kept, ScheduleCache::kKeptNbytes / 2);
+  const std::weak_ptr<const PreparedSchedule> last = schedules.back();
+  const std::weak_ptr<const PreparedSchedule> larger = get(ringOf(400000));
+  EXPECT_TRUE(larger.expired());
+  EXPECT_FALSE(last.expired()) << "which makes no room for it";
 }
 
 TEST_F(Cached, ARequestWithoutMeaningThrowsAndIsNotKept) {
