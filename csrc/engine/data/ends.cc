@@ -35,7 +35,7 @@ void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
   }
   try {
     ErrorRecord record = ownTrouble(exception, identity_);
-    if (peer >= 0 && !isOwnTrouble(record.code)) {
+    if (peer >= 0 && record.peer < 0) { // else it names another rank: a frame may open the link to that
       identity_.blame(record, peer);
       if (record.summary.empty()) { // of a shared link, which knows of no ranks
         record.summary = identity_.rankTitle(peer) + " has broken the memory through which it talks with " +
