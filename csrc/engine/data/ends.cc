@@ -163,7 +163,7 @@ ErrorRecord DataPlane::errorIn(const Operation& operation, const OperationRow* r
   return record;
 }
 
-std::optional<ErrorRecord> DataPlane::errorOfOldest(const ErrorRecord& cause) const {
+void DataPlane::tellOldest(const ErrorRecord& cause, const OldestEnds& told) const {
   const OperationRow* oldest = nullptr;
   for (const auto& entry : tables_.entered) {
     const OperationRow& row = entry.second;
@@ -174,9 +174,10 @@ std::optional<ErrorRecord> DataPlane::errorOfOldest(const ErrorRecord& cause) co
   }
   const Operation* const message = messages_.oldest();
   if (oldest != nullptr && (message == nullptr || oldest->operation->issuedAt() <= message->issuedAt())) {
-    return errorIn(*oldest->operation, oldest, cause);
+    told(errorIn(*oldest->operation, oldest, cause), oldest->operation->issuedAt());
+  } else if (message != nullptr) {
+    told(errorIn(*message, nullptr, cause), message->issuedAt());
   }
-  return message == nullptr ? std::nullopt : std::optional(errorIn(*message, nullptr, cause));
 }
 
 const Operation* DataPlane::unfinished() const noexcept {
@@ -210,7 +211,7 @@ void DataPlane::endAtOnce(Operation& operation) const noexcept {
 
 // ---- the plane ends
 
-void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
+void DataPlane::fail(const ErrorRecord& cause, const OldestEnds& told) noexcept {
   if (failure_) {
     return; // the first cause stays
   }
@@ -218,9 +219,8 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   failed_at_ = Clock::now();
   links_.stop();
   try {
-    const std::optional<ErrorRecord> oldest = told == nullptr ? std::nullopt : errorOfOldest(cause);
-    if (oldest) {
-      told(*oldest);
+    if (told) {
+      tellOldest(cause, told);
     }
   } catch (...) { // no memory to say it: the group's cause itself is known
   }
