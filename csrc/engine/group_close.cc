@@ -37,8 +37,8 @@ Planes::Events Group::planeEvents() {
     heard_at_ = planes_.control()->heardAt();
     failure_.set(cause);
   };
-  events.ending = [this](const ErrorRecord& oldest) {
-    failure_.setOldest(oldest);
+  events.ending = [this](const ErrorRecord& oldest, TimePoint issued_at) {
+    failure_.setOldest(oldest, issued_at);
     noteFailing(*log_, [&] { return *failure(); });
   };
   events.ended = [this] {

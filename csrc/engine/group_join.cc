@@ -217,6 +217,7 @@ void Group::connect(const Config& config, std::vector<Listener> listeners, const
 // On the control loop. Looked away from in close(), on this loop, before the control plane goes.
 void Group::watchLocalPeers(const std::vector<int>& neighbours) {
   const std::vector<int32_t>& local_peers = roster_.localRanks();
+  watches_.reserve(neighbours.size()); // first: close() must know each
   for (const int local_peer : neighbours) {
     if (std::binary_search(local_peers.begin(), local_peers.end(), local_peer)) {
       watches_.push_back(engine_.localPeers().watch(

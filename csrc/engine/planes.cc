@@ -100,11 +100,14 @@ void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
 // The data loop first: an operation that the host plane takes no more goes there, to end with the cause (Group::startOnHost). That post is also the
 // last that can fail; the closures after it are so small that a std::function needs no memory for them.
 void Planes::onFailed(const ErrorRecord& cause) {
-  events_.failed(cause);
+  if (!told_failed_) { // if the post below finds no memory, this is called again; who has the news reads what was written beside it
+    events_.failed(cause);
+    told_failed_ = true;
+  }
   unended_.store(host_ == nullptr ? 1 : 2, std::memory_order_relaxed); // before the locks of both queues
   data_loop_.post(Loop::owned(*this, [this, cause] {
     if (data_ != nullptr) {
-      data_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); });
+      data_->fail(cause, events_.ending);
     }
     onEnded();
   }));
@@ -113,13 +116,7 @@ void Planes::onFailed(const ErrorRecord& cause) {
         cause.cause == kEndedByKernel) { // of a rank that this one may have no watch on
       host_->died(identity_.job.inGroup(cause.peer));
     }
-    host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, [this] { onEnded(); });
-  }
-}
-
-void Planes::onEnding(const ErrorRecord& oldest) const {
-  if (events_.ending) {
-    events_.ending(oldest);
+    host_->fail(cause, events_.ending, [this] { onEnded(); });
   }
 }
 

@@ -15,6 +15,7 @@
 #include "engine/monitor/control_plane.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
+#include "engine/report/group_failure.h"
 
 namespace pycomm {
 
@@ -29,12 +30,10 @@ namespace pycomm {
 class Planes final : public Loop::Owner {
  public:
   struct Events {
-    /// The group has failed. On the control loop, before any operation ends with the cause; once, unless it throws. Must post nothing to
-    /// the data loop: if the data loop's task of the failure finds no memory, this is called again, and what it posted would run twice.
+    /// The group has failed. On the control loop, before any operation ends with the cause; once, unless it throws.
     std::function<void(const ErrorRecord& cause)> failed;
-    /// Per plane, before its operations end with the cause: the error of the oldest one. Any thread, of two planes at the same time; may be
-    /// null, as `ended`.
-    std::function<void(const ErrorRecord& oldest)> ending;
+    /// Per plane, before its operations end with the cause. Any thread, of two planes at the same time; may be null, as `ended`.
+    OldestEnds ending;
     /// Every operation has ended with the cause. Any thread.
     std::function<void()> ended;
   };
@@ -103,7 +102,6 @@ class Planes final : public Loop::Owner {
   class QuestionInFlight;
 
   void onFailed(const ErrorRecord& cause);
-  void onEnding(const ErrorRecord& oldest) const;
   void onEnded();
   void adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link);
   void onAsked(int from, const FrameHeader& question);
@@ -114,6 +112,7 @@ class Planes final : public Loop::Owner {
   const Events events_;
   std::atomic<size_t> questions_{0}; ///< on their way from the control loop to the data loop
   std::atomic<int> unended_{0}; ///< after the failure: planes with operations that have not ended
+  bool told_failed_ = false; ///< the control loop's: Events::failed has been called
   std::unique_ptr<ControlPlane> control_; ///< the control loop's
   std::unique_ptr<DataPlane> data_; ///< the data loop's
   std::unique_ptr<HostPlane> host_; ///< any thread's, once the control loop has opened it

@@ -55,7 +55,6 @@ bool encodes(const ScheduleRequest& request) {
   ErrorRecord record;
   record.code = ErrorCode::Unsupported;
   record.op = collectiveName(request.kind);
-  record.rank = request.rank;
   record.summary =
       record.op + " has no " + algorithmName(algorithm) + " algorithm" + (encodes(request) ? " that encodes" : "");
   record.hint = hint;

@@ -21,7 +21,6 @@ constexpr int32_t kMaxPipelineFrames = 256; // bounds scratch; far more than any
   record.op = collectiveName(request.kind);
   record.summary = record.op + ": " + why;
   record.hint = hint;
-  record.rank = request.rank;
   throw Error(record);
 }
 

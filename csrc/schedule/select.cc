@@ -153,7 +153,7 @@ bool keepsParts(Collective kind, Algorithm algorithm) noexcept {
 Codec codecFor(const ScheduleRequest& request, Codec wanted) noexcept {
   const bool adds = request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
       request.reduce_op == ReduceOp::PremulSum;
-  if (!adds || (request.dtype != DType::Float32 && request.dtype != DType::Float64)) {
+  if (!adds || request.size < 2 || (request.dtype != DType::Float32 && request.dtype != DType::Float64)) {
     return Codec::None;
   }
   int64_t numel = request.numel;

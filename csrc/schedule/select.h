@@ -39,7 +39,7 @@ struct SelectionKey {
 inline constexpr int64_t kMinEncodedNbytes = 16 << 10;
 
 /// `wanted` if it has a meaning for this request, else None. It has one for sums and averages of fp32 and fp64, by
-/// all_reduce and reduce_scatter of at least kMinEncodedNbytes.
+/// all_reduce and reduce_scatter of at least kMinEncodedNbytes, in groups of at least two ranks.
 [[nodiscard]] Codec codecFor(const ScheduleRequest& request, Codec wanted) noexcept;
 
 } // namespace pycomm

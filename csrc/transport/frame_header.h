@@ -31,7 +31,7 @@ struct FrameHeader {
   uint32_t payload_nbytes = 0;
   uint64_t op_id = 0;
   int64_t numel =
-      0; ///< elements of the operation, not of this frame; of an all_to_all: what the sender has for this peer
+      0; ///< elements of the operation, not of this frame; of an all_to_all, gather or scatter: those between the two ranks
   uint32_t group = 0; ///< hash of the group's name and nonce
   uint32_t index = 0; ///< number of this frame on its edge, counted from 0; on control links see Route
   uint8_t kind = 0; ///< Collective

@@ -23,6 +23,7 @@
 #include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
+#include "engine/report/group_failure.h"
 
 namespace pycomm {
 
@@ -98,7 +99,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   // ---- the end
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that it calls `told` with the error that
   /// the oldest operation under way will end with, if there is one.
-  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr) noexcept;
+  void fail(const ErrorRecord& cause, const OldestEnds& told = nullptr) noexcept;
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under
   /// way, and later ones, end with `reason`; if there were some, the other ranks are notified.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
@@ -215,8 +216,8 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   /// The group's cause as the error of one operation, with how far it has come.
   [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const OperationRow* row, const ErrorRecord& cause)
       const;
-  /// The same of the operation or message that was issued first; nothing if there is none.
-  [[nodiscard]] std::optional<ErrorRecord> errorOfOldest(const ErrorRecord& cause) const;
+  /// The same of the operation or message that was issued first, if there is one.
+  void tellOldest(const ErrorRecord& cause, const OldestEnds& told) const;
   /// An operation in which other ranks expect this one; null if there is none.
   [[nodiscard]] const Operation* unfinished() const noexcept;
   [[nodiscard]] TimePoint nextRefusedDeadline() const noexcept;

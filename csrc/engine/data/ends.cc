@@ -35,7 +35,7 @@ void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
   }
   try {
     ErrorRecord record = ownTrouble(exception, identity_);
-    if (peer >= 0 && !isOwnTrouble(record.code)) {
+    if (peer >= 0 && record.peer < 0) { // else it names another rank: a frame may open the link to that
       identity_.blame(record, peer);
       if (record.summary.empty()) { // of a shared link, which knows of no ranks
         record.summary = identity_.rankTitle(peer) + " has broken the memory through which it talks with " +
@@ -166,7 +166,7 @@ ErrorRecord DataPlane::errorIn(const Operation& operation, const OperationRow* r
   return record;
 }
 
-std::optional<ErrorRecord> DataPlane::errorOfOldest(const ErrorRecord& cause) const {
+void DataPlane::tellOldest(const ErrorRecord& cause, const OldestEnds& told) const {
   const OperationRow* oldest = nullptr;
   for (const auto& entry : tables_.entered) {
     const OperationRow& row = entry.second;
@@ -177,9 +177,10 @@ std::optional<ErrorRecord> DataPlane::errorOfOldest(const ErrorRecord& cause) co
   }
   const Operation* const message = messages_.oldest();
   if (oldest != nullptr && (message == nullptr || oldest->operation->issuedAt() <= message->issuedAt())) {
-    return errorIn(*oldest->operation, oldest, cause);
+    told(errorIn(*oldest->operation, oldest, cause), oldest->operation->issuedAt());
+  } else if (message != nullptr) {
+    told(errorIn(*message, nullptr, cause), message->issuedAt());
   }
-  return message == nullptr ? std::nullopt : std::optional(errorIn(*message, nullptr, cause));
 }
 
 const Operation* DataPlane::unfinished() const noexcept {
@@ -213,7 +214,7 @@ void DataPlane::endAtOnce(Operation& operation) const noexcept {
 
 // ---- the plane ends
 
-void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
+void DataPlane::fail(const ErrorRecord& cause, const OldestEnds& told) noexcept {
   if (failure_) {
     return; // the first cause stays
   }
@@ -221,9 +222,8 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   failed_at_ = Clock::now();
   links_.stop();
   try {
-    const std::optional<ErrorRecord> oldest = told == nullptr ? std::nullopt : errorOfOldest(cause);
-    if (oldest) {
-      told(*oldest);
+    if (told) {
+      tellOldest(cause, told);
     }
   } catch (...) { // no memory to say it: the group's cause itself is known
   }

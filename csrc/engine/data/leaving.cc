@@ -123,25 +123,27 @@ const Operation* withoutSenders(const Tables& tables) noexcept {
 
 // ---- what that means
 
+/// What an operation that needs a peer fails with once that is away. A lost one is still there: its link broke.
+ErrorRecord awayFrom(const Tables& tables, int peer, const Operation& operation) {
+  const ErrorRecord* const lost = lostOf(tables.peer(peer));
+  return lost != nullptr ? *lost : peerLeftUs(peer, operation, tables.identity);
+}
+
 // Of a peer that has left or is lost: whether an operation still needs it.
 void check(Tables& tables, int peer, TimePoint now) {
   const PeerRow& row = tables.peer(peer);
   const Operation* const owing_it = owing(tables, peer);
   const Operation* const awaiting_it = awaiting(tables, peer);
   const bool missed = awaiting_it != nullptr && row.reading == Reading::Ended;
-  if (const ErrorRecord* const lost = lostOf(row); owing_it != nullptr && lost != nullptr) {
-    notice(tables, *lost); // the peer is still there: the link broke
-  } else if (owing_it != nullptr || missed) {
+  if (owing_it != nullptr || missed) {
     const bool missed_first = missed && (owing_it == nullptr || awaiting_it->issuedAt() < owing_it->issuedAt());
     const ErrorRecord* const changed = missed_first ? changedOf(row) : nullptr;
-    notice(
-        tables,
-        changed != nullptr ? *changed : peerLeftUs(peer, missed_first ? *awaiting_it : *owing_it, tables.identity));
+    notice(tables, changed != nullptr ? *changed : awayFrom(tables, peer, missed_first ? *awaiting_it : *owing_it));
   } else if (awaiting_it != nullptr && row.reading == Reading::NotOpened) {
     suspect(
         tables,
         peer,
-        Suspicion{Suspicion::State::AwaitsLink, peerLeftUs(peer, *awaiting_it, tables.identity), now + kLinkWithin});
+        Suspicion{Suspicion::State::AwaitsLink, awayFrom(tables, peer, *awaiting_it), now + kLinkWithin});
   }
 }
 
@@ -159,7 +161,7 @@ void checkAnyone(Tables& tables, int left, TimePoint now) {
     on_its_way = on_its_way || (static_cast<int>(peer) != tables.identity.rank && row.reading == Reading::NotOpened);
     changed = changed == nullptr ? changedOf(row) : changed;
   }
-  ErrorRecord record = changed == nullptr ? peerLeftUs(left, *receive, tables.identity) : *changed;
+  ErrorRecord record = changed == nullptr ? awayFrom(tables, left, *receive) : *changed;
   if (!on_its_way) {
     notice(tables, std::move(record));
     return;
@@ -188,16 +190,17 @@ void decide(Tables& tables, int peer, Suspicion suspicion, TimePoint now) {
     Action& action = tables.leaving_actions.emplace_back();
     action.kind = Action::Kind::Doubt;
     action.record = std::move(suspicion.record);
+    check(tables, peer, now); // what was posted meanwhile
     checkAnyone(tables, peer, now);
     return;
   }
   const Reading reading = tables.peer(peer).reading;
-  if (suspicion.record.code == ErrorCode::PeerLeft) {
+  if (tables.peer(peer).isAway()) {
     if (reading == Reading::Open) {
       return; // the link has arrived, and its end will be reported
     }
     if (const Operation* const receive = withoutSenders(tables)) {
-      notice(tables, peerLeftUs(peer, *receive, tables.identity));
+      notice(tables, awayFrom(tables, peer, *receive));
       return;
     }
   }

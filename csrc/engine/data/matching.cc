@@ -11,15 +11,23 @@
 namespace pycomm::matching {
 namespace {
 
-/// In an all_to_all each pair of ranks agrees on a number of elements of its own. Frames of it say in `numel` how many the
-/// sender has for this peer, and that is what the peer compares with what it expects from the sender.
-Descriptor expectedFrom(const OperationRow& row, int peer) {
-  Descriptor expected = row.descriptor();
-  const EdgeRow* const edge = expected.kind == Collective::AllToAll ? row.from(peer) : nullptr;
-  if (edge != nullptr) {
-    expected.numel = edge->total / static_cast<int64_t>(elementSize(expected.dtype));
+/// In an all_to_all, a gather or a scatter each pair of ranks agrees on a number of elements of its own: `numel` of the frames between them.
+/// Where both send something, that is what the sender has for its peer.
+bool isByPair(Collective kind) noexcept {
+  return kind == Collective::AllToAll || kind == Collective::Gather || kind == Collective::Scatter;
+}
+
+Descriptor between(const OperationRow& row, const EdgeRow* edge, const EdgeRow* or_else) {
+  Descriptor descriptor = row.descriptor();
+  edge = edge != nullptr ? edge : or_else;
+  if (edge != nullptr && isByPair(descriptor.kind)) {
+    descriptor.numel = edge->total / static_cast<int64_t>(elementSize(descriptor.dtype));
   }
-  return expected;
+  return descriptor;
+}
+
+Descriptor expectedFrom(const OperationRow& row, int peer) {
+  return between(row, row.from(peer), row.to(peer));
 }
 
 void compare(Tables& tables, const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
@@ -253,7 +261,7 @@ Verdict arrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& 
     } else if (const Descriptor* const mine = ofLate(tables, header.op_id)) {
       const bool derived = (header.op_id & kDerivedIdBit) != 0;
       Descriptor compared = theirs;
-      compared.numel = compared.kind == Collective::AllToAll ? mine->numel : compared.numel;
+      compared.numel = isByPair(compared.kind) ? mine->numel : compared.numel; // its receiver compares it
       compare(
           tables, *mine, peer, compared, OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
       if (!tables.failed && header.type == FrameType::Data) {
@@ -363,14 +371,9 @@ FrameHeader headerFor(const Tables& tables, const OperationRow* row, FrameType t
   if (row == nullptr) {
     return header;
   }
-  const Descriptor& descriptor = row->descriptor();
   header.op_id = row->id().id;
-  descriptor.writeTo(header);
+  between(*row, row->to(peer), row->from(peer)).writeTo(header);
   header.aux = type == FrameType::Waiting ? row->id().origin : 0;
-  const EdgeRow* const edge = descriptor.kind == Collective::AllToAll ? row->to(peer) : nullptr;
-  if (edge != nullptr) { // see expectedFrom()
-    header.numel = edge->total / static_cast<int64_t>(elementSize(descriptor.dtype));
-  }
   return header;
 }
 

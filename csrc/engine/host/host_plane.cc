@@ -479,7 +479,7 @@ const Operation* HostPlane::running() const noexcept {
 
 void HostPlane::fail(
     const ErrorRecord& cause,
-    const std::function<void(const ErrorRecord&)>& told,
+    const OldestEnds& told,
     const std::function<void()>& ended) noexcept {
   ending_.store(true, std::memory_order_seq_cst);
   bell_.ringSelf(); // the thread that runs operations leaves, after one step at the most
@@ -541,7 +541,7 @@ void HostPlane::withdrawAll() const noexcept {
   }
 }
 
-void HostPlane::endAll(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
+void HostPlane::endAll(const ErrorRecord& cause, const OldestEnds& told) noexcept {
   stopped_ = true;
   takeAwayAll();
   std::vector<std::shared_ptr<Operation>> posted;
@@ -562,7 +562,7 @@ void HostPlane::endAll(const ErrorRecord& cause, const std::function<void(const 
     record.phase = record.phase.known() ? record.phase : ErrorPhase::Transfer;
     try {
       if (std::exchange(oldest, false) && told) {
-        told(record);
+        told(record, operation.issuedAt());
       }
     } catch (...) { // no memory to keep it: the group's cause itself is known
     }

@@ -19,6 +19,7 @@
 #include "engine/host/host_worker.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
+#include "engine/report/group_failure.h"
 #include "transport/memory/shared_arena.h"
 
 namespace pycomm {
@@ -99,7 +100,7 @@ class HostPlane {
   /// returns. Not with run_mutex_ held.
   void fail(
       const ErrorRecord& cause,
-      const std::function<void(const ErrorRecord&)>& told,
+      const OldestEnds& told,
       const std::function<void()>& ended) noexcept;
   /// The kernel has ended the process of this rank of the group, so it writes nothing any more. A PEER_DEAD alone does not prove that: a
   /// connection may end while its peer lives. Any thread.
@@ -184,7 +185,7 @@ class HostPlane {
   void withdrawAll() const noexcept;
   /// Ends every operation, also those that nobody took; no more is taken. First no peer writes into a tensor of this rank any more:
   /// takeAwayAll(). Takes no memory until all have ended. `told`, if not null, is called before with what the oldest ends with.
-  void endAll(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept;
+  void endAll(const ErrorRecord& cause, const OldestEnds& told) noexcept;
   /// Waits for peers that write into a tensor of this rank, for 20 ms at the most, and not for those that died(). Takes what one that was
   /// stopped may still write away from it. Takes no time if nobody writes.
   void takeAwayAll() const noexcept;

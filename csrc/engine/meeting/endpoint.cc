@@ -45,6 +45,9 @@ class Endpoint::Ears final : public Loop::Handler, public Loop::Ticker {
           : endpoint.nonce_;
       acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), configOf(nonce, endpoint.tls_)));
     }
+  }
+  /// Not in the constructor: the destructor takes back what there was memory for.
+  void open() {
     for (const auto& acceptor : acceptors_) {
       endpoint_.control_.watch(acceptor->fd(), EPOLLIN, *this);
     }
@@ -324,7 +327,10 @@ void Endpoint::Ears::tick(TimePoint now) {
 
 std::shared_ptr<Endpoint> Endpoint::open(EventLoop& control, Config config) {
   std::shared_ptr<Endpoint> endpoint(new Endpoint(control, config));
-  control.run([&] { endpoint->ears_ = std::make_unique<Ears>(*endpoint, std::move(config.listeners)); });
+  control.run([&] {
+    endpoint->ears_ = std::make_unique<Ears>(*endpoint, std::move(config.listeners));
+    endpoint->ears_->open();
+  });
   return endpoint;
 }
 

@@ -104,14 +104,19 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
   if (!open_ || links_.count(peer) != 0) {
     return;
   }
-  auto& slot = links_[peer];
-  slot = std::make_unique<ControlLink>(*this, peer, std::move(link));
-  loop_.watch(slot->link->fd(), EPOLLIN, *slot);
+  auto made = std::make_unique<ControlLink>(*this, peer, std::move(link));
+  ControlLink& kept = *links_.emplace(peer, std::move(made)).first->second;
+  try {
+    loop_.watch(kept.link->fd(), EPOLLIN, kept);
+  } catch (...) { // a link that nobody watches would never end
+    links_.erase(peer);
+    throw;
+  }
   membership_.alive(peer, Clock::now());
-  tellNews(*slot);
+  tellNews(kept);
   missing_.connected(peer);
-  if (slot->link->buffered()) { // it came with the peer's Hello, or with its reply
-    linkReady(*slot, EPOLLIN);
+  if (kept.link->buffered()) { // it came with the peer's Hello, or with its reply
+    linkReady(kept, EPOLLIN);
   }
 }
 
@@ -320,7 +325,8 @@ void ControlPlane::tell(const Membership::Action& action) {
   for (const auto& entry : links_) {
     ControlLink& link = *entry.second;
     const bool gone = left && membership_.hasLeft(entry.first); // who has left needs no goodbyes
-    if (link.down || entry.first == action.except || gone) {
+    const bool full = head.type == FrameType::Heartbeat && link.waits_for_room; // what waits shows as much
+    if (link.down || entry.first == action.except || gone || full) {
       continue;
     }
     try {

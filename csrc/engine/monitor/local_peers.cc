@@ -111,10 +111,10 @@ void LocalPeers::open() {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", errno));
   }
   (void)deathWatch(); // a name that promises nothing would only be connected to in vain
-  loop_.watch(server->socket.get(), EPOLLIN, *server);
-  loop_.addTicker(*this);
-  server_ = std::move(server);
   name_ = name;
+  loop_.watch(server->socket.get(), EPOLLIN, *server);
+  server_ = std::move(server); // which close() unwatches, whatever fails
+  loop_.addTicker(*this);
 }
 
 DeathWatch& LocalPeers::deathWatch() {

@@ -22,7 +22,7 @@ struct Descriptor {
   uint32_t tag =
       0; ///< hash of a DDP bucket's name or of the call site, 0: neither is known; point-to-point: the user's tag
   uint32_t digest =
-      0; ///< hash of the split sizes; 0 if they are equal, or of an all_to_all; point-to-point: PointToPoint::Name::index
+      0; ///< hash of the split sizes; 0 if they are equal, or compared by pair; point-to-point: PointToPoint::Name::index
 
   [[nodiscard]] bool operator==(const Descriptor& other) const noexcept;
   [[nodiscard]] bool operator!=(const Descriptor& other) const noexcept {

@@ -4,10 +4,11 @@
 
 namespace pycomm {
 
-void GroupFailure::setOldest(const ErrorRecord& oldest) {
+void GroupFailure::setOldest(const ErrorRecord& oldest, TimePoint issued_at) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!oldest_ || oldest_->elapsed_ms < oldest.elapsed_ms) {
+  if (issued_at < oldest_issued_at_) {
     oldest_ = oldest;
+    oldest_issued_at_ = issued_at;
   }
 }
 

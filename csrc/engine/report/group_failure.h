@@ -7,10 +7,14 @@
 #include <vector>
 
 #include "base/abort_token.h"
+#include "base/deadline.h"
 #include "base/error.h"
 #include "engine/operation/group_identity.h"
 
 namespace pycomm {
+
+/// What the oldest operation of a plane will end with, and when that was issued. Its elapsed time says less: planes end one after the other.
+using OldestEnds = std::function<void(const ErrorRecord& error, TimePoint issued_at)>;
 
 /// Whether a group has failed, why, and what that did to the oldest operation that was under way here. It fails once, for good.
 ///
@@ -46,8 +50,8 @@ class GroupFailure final {
     }
     then();
   }
-  /// What the oldest operation of a plane will end with. Of several planes, the one that has waited longest counts.
-  void setOldest(const ErrorRecord& oldest);
+  /// See OldestEnds. Of several planes, the one whose operation was issued first counts.
+  void setOldest(const ErrorRecord& oldest, TimePoint issued_at);
 
   [[nodiscard]] bool happened() const noexcept {
     return token_.aborted();
@@ -64,6 +68,7 @@ class GroupFailure final {
   AbortToken token_;
   mutable std::mutex mutex_; ///< guards the rest
   std::optional<ErrorRecord> oldest_;
+  TimePoint oldest_issued_at_ = TimePoint::max();
   std::vector<std::function<void()>> then_;
 };
 

@@ -43,10 +43,17 @@ ErrorRecord disagreement(
   ErrorRecord record = mismatch(hosts, job, rank, mine, peer, id);
   const std::string what =
       mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id, id.origin);
-  const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
-  record.summary = "The ranks disagree about " + what + ": " + job.text(rank) + " (" + record.host +
-      (share ? ") expects as its part of " : ") has ") + mine.text(job, rank, peer) + ", " + job.text(peer) + " (" +
-      record.peer_host + (share ? ") sends " : ") has ") + theirs.text(job, peer, rank) + ".";
+  // Of a part that passes between the two, not of the whole.
+  const bool at_root = rank == mine.root;
+  const bool receives = at_root == (mine.kind == Collective::Gather);
+  const bool one_way = mine.kind == Collective::Gather || mine.kind == Collective::Scatter;
+  const bool part = theirs.kind == mine.kind && theirs.root == mine.root &&
+      (mine.kind == Collective::AllToAll || (one_way && (at_root || peer == mine.root)));
+  const std::string whose = at_root ? "the other's part of " : "its part of ";
+  record.summary = "The ranks disagree about " + what + ": " + job.text(rank) + " (" + record.host + ") " +
+      (part ? (receives ? "expects as " : "sends as ") + whose : "has ") + mine.text(job, rank, peer) + ", " +
+      job.text(peer) + " (" + record.peer_host + ") " + (part ? (receives ? "sends " : "expects ") : "has ") +
+      theirs.text(job, peer, rank) + ".";
   return record;
 }
 

@@ -52,12 +52,13 @@ void SharedHeap::sharedBy(size_t ranks) noexcept {
 
 size_t SharedHeap::takeRoom(size_t room) {
   for (auto range = free_.begin(); range != free_.end(); ++range) { // the first that is long enough
-    const size_t offset = range->first;
-    const size_t length = range->second;
-    if (length >= room) {
-      free_.erase(range);
-      if (length > room) {
-        free_[offset + room] = length - room;
+    if (range->second >= room) {
+      auto taken = free_.extract(range); // its node has the rest: there may be no memory for another
+      const size_t offset = taken.key();
+      taken.key() += room;
+      taken.mapped() -= room;
+      if (taken.mapped() > 0) {
+        free_.insert(std::move(taken));
       }
       return offset;
     }

@@ -263,6 +263,42 @@ TEST(NoMemory, AnOperationThatCannotBeginEndsNoSoonerThanItsGroup) {
   }
 }
 
+// The group is gone when its peer dies. Nothing may call it then.
+TEST(NoMemory, AGroupThatCouldNotBeMadeWatchesNobody) {
+  bool struck = true;
+  for (int64_t nth = 1; struck; ++nth) {
+    ASSERT_LT(nth, 1000);
+    DirectoryStore store;
+    SharedFlag tried;
+    Process victim([&] {
+      Engine engine;
+      Group::Config config = groupConfig(1, 2);
+      try {
+        const auto group = Group::join(engine, store, config);
+        group->close();
+      } catch (const Error&) {
+      }
+      tried.raise();
+      return SharedFlag().wait(60000);
+    });
+    Engine engine;
+    engine.control().run([&] { failAllocation(nth); });
+    try {
+      Group::join(engine, store, groupConfig(0, 2))->close();
+    } catch (const Error&) {
+    }
+    engine.control().run([&] {
+      struck = allocationFailed();
+      failAllocation(0);
+    });
+    ASSERT_TRUE(tried.wait()) << "allocation " << nth;
+    victim.kill();
+    EXPECT_FALSE(victim.runsOn(5000));
+    std::this_thread::sleep_for(std::chrono::milliseconds(5)); // its death is noticed
+    engine.control().run([] {});
+  }
+}
+
 TEST(NoMemory, WhileControlLinksAreClosed) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <map>
+#include <new>
 
 #include "base/log.h"
 #include "transport/socket_pairs.h"
@@ -16,6 +17,9 @@ namespace {
 class StillLoop final : public TaskLoop {
  public:
   void post(Task task) override {
+    if (has_no_memory) {
+      throw std::bad_alloc();
+    }
     tasks_.push_back(std::move(task));
   }
   void watch(int fd, uint32_t, Handler& handler) override {
@@ -41,6 +45,8 @@ class StillLoop final : public TaskLoop {
       task();
     }
   }
+
+  bool has_no_memory = false;
 
  private:
   std::map<int, Handler*> handlers_; ///< by descriptor, alive until unwatch
@@ -111,6 +117,36 @@ TEST(Planes, AFailureReachesSharedMemoryWithoutTheDataLoop) {
   EXPECT_EQ(ended.load(), 0) << "the data loop has not come to its operations";
   data_loop.runTasks();
   EXPECT_EQ(ended.load(), 1);
+  static_cast<void>(planes.control()->close());
+}
+
+// Who has the news reads what was written beside it.
+TEST(Planes, AFailureIsToldOnceAlsoIfTheDataLoopGetsItLaterForWantOfMemory) {
+  const GroupIdentity identity = identityOfTwo(0);
+  StillLoop data_loop;
+  StillLoop control;
+  int failed = 0;
+  int ended = 0;
+  Planes::Events events;
+  events.failed = [&](const ErrorRecord&) { ++failed; };
+  events.ended = [&] { ++ended; };
+  Planes planes(identity, data_loop, control, std::move(events));
+  Membership::Config membership;
+  membership.hosts = identity.hosts;
+  planes.openData();
+  planes.openControl({}, membership);
+  ErrorRecord cause;
+  cause.code = ErrorCode::Aborted;
+  cause.rank = 0;
+  planes.control()->notice(cause);
+  data_loop.has_no_memory = true;
+  const TimePoint later = Clock::now() + std::chrono::seconds(1);
+  EXPECT_THROW(planes.control()->tick(later), std::bad_alloc);
+  data_loop.has_no_memory = false;
+  planes.control()->tick(later);
+  data_loop.runTasks();
+  EXPECT_EQ(failed, 1);
+  EXPECT_EQ(ended, 1);
   static_cast<void>(planes.control()->close());
 }
 

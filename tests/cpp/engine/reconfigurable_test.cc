@@ -464,6 +464,38 @@ struct Visited {
   std::shared_ptr<Instance> instance;
 };
 
+// The next one gets the descriptors of one that could not open: the loop must have forgotten those.
+TEST(Endpoint, OneThatCannotOpenForWantOfMemoryLeavesNothing) {
+  bool struck = true;
+  int refused = 0;
+  for (int64_t nth = 1; struck; ++nth) {
+    ASSERT_LT(nth, 1000);
+    Engine engine;
+    for (const bool again : {false, true}) {
+      Endpoint::Config config;
+      config.id = newProcessId();
+      config.nonce = 7;
+      for (int i = 0; i < 2; ++i) {
+        config.listeners.push_back(Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}));
+      }
+      engine.control().run([&] { testing::failAllocation(again ? 0 : nth); });
+      try {
+        (void)Endpoint::open(engine.control(), std::move(config));
+      } catch (const std::bad_alloc&) {
+        refused += 1;
+        EXPECT_FALSE(again);
+      } catch (const Error& error) {
+        ADD_FAILURE() << error.record().text() << ", allocation " << nth;
+      }
+      engine.control().run([&] {
+        struck = again ? struck : testing::allocationFailed();
+        testing::failAllocation(0);
+      });
+    }
+  }
+  EXPECT_GE(refused, 4);
+}
+
 TEST(Endpoint, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
   const Visited visited;
   visited.endpoint->call(visited.instance->member(0).incarnation, visited.instance);

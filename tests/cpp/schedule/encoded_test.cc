@@ -9,6 +9,7 @@
 #include "group_run.h"
 #include "numeric/codec.h"
 #include "proof/schedule/scalar_codec.h"
+#include "schedule/select.h"
 
 namespace pycomm::testing {
 namespace {
@@ -206,6 +207,14 @@ TEST(Encoded, RefusesWhatHasNoMeaning) {
   bad = good;
   bad.codec = static_cast<Codec>(77);
   EXPECT_THROW(static_cast<void>(makeSchedule(bad)), Error);
+}
+
+// Nothing travels in a group of one, so its sums are exact, and a residual has to be added to them.
+TEST(EncodedRequests, AGroupOfOneEncodesNothing) {
+  for (const Collective kind : {Collective::AllReduce, Collective::ReduceScatter}) {
+    EXPECT_EQ(codecFor(encodedRequest(kind, Codec::None, 2, 1 << 20, ReduceOp::Sum), Codec::Int8), Codec::Int8);
+    EXPECT_EQ(codecFor(encodedRequest(kind, Codec::None, 1, 1 << 20, ReduceOp::Sum), Codec::Int8), Codec::None);
+  }
 }
 
 } // namespace

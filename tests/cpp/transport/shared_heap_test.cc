@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "allocations.h"
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/fault_point.h"
@@ -100,6 +101,21 @@ TEST_F(SharedHeapTest, WhatIsDetachedKeepsItsBytesAndIsNobodyElses) {
   EXPECT_EQ(pages.count(block), 1U);
   EXPECT_EQ(pages.count(block + kPage), 0U);
   EXPECT_EQ(pages.count(block + 2 * kPage), 0U);
+}
+
+TEST_F(SharedHeapTest, WithoutMemoryToNoteItNoRoomIsLost) {
+  bool threw = true;
+  int refused = 0;
+  for (int64_t nth = 1; threw; ++nth) {
+    ASSERT_LT(nth, 100);
+    std::byte* block = nullptr;
+    threw = throwsWithoutMemory(nth, [&] { block = allocate(kPage); });
+    refused += threw ? 1 : 0;
+    heap_.release(block);
+    std::byte* const all = allocate(16 * kPage); // throws if a range is lost
+    heap_.release(all);
+  }
+  EXPECT_GE(refused, 1);
 }
 
 // Every large collective asks for a place; to make the pages of a large tensor takes the kernel long.

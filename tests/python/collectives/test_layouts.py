@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -259,30 +260,32 @@ def part_sizes_that_differ(rank: int, size: int) -> float:
     """Only a root knows all sizes of a gather: what passes between two ranks is compared there."""
     from pycomm.errors import CollectiveMismatchError
 
-    def gather(group: Any) -> None:
-        outputs = [torch.zeros(3) for _ in range(size)] if rank == 0 else None
-        dist.gather(torch.zeros(4 if rank == 1 else 3), outputs, dst=0, group=group)
+    def gather(group: Any, most: int, other: int) -> None:
+        outputs = [torch.zeros(most) for _ in range(size)] if rank == 0 else None
+        dist.gather(torch.zeros(other if rank == 1 else most), outputs, dst=0, group=group)
         dist.barrier(group=group)
 
-    def scatter(group: Any) -> None:
-        inputs = [torch.zeros(3) for _ in range(size)] if rank == 0 else None
-        dist.scatter(torch.zeros(4 if rank == 1 else 3), inputs, src=0, group=group)
+    def scatter(group: Any, most: int, other: int) -> None:
+        inputs = [torch.zeros(most) for _ in range(size)] if rank == 0 else None
+        dist.scatter(torch.zeros(other if rank == 1 else most), inputs, src=0, group=group)
         dist.barrier(group=group)
 
-    def exchange(group: Any) -> None:
-        outputs = [torch.zeros(4 if rank == 1 else 3) for _ in range(size)]
-        inputs = [torch.zeros(3) for _ in range(size)]
+    def exchange(group: Any, most: int, other: int) -> None:
+        outputs = [torch.zeros(other if rank == 1 else most) for _ in range(size)]
+        inputs = [torch.zeros(most) for _ in range(size)]
         inputs[rank] = torch.zeros_like(outputs[rank])
         dist.all_to_all(outputs, inputs, group=group)
         dist.barrier(group=group)
 
     longest_s = 0.0
-    for call in (gather, scatter, exchange):
+    segment = 65536  # elements: frames of sizes that differ by whole segments look alike
+    sizes = ((3, 4), (segment, 2 * segment), (2 * segment, segment))
+    for call, (most, other) in itertools.product((gather, scatter, exchange), sizes):
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
         dist.barrier()  # of the default group: who is late to make this one would fail in that
         started_s = time.monotonic()
         with pytest.raises(CollectiveMismatchError, match="The ranks disagree about") as caught:
-            call(group)
+            call(group, most, other)
         assert caught.value.record["peer"] in range(size)
         longest_s = max(longest_s, time.monotonic() - started_s)
     dist.barrier()

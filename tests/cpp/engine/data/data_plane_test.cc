@@ -326,5 +326,24 @@ TEST(DataPlaneLinks, OneThatIsKeptIsWatched) {
   EXPECT_GE(refused, 2);
 }
 
+// A chain from rank 2 over this one to rank 1: the frame of one rank is what opens the link to another.
+TEST(DataPlaneLinks, OneThatCannotBeOpenedBlamesItsPeerAndNotTheSenderOfTheFrameThatNeedsIt) {
+  LoneDataLoop data_loop;
+  data_loop.refuses = true;
+  const auto operation = data_loop.broadcast(1, Deadline::never(), 10, 2);
+  data_loop.plane->post(operation);
+  FrameHeader header = LoneDataLoop::frameOf(*operation, FrameType::Data, kEagerFlag);
+  header.payload_nbytes = 40;
+  DataLoopWire in;
+  in.coming.assign(reinterpret_cast<const char*>(&header), sizeof header);
+  in.coming.append(header.payload_nbytes, '\0');
+  data_loop.plane->adopt(2, std::make_unique<DataLoopLink>(in, 2000));
+  EXPECT_EQ(data_loop.connections, 1);
+  ASSERT_EQ(data_loop.noticed.size(), 1U);
+  EXPECT_EQ(data_loop.noticed[0].code, ErrorCode::ConnectFailed) << data_loop.noticed[0].text();
+  EXPECT_EQ(data_loop.noticed[0].peer, 1) << data_loop.noticed[0].text();
+  EXPECT_EQ(data_loop.noticed[0].peer_host, "host1");
+}
+
 } // namespace
 } // namespace pycomm::testing

@@ -369,5 +369,55 @@ TEST_F(LeavingTest, OnlyAReceiveMakesAReceiveFromAnyRankGiveUpOnALostPeer) {
   EXPECT_EQ(action().kind, Kind::Doubt) << "rank 1 is lost, and has not said that it leaves";
 }
 
+// It has said nothing: its link to this rank may come yet, and if it does not, what broke is the reason.
+TEST_F(LeavingTest, AnOperationThatWaitsForALostPeerFailsWithWhatBroke) {
+  for (const bool comes : {false, true}) {
+    tables.entered.clear();
+    tables.peer(1) = PeerRow();
+    tables.away = 0;
+    leaving::writingBroke(tables, 1, peerDead(1), at(0));
+    leaving::tick(tables, at(40));
+    leaving::tick(tables, at(3040));
+    ASSERT_EQ(action().kind, Kind::Doubt);
+    receives(second, 1);
+    leaving::posted(tables, &with_rank_1, false, at(4000));
+    link(1) = comes ? Reading::Open : Reading::NotOpened;
+    leaving::tick(tables, at(6999));
+    EXPECT_TRUE(quiet());
+    leaving::tick(tables, at(7000));
+    if (comes) {
+      EXPECT_TRUE(quiet()) << "its end will be reported";
+      continue;
+    }
+    const ErrorRecord record = action().record;
+    EXPECT_EQ(record.code, ErrorCode::ConnectionReset) << record.text();
+    EXPECT_NE(record.summary.find("although that rank is still there"), std::string::npos) << record.summary;
+  }
+}
+
+TEST_F(LeavingTest, AnOperationThatComesWhileALostPeerIsDoubtedIsCheckedAfterwards) {
+  leaving::writingBroke(tables, 1, peerDead(1), at(0));
+  leaving::tick(tables, at(40));
+  receives(second, 1);
+  leaving::posted(tables, &with_rank_1, false, at(1000));
+  leaving::tick(tables, at(3040));
+  ASSERT_EQ(action().kind, Kind::Doubt);
+  leaving::tick(tables, at(6040));
+  EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset);
+}
+
+TEST_F(LeavingTest, AReceiveFromAnyRankThatHasOnlyALostPeerFailsWithWhatBroke) {
+  leaving::saidGoodbye(tables, 2, at(0));
+  link(2) = Reading::Ended;
+  leaving::writingBroke(tables, 1, peerDead(1), at(0));
+  leaving::tick(tables, at(40));
+  receivesFromAnyone();
+  leaving::tick(tables, at(3040));
+  EXPECT_EQ(action().kind, Kind::Doubt);
+  leaving::tick(tables, at(6040));
+  const ErrorRecord record = action().record;
+  EXPECT_EQ(record.code, ErrorCode::ConnectionReset) << record.text();
+}
+
 } // namespace
 } // namespace pycomm

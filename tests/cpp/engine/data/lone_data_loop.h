@@ -81,7 +81,7 @@ class LoneDataLoop {
     options.connect = [this](int peer) -> std::unique_ptr<Link> {
       ++connections;
       if (refuses) {
-        throw Error(ErrorCode::ConnectionReset, "no");
+        throw Error(ErrorCode::ConnectFailed, "no");
       }
       return std::make_unique<DataLoopLink>(out[peer], kOutFd + peer);
     };
@@ -113,10 +113,15 @@ class LoneDataLoop {
     now_ = at(ms);
   }
 
-  /// Of this rank as the root of a broadcast; `id` may be a derived one.
-  std::shared_ptr<Operation> broadcast(uint64_t id, Deadline deadline = Deadline::never(), int64_t numel = 10) {
+  /// Of this rank as the root of a broadcast, or of another one in a chain; `id` may be a derived one.
+  std::shared_ptr<Operation> broadcast(
+      uint64_t id,
+      Deadline deadline = Deadline::never(),
+      int64_t numel = 10,
+      int root = 0) {
     ScheduleRequest wish = wishOf(Collective::Broadcast, numel);
-    wish.root = 0;
+    wish.root = root;
+    wish.algorithm = root == 0 ? Algorithm::Auto : Algorithm::Ring;
     Operation::Request request = requestOf(wish, deadline);
     request.id = {id, (id & kDerivedIdBit) != 0 ? -1 : static_cast<int64_t>(id)};
     return std::make_shared<Operation>(std::move(request));

@@ -318,6 +318,81 @@ TEST(Matching, AMismatchIsSeenOnPostingAfterwardsAndAfterTheEnd) {
   EXPECT_TRUE(after.failed());
 }
 
+/// What one rank passes to a gather or scatter: a leaf knows its own part only.
+Posted partsOf(Collective kind, int rank, std::vector<int64_t> counts) {
+  ScheduleRequest request;
+  request.kind = kind;
+  request.dtype = DType::Float32;
+  request.rank = rank;
+  request.size = static_cast<int32_t>(counts.size());
+  request.root = 0;
+  for (int other = 0; rank != 0 && other < request.size; ++other) {
+    counts[static_cast<size_t>(other)] *= other == rank ? 1 : 0;
+  }
+  request.counts = std::move(counts);
+  Posted posted;
+  posted.id = {1, 1};
+  posted.schedule = prepare(makeSchedule(request));
+  posted.descriptor = Descriptor::of(request, posted.schedule->schedule.algorithm);
+  return posted;
+}
+
+FrameHeader saidBy(const RankTables& from, int to, FrameType type) {
+  return matching::headerFor(from.tables, from.tables.find(1), type, to);
+}
+
+// Only the root knows all sizes, so each pair compares its own: whatever the frame that shows them, and also where the two sizes are whole
+// segments, whose frames look alike.
+TEST(Matching, PartsOfAGatherOrScatterAreComparedByPair) {
+  const std::pair<int64_t, int64_t> sizes[] = {{65536, 131072}, {131072, 65536}, {3, 4}, {0, 1}, {1, 0}};
+  for (const Collective kind : {Collective::Gather, Collective::Scatter}) {
+    for (const auto& [at_root, at_leaf] : sizes) {
+      for (const FrameType type : {FrameType::Waiting, FrameType::Data}) {
+        for (const bool by_root : {true, false}) {
+          RankTables root(protocolConfig(0, 2));
+          RankTables leaf(protocolConfig(1, 2));
+          post(root, partsOf(kind, 0, {5, at_root}));
+          post(leaf, partsOf(kind, 1, {0, at_leaf}));
+          RankTables& from = by_root ? root : leaf;
+          RankTables& to = by_root ? leaf : root;
+          static_cast<void>(to.arrived(by_root ? 0 : 1, saidBy(from, by_root ? 1 : 0, type), Clock::now()));
+          const auto failures = of(ActionKind::Fail, to.takeActions());
+          ASSERT_EQ(failures.size(), 1U) << collectiveName(kind) << ' ' << at_root << ' ' << at_leaf << ' ' << by_root;
+          const ErrorRecord& record = failures.front().record;
+          EXPECT_EQ(record.code, ErrorCode::CollectiveMismatch);
+          EXPECT_EQ(record.numel, by_root ? at_leaf : at_root);
+          const bool expects = (kind == Collective::Gather) != by_root;
+          EXPECT_NE(
+              record.summary.find(
+                  std::string(expects ? ") expects as " : ") sends as ") + (by_root ? "its" : "the other's") +
+                  " part of "),
+              std::string::npos)
+              << record.summary;
+        }
+      }
+    }
+  }
+}
+
+TEST(Matching, PartsOfAGatherOrScatterThatFitAreNoMismatch) {
+  for (const Collective kind : {Collective::Gather, Collective::Scatter}) {
+    RankTables root(protocolConfig(0, 3));
+    RankTables leaf(protocolConfig(1, 3));
+    RankTables other(protocolConfig(2, 3));
+    post(root, partsOf(kind, 0, {5, 131072, 7}));
+    post(leaf, partsOf(kind, 1, {5, 131072, 7}));
+    post(other, partsOf(kind, 2, {5, 131072, 7}));
+    static_cast<void>(root.arrived(1, saidBy(leaf, 0, FrameType::Waiting), Clock::now()));
+    static_cast<void>(leaf.arrived(0, saidBy(root, 1, FrameType::Waiting), Clock::now()));
+    static_cast<void>(leaf.arrived(2, saidBy(other, 1, FrameType::Waiting), Clock::now()));
+    leaf.ended(1);
+    static_cast<void>(leaf.arrived(0, saidBy(root, 1, FrameType::Waiting), Clock::now()));
+    static_cast<void>(leaf.arrived(2, saidBy(other, 1, FrameType::Waiting), Clock::now()));
+    EXPECT_FALSE(root.failed());
+    EXPECT_FALSE(leaf.failed());
+  }
+}
+
 TEST(Matching, WaitsTellThePeerAndLearnWhoHasNotEntered) {
   const TimePoint start = Clock::now();
   RankTables leaf(protocolConfig(1, 3));

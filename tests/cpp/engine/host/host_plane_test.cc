@@ -27,9 +27,9 @@ namespace pycomm::testing {
 namespace {
 
 /// Waits until all operations have ended.
-void failNow(HostPlane& plane, const ErrorRecord& cause, std::function<void(const ErrorRecord&)> told = nullptr) {
+void failNow(HostPlane& plane, const ErrorRecord& cause, const OldestEnds& told = nullptr) {
   std::promise<void> ended;
-  plane.fail(cause, std::move(told), [&] { ended.set_value(); });
+  plane.fail(cause, told, [&] { ended.set_value(); });
   ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
 }
 
@@ -507,7 +507,7 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   cause.code = ErrorCode::PeerDead;
   cause.peer = 1;
   std::optional<ErrorRecord> told;
-  failNow(host.plane(0), cause, [&](const ErrorRecord& record) { told = record; });
+  failNow(host.plane(0), cause, [&](const ErrorRecord& record, TimePoint) { told = record; });
   waiter.join();
   ASSERT_TRUE(operation->error());
   EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead);

@@ -94,6 +94,22 @@ class Plane {
     return plane_->waitForNeighbours(Deadline::after(0), none);
   }
 
+  void notice(const ErrorRecord& record) {
+    loop_.run([&] { plane_->notice(record); });
+  }
+  /// `struck`: whether there was an `nth` allocation.
+  void adoptWithoutMemory(int rank, std::unique_ptr<Link> link, int64_t nth, bool& struck) {
+    loop_.run([&] {
+      failAllocation(nth);
+      try {
+        plane_->adopt(rank, std::move(link));
+      } catch (const std::bad_alloc&) { // as the group does
+      }
+      struck = allocationFailed();
+      failAllocation(0);
+    });
+  }
+
   std::unique_ptr<SocketLink> peer;
   int bulk_links = 0;
   std::vector<std::pair<int, FrameHeader>> asked; ///< of the loop's thread
@@ -570,6 +586,55 @@ TEST(ControlPlane, TakesAControlLinkFromALowerNeighbourOnly) {
   EXPECT_EQ(plane.missing(), (std::vector<int>{2, 3})) << "they do not connect to this rank";
   plane.welcome(3, LinkPurpose::Bulk);
   EXPECT_EQ(plane.bulk_links, 1);
+}
+
+// Each allocation fails once. The link is there and watched, or it is not; the plane goes on in either case.
+TEST(ControlPlane, ALinkThatIsNotTakenForWantOfMemoryLeavesNothing) {
+  bool struck = true;
+  int refused = 0;
+  for (int64_t nth = 1; struck; ++nth) {
+    ASSERT_LT(nth, 1000);
+    Plane plane;
+    auto [near, far] = namelessPair();
+    plane.adoptWithoutMemory(3, std::move(far), nth, struck);
+    refused += struck ? 1 : 0;
+    plane.peer = std::move(near);
+    if (!struck) {
+      plane.send(header(FrameType::Failure), report().serialize());
+      EXPECT_EQ(plane.failure().code, ErrorCode::PeerDead);
+    } else {
+      plane.notice(report());
+      EXPECT_EQ(plane.failure().code, ErrorCode::PeerDead) << "allocation " << nth;
+    }
+  }
+  EXPECT_GE(refused, 4);
+}
+
+// A group that has failed is kept until the program closes it, which may be hours later, and a neighbour may be stopped for as long.
+TEST(ControlPlane, HeartbeatsDoNotPileUpForANeighbourThatReadsNothing) {
+  constexpr size_t kBeats = 20000;
+  Crossroads self;
+  self.may_fail = true;
+  self.onLoop([&](ControlPlane& plane, auto&) {
+    for (size_t i = 0; i < kBeats; ++i) {
+      plane.tick(plane.nextTick());
+    }
+  });
+  EXPECT_TRUE(self.failed) << "nobody was heard";
+  size_t frames = 0;
+  for (size_t before = 1; before != frames;) { // a loop that has nothing left to write brings no more
+    before = frames;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    self.onLoop([&](ControlPlane&, auto& links) {
+      std::vector<std::byte> some(1 << 20);
+      for (Progress got = links.at(4)->tryRead({some.data(), some.size()}); got.nbytes > 0;
+           got = links.at(4)->tryRead({some.data(), some.size()})) {
+        frames += got.nbytes / sizeof(FrameHeader);
+      }
+    });
+  }
+  EXPECT_GT(frames, 0U);
+  EXPECT_LT(frames, kBeats / 2);
 }
 
 } // namespace

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "base/error.h"
 #include "engine/monitor/host_greeting.h"
 #include "sanitized.h"
@@ -98,6 +99,25 @@ std::shared_ptr<const SharedArena> someMemory() {
 }
 
 // A group that finds no memory to withdraw an offer: the number of its descriptor is that of another file before long.
+// The next one gets the descriptor of one that could not open: the loop must have forgotten that.
+TEST(LocalPeers, OneThatCannotOpenForWantOfMemoryLeavesNothing) {
+  bool struck = true;
+  for (int64_t nth = 1; struck; ++nth) {
+    ASSERT_LT(nth, 1000);
+    EventLoop loop("test");
+    for (const bool again : {false, true}) {
+      loop.run([&] { failAllocation(again ? 0 : nth); });
+      LocalPeers local_peers(loop);
+      EXPECT_TRUE(!local_peers.name().empty() || !again) << "allocation " << nth;
+      loop.run([&] {
+        struck = again ? struck : allocationFailed();
+        failAllocation(0);
+      });
+    }
+    loop.stop();
+  }
+}
+
 TEST(LocalPeers, WhatIsOfferedStaysWhatItIs) {
   EventLoop loop("test");
   LocalPeers local_peers(loop);

@@ -29,7 +29,7 @@ TEST_F(Failed, ThereIsNoneWhileAllIsWell) {
   EXPECT_FALSE(failure_.happened());
   EXPECT_FALSE(failure_.record().has_value());
   // A plane says what its operation will end with before the failure is known to all; that alone is none.
-  failure_.setOldest(record(ErrorCode::Timeout, "first"));
+  failure_.setOldest(record(ErrorCode::Timeout, "first"), TimePoint());
   EXPECT_FALSE(failure_.record().has_value());
 }
 
@@ -47,10 +47,15 @@ TEST_F(Failed, TheFirstCauseStaysAndNamesThisRank) {
 
 TEST_F(Failed, OfTwoPlanesTheOlderOperationCounts) {
   failure_.set(record(ErrorCode::PeerDead, "cause"));
-  failure_.setOldest(record(ErrorCode::PeerDead, "of 20 ms", 20));
-  failure_.setOldest(record(ErrorCode::PeerDead, "of 50 ms", 50));
-  failure_.setOldest(record(ErrorCode::PeerDead, "of 30 ms", 30));
-  EXPECT_EQ(failure_.record()->summary, "of 50 ms");
+  const TimePoint began = Clock::now();
+  const auto ends = [&](int issued_ms, int ended_ms) {
+    const TimePoint issued = began + std::chrono::milliseconds(issued_ms);
+    failure_.setOldest(record(ErrorCode::PeerDead, std::to_string(issued_ms), ended_ms - issued_ms), issued);
+  };
+  ends(30, 50);
+  ends(20, 50);
+  ends(25, 75); // its plane ended later, so it has waited longer
+  EXPECT_EQ(failure_.record()->summary, "20");
 }
 
 } // namespace
