@@ -152,7 +152,11 @@ void Reducer::followTrained() {
   }
   hookGradients(read); // first: if it throws, the next forward pass finds the same change again
   state_.change([&read](SharedValues& values) { values.trained = read; });
+  const bool armed = pass_.phase() == BackwardPass::Phase::Armed;
   cutBuckets();
+  if (armed && !buckets_.all().empty()) {
+    pass_.arm();
+  }
   reports_.publishTrained(read);
 }
 
@@ -176,8 +180,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (left) {
     raiseLeftNested();
   }
-  if (weights_.has_value() && !reduces && !pass_.reducing()) {
-    followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight
+  if (!reduces && !pass_.reducing()) {
+    followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight and no use
   }
   if (weights_.has_value()) {
     weights_->marked(*mark);
