@@ -84,7 +84,8 @@ void Reducer::followCall() {
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
-    if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
+    const bool first = marks_.enterLocal() && !marks_.reduces();
+    if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
       if (weights_->hasEarly()) {
         weights_->begin(forward_weight_, trained(), /*reduces=*/false);
@@ -106,7 +107,7 @@ void Reducer::enter(ForwardMark& mark) {
   }
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
-  if (weights_.has_value() && (before.empty() || !marks_.isLocal())) { // else one of no_sync() has weighed them
+  if (weights_.has_value() && !marks_.isLocal()) { // else the last forward pass of the loss, one of no_sync(), counts
     weights_->enter(mark, trained());
   }
   if (!pass_.hasStaticGraph()) {
@@ -116,7 +117,6 @@ void Reducer::enter(ForwardMark& mark) {
     return;
   }
   try {
-    forward_weight_ = weights_.has_value() ? weights_->weightOf(mark) : mark.weight;
     beginPassWith(before);
   } catch (const std::exception& error) {
     fail("gradients that came before those behind forward's outputs were being reduced", error);
