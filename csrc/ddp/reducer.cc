@@ -254,6 +254,11 @@ void Reducer::setStaticGraph() {
   used_.emplace(state_, stats_);
 }
 
+bool Reducer::counts() {
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.values.counting;
+}
+
 void Reducer::setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size) {
   const Turn turn(*this);
   join_work_ = divide_by_initial_world_size ? nullptr : std::move(work);

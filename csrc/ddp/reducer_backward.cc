@@ -76,9 +76,13 @@ void Reducer::onEntry(ForwardMark& mark) {
 }
 
 void Reducer::followCall() {
-  if (marks_.follow() && weights_.has_value()) {
+  if (!marks_.follow()) {
+    return;
+  }
+  if (weights_.has_value()) {
     weights_->dropEarly();
   }
+  pass_.forgetCounts(); // of a call past the wrapper, or that an exception ended
 }
 
 void Reducer::enter(ForwardMark& mark) {
