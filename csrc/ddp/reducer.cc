@@ -84,7 +84,8 @@ void Reducer::hookGradients(const std::vector<bool>& trained) {
   if (weights_.has_value()) {
     on_coming = [this](size_t index, const at::Tensor& grad) { onComing(index, grad); };
   }
-  grad_hooks_ = std::make_unique<GradHooks>(params_, trained, [this](size_t index) { onGradient(index); }, on_coming);
+  grad_hooks_ = std::make_unique<GradHooks>(
+      params_, trained, [this](size_t index, bool defined) { onGradient(index, defined); }, on_coming);
 }
 
 void Reducer::cutBuckets() {

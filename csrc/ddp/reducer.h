@@ -236,8 +236,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void enter(ForwardMark& mark);
   void followCall();
   void onComing(size_t index, const at::Tensor& grad);
-  void onGradient(size_t index);
-  void takeGradient(size_t index);
+  void onGradient(size_t index, bool defined);
+  void takeGradient(size_t index, bool defined);
   [[nodiscard]] GradientCall callOf(size_t index) const;
   [[nodiscard]] bool beginsPass(size_t index) const;
   void queueUnmarked();

@@ -154,11 +154,11 @@ void Reducer::onComing(size_t index, const at::Tensor& grad) {
   });
 }
 
-void Reducer::onGradient(size_t index) {
+void Reducer::onGradient(size_t index, bool defined) {
   raising([&] {
     const Turn turn(*this);
     try {
-      takeGradient(index);
+      takeGradient(index, defined);
     } catch (const std::exception& error) {
       fail("the gradient of parameter '" + params_[index].name + "' was being reduced", error);
       throw;
@@ -166,12 +166,12 @@ void Reducer::onGradient(size_t index) {
   });
 }
 
-void Reducer::takeGradient(size_t index) {
+void Reducer::takeGradient(size_t index, bool defined) {
   followCall();
   const at::Tensor& grad = params_[index].tensor.grad();
   if (grad.defined()) {
     checkLayout(grad, params_[index]);
-    if (used_.has_value()) {
+    if (defined && used_.has_value()) {
       used_->mark(index); // also inside no_sync(): the reduction after it covers it
     }
   }
@@ -200,7 +200,7 @@ void Reducer::takeGradient(size_t index) {
       weights_->stray();
     }
   }
-  if (weights_.has_value() && (pass_.reducing() || marks_.inPass())) {
+  if (defined && weights_.has_value() && (pass_.reducing() || marks_.inPass())) {
     weights_->came(index);
   }
   if (pass_.counting()) {
