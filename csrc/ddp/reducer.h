@@ -257,9 +257,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
-  [[nodiscard]] std::optional<bool> finish();
+  [[nodiscard]] std::optional<bool> finish(bool looks);
+  [[nodiscard]] bool keepsResiduals();
   void forgetResiduals();
-  std::optional<bool> endStep();
+  std::optional<bool> endStep(bool looks);
   void finishBuckets();
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;

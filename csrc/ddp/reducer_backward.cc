@@ -335,7 +335,7 @@ void Reducer::delayAllReduce() {
     }
   });
   if (torch::autograd::get_current_graph_task_id() == -1) {
-    (void)finish();
+    (void)finish(/*looks=*/false);
   } else {
     queueFinish();
   }
@@ -452,6 +452,8 @@ void Reducer::finishCall() {
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
+  const bool looks = reducers.size() > 1 &&
+      std::any_of(reducers.begin(), reducers.end(), [](const auto& each) { return each->keepsResiduals(); });
   std::exception_ptr first;
   bool failed = false;
   std::vector<std::shared_ptr<Reducer>> finite; // those whose averages are
@@ -464,7 +466,7 @@ void Reducer::finishCall() {
       continue;
     }
     try {
-      const std::optional<bool> ended = each->finish();
+      const std::optional<bool> ended = each->finish(looks);
       others = others || ended == false;
       if (ended == true) {
         finite.push_back(each);
@@ -482,6 +484,11 @@ void Reducer::finishCall() {
   }
 }
 
+bool Reducer::keepsResiduals() {
+  const std::lock_guard turn(mutex_);
+  return buckets_.keepsResiduals();
+}
+
 // Another reducer of the same call has averages that are not finite, and the program drops the steps of both, as one GradScaler does.
 void Reducer::forgetResiduals() {
   const Turn turn(*this);
@@ -491,18 +498,18 @@ void Reducer::forgetResiduals() {
   }
 }
 
-std::optional<bool> Reducer::finish() {
+std::optional<bool> Reducer::finish(bool looks) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
     if (!pass_.reducing() || !allCame()) {
       return std::nullopt; // of a static graph whose first pass was local
     }
-    return endStep();
+    return endStep(looks);
   });
 }
 
-// Whether the averages are finite; nothing if no rank has any weight, so that there are none.
-std::optional<bool> Reducer::endStep() {
+// Whether the averages are finite; nothing if no rank has any weight, so that there are none. `looks`: also if no residual is kept here.
+std::optional<bool> Reducer::endStep(bool looks) {
   recorder_.backwardEnded();
   const bool any = agreement_ != nullptr ? agree() : !pipeline_->allAhead() || launchWeighed();
   if (!any) {
@@ -510,6 +517,9 @@ std::optional<bool> Reducer::endStep() {
     return std::nullopt;
   }
   agreement_ != nullptr ? takeOver() : finishBuckets();
+  if (looks && options_.drops_nonfinite_steps) {
+    pipeline_->lookAtAll();
+  }
   recorder_.end();
   ++stats_.steps;
   const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
@@ -559,7 +569,7 @@ void Reducer::passWithoutBatch(bool reduces) {
       fail("a rank without a batch took part in a reduction", error);
       throw;
     }
-    static_cast<void>(endStep());
+    static_cast<void>(endStep(/*looks=*/true)); // on other ranks it may be of one call with others
   });
 }
 
