@@ -374,6 +374,7 @@ void bindReducer(py::module_& m) {
       .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {}) // shadow_backward() leaves all that is needed
       .def("_set_static_graph", blocking(&Reducer::setStaticGraph))
       .def("_delay_all_reduce", blocking(&Reducer::delayAllReduce))
+      .def("counts", blocking(&Reducer::counts))
       .def(
           "_set_forward_pass_work_handle",
           blocking(&Reducer::setForwardPassWork),

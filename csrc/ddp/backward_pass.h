@@ -111,6 +111,12 @@ class BackwardPass {
   void count(size_t param) {
     ++times_[param];
   }
+  /// Another call of backward() begins: of the first pass, only its own gradients count.
+  void forgetCounts() {
+    if (counting()) {
+      times_.assign(times_.size(), 0);
+    }
+  }
   /// Ends the counting. Trained parameters without a gradient are unreachable from now on.
   void endCounting(const std::vector<bool>& trained) {
     state_.next().counting = false;

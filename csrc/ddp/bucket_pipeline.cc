@@ -279,6 +279,14 @@ void BucketPipeline::lookAt(const at::Tensor& sums) {
   }
 }
 
+void BucketPipeline::lookAtAll() {
+  if (!looks_) { // else it has
+    for (const Bucket& bucket : buckets_.all()) {
+      lookAt(bucket.sums());
+    }
+  }
+}
+
 bool BucketPipeline::averagesAreFinite() const {
   return finite_ && std::all_of(finite_on_device_.begin(), finite_on_device_.end(), [](const at::Tensor& finite) {
            return finite.item<bool>();

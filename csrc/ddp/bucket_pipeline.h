@@ -80,9 +80,11 @@ class BucketPipeline {
   /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
   [[nodiscard]] std::string awaited() const;
 
-  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no wire keeps a residual, or `looks` was false. After
-  /// finishAll(); on a device it waits for the device.
+  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no wire keeps a residual, or `looks` was false,
+  /// unless lookAtAll() came. After finishAll(); on a device it waits for the device.
   [[nodiscard]] bool averagesAreFinite() const;
+  /// After finishAll(), if residuals are kept elsewhere that an average of here makes void.
+  void lookAtAll();
 
  private:
   /// What a bucket that has been launched waits for: one of the two. Null unless it is reduced now.

@@ -94,8 +94,8 @@ void GradHooks::addHook(
   NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
   TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
   auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
-      [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
-        on_gradient(index);
+      [on_gradient, index](const variable_list& outputs, const variable_list& inputs) {
+        on_gradient(index, inputs.at(0).defined());
         return outputs;
       },
       [](torch::autograd::CompiledNodeArgs& /*args*/) {

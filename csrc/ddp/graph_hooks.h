@@ -27,8 +27,8 @@ namespace pycomm {
 class GradHooks {
  public:
   /// Called with the parameter's index on the thread that runs backward, without the GIL. It may throw: the error comes
-  /// out of backward().
-  using OnGradient = std::function<void(size_t index)>;
+  /// out of backward(). `defined`: false for a parameter that does not matter to the loss, though its graph leads there.
+  using OnGradient = std::function<void(size_t index, bool defined)>;
   /// Likewise, before autograd accumulates `grad`, which is defined.
   using OnComing = std::function<void(size_t index, const at::Tensor& grad)>;
 

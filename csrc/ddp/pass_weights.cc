@@ -276,6 +276,12 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
       "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
   const at::NoGradGuard no_grad;
+  if (entered_.has_value() && entered_->begun) { // its call goes through a graph outside no_sync(), too
+    if (reduces) {
+      takeZerosBack();
+    }
+    return;
+  }
   if (!entered_.has_value()) {
     enter(Entered{pending().value_or(weight), nullptr, 0, /*marked=*/false}, trained);
   }
@@ -286,7 +292,7 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
   if (set_ != nullptr && (!entered_->marked || set_->taken || set_ == entered_->said)) {
     set_.reset();
   }
-  entered_.reset();
+  entered_->begun = true;
   sum_.weight += now;
   ++sum_.passes;
   ++sum_.trained;

@@ -116,14 +116,14 @@ class PassWeights {
   }
   /// Whether enter() came and begin() did not.
   [[nodiscard]] bool entered() const noexcept {
-    return entered_.has_value();
+    return entered_.has_value() && !entered_->begun;
   }
   /// After begin(): whether this rank's passes since the reduction before have any weight.
   [[nodiscard]] bool counts() const noexcept {
     return sum_.weight != 0.0;
   }
-  /// The first gradient of a pass has come. `weight`: if no graph was entered. `reduces`: the averages follow. Throws if gradients that are
-  /// accumulated have another weight then.
+  /// The first gradient of a pass has come. `weight`: if no graph was entered. `reduces`: the averages follow, also if it comes again in the pass.
+  /// Throws if gradients that are accumulated have another weight then.
   void begin(double weight, const std::vector<bool>& trained, bool reduces);
   /// A gradient of this pass has come. Without weight .grad is again what it was before.
   void came(size_t param);
@@ -215,6 +215,7 @@ class PassWeights {
     std::shared_ptr<SaidWeight> said;
     int64_t forward = 0;
     bool marked = true;
+    bool begun = false; ///< begin() came
   };
   /// A gradient of a call of backward() that had entered no graph.
   struct Early {
@@ -243,7 +244,7 @@ class PassWeights {
   bool narrow_; ///< some are fp16
   std::shared_ptr<SaidWeight> set_; ///< null: nothing is
   int64_t forwards_ = 0;
-  std::optional<Entered> entered_; ///< the pass that will begin
+  std::optional<Entered> entered_; ///< the pass that will begin, or that has
   std::vector<Early> early_; ///< of the present call
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;

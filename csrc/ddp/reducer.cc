@@ -84,7 +84,8 @@ void Reducer::hookGradients(const std::vector<bool>& trained) {
   if (weights_.has_value()) {
     on_coming = [this](size_t index, const at::Tensor& grad) { onComing(index, grad); };
   }
-  grad_hooks_ = std::make_unique<GradHooks>(params_, trained, [this](size_t index) { onGradient(index); }, on_coming);
+  grad_hooks_ = std::make_unique<GradHooks>(
+      params_, trained, [this](size_t index, bool defined) { onGradient(index, defined); }, on_coming);
 }
 
 void Reducer::cutBuckets() {
@@ -152,7 +153,11 @@ void Reducer::followTrained() {
   }
   hookGradients(read); // first: if it throws, the next forward pass finds the same change again
   state_.change([&read](SharedValues& values) { values.trained = read; });
+  const bool armed = pass_.phase() == BackwardPass::Phase::Armed;
   cutBuckets();
+  if (armed && !buckets_.all().empty()) {
+    pass_.arm();
+  }
   reports_.publishTrained(read);
 }
 
@@ -176,8 +181,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (left) {
     raiseLeftNested();
   }
-  if (weights_.has_value() && !reduces && !pass_.reducing()) {
-    followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight
+  if (!reduces && !pass_.reducing()) {
+    followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight and no use
   }
   if (weights_.has_value()) {
     weights_->marked(*mark);
@@ -248,6 +253,11 @@ void Reducer::setStaticGraph() {
       "static_graph must be set before the first backward pass");
   pass_.setStaticGraph();
   used_.emplace(state_, stats_);
+}
+
+bool Reducer::counts() {
+  const std::lock_guard lock(shown_mutex_);
+  return shown_.values.counting;
 }
 
 void Reducer::setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size) {

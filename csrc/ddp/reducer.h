@@ -54,8 +54,8 @@ namespace pycomm {
 /// Thread-safe. While another thread works on the reducer, or the calling one does, in a signal handler or a hook, these methods
 ///
 ///     stats, lastStep, bucketNames, bucketNbytes, members, leads,     never wait, and are never refused: they give what the last turn
-///     exponents, order, pendingWeight, weighed, weightUnsynced,       has left (Shown). During a pass that reduces, exponents, order and
-///     lastComputeNs, weighedSteps, passes                             weights are those from before it
+///     exponents, order, pendingWeight, weighed, weightUnsynced,       has left (Shown). During a pass that reduces, exponents, order,
+///     lastComputeNs, weighedSteps, passes, counts                     weights and counts are those from before it
 ///     askToLeave, hasLeft                                             never wait, and are never refused: see StepAgreement
 ///     residuals, usedHere                                             wait for the turn between passes; empty during a pass
 ///     all others                                                      wait for the turn (PassLock), which a pass has while buckets are
@@ -91,6 +91,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void setStaticGraph();
   /// The end of a static graph's first pass: torch's wrapper calls it when autograd's engine has nothing left to do.
   void delayAllReduce();
+  /// Whether that has not come so far: the next pass is the first one.
+  [[nodiscard]] bool counts();
 
   /// Throws if registerCommHook() would refuse any hook.
   void checkHookMayBeSet();
@@ -234,8 +236,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void enter(ForwardMark& mark);
   void followCall();
   void onComing(size_t index, const at::Tensor& grad);
-  void onGradient(size_t index);
-  void takeGradient(size_t index);
+  void onGradient(size_t index, bool defined);
+  void takeGradient(size_t index, bool defined);
   [[nodiscard]] GradientCall callOf(size_t index) const;
   [[nodiscard]] bool beginsPass(size_t index) const;
   void queueUnmarked();
@@ -255,9 +257,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
-  [[nodiscard]] std::optional<bool> finish();
+  [[nodiscard]] std::optional<bool> finish(bool looks);
+  [[nodiscard]] bool keepsResiduals();
   void forgetResiduals();
-  std::optional<bool> endStep();
+  std::optional<bool> endStep(bool looks);
   void finishBuckets();
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;

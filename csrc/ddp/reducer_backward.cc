@@ -76,15 +76,20 @@ void Reducer::onEntry(ForwardMark& mark) {
 }
 
 void Reducer::followCall() {
-  if (marks_.follow() && weights_.has_value()) {
+  if (!marks_.follow()) {
+    return;
+  }
+  if (weights_.has_value()) {
     weights_->dropEarly();
   }
+  pass_.forgetCounts(); // of a call past the wrapper, or that an exception ended
 }
 
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
-    if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
+    const bool first = marks_.enterLocal() && !marks_.reduces();
+    if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
       if (weights_->hasEarly()) {
         weights_->begin(forward_weight_, trained(), /*reduces=*/false);
@@ -106,7 +111,7 @@ void Reducer::enter(ForwardMark& mark) {
   }
   pass_.endLocal();
   const std::vector<size_t> before = marks_.takeNoted();
-  if (weights_.has_value() && (before.empty() || !marks_.isLocal())) { // else one of no_sync() has weighed them
+  if (weights_.has_value() && !marks_.isLocal()) { // else the last forward pass of the loss, one of no_sync(), counts
     weights_->enter(mark, trained());
   }
   if (!pass_.hasStaticGraph()) {
@@ -116,7 +121,6 @@ void Reducer::enter(ForwardMark& mark) {
     return;
   }
   try {
-    forward_weight_ = weights_.has_value() ? weights_->weightOf(mark) : mark.weight;
     beginPassWith(before);
   } catch (const std::exception& error) {
     fail("gradients that came before those behind forward's outputs were being reduced", error);
@@ -150,11 +154,11 @@ void Reducer::onComing(size_t index, const at::Tensor& grad) {
   });
 }
 
-void Reducer::onGradient(size_t index) {
+void Reducer::onGradient(size_t index, bool defined) {
   raising([&] {
     const Turn turn(*this);
     try {
-      takeGradient(index);
+      takeGradient(index, defined);
     } catch (const std::exception& error) {
       fail("the gradient of parameter '" + params_[index].name + "' was being reduced", error);
       throw;
@@ -162,12 +166,12 @@ void Reducer::onGradient(size_t index) {
   });
 }
 
-void Reducer::takeGradient(size_t index) {
+void Reducer::takeGradient(size_t index, bool defined) {
   followCall();
   const at::Tensor& grad = params_[index].tensor.grad();
   if (grad.defined()) {
     checkLayout(grad, params_[index]);
-    if (used_.has_value()) {
+    if (defined && used_.has_value()) {
       used_->mark(index); // also inside no_sync(): the reduction after it covers it
     }
   }
@@ -196,7 +200,7 @@ void Reducer::takeGradient(size_t index) {
       weights_->stray();
     }
   }
-  if (weights_.has_value() && (pass_.reducing() || marks_.inPass())) {
+  if (defined && weights_.has_value() && (pass_.reducing() || marks_.inPass())) {
     weights_->came(index);
   }
   if (pass_.counting()) {
@@ -331,7 +335,7 @@ void Reducer::delayAllReduce() {
     }
   });
   if (torch::autograd::get_current_graph_task_id() == -1) {
-    (void)finish();
+    (void)finish(/*looks=*/false);
   } else {
     queueFinish();
   }
@@ -448,6 +452,8 @@ void Reducer::finishCall() {
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
+  const bool looks = reducers.size() > 1 &&
+      std::any_of(reducers.begin(), reducers.end(), [](const auto& each) { return each->keepsResiduals(); });
   std::exception_ptr first;
   bool failed = false;
   std::vector<std::shared_ptr<Reducer>> finite; // those whose averages are
@@ -460,7 +466,7 @@ void Reducer::finishCall() {
       continue;
     }
     try {
-      const std::optional<bool> ended = each->finish();
+      const std::optional<bool> ended = each->finish(looks);
       others = others || ended == false;
       if (ended == true) {
         finite.push_back(each);
@@ -478,6 +484,11 @@ void Reducer::finishCall() {
   }
 }
 
+bool Reducer::keepsResiduals() {
+  const std::lock_guard turn(mutex_);
+  return buckets_.keepsResiduals();
+}
+
 // Another reducer of the same call has averages that are not finite, and the program drops the steps of both, as one GradScaler does.
 void Reducer::forgetResiduals() {
   const Turn turn(*this);
@@ -487,18 +498,18 @@ void Reducer::forgetResiduals() {
   }
 }
 
-std::optional<bool> Reducer::finish() {
+std::optional<bool> Reducer::finish(bool looks) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
     if (!pass_.reducing() || !allCame()) {
       return std::nullopt; // of a static graph whose first pass was local
     }
-    return endStep();
+    return endStep(looks);
   });
 }
 
-// Whether the averages are finite; nothing if no rank has any weight, so that there are none.
-std::optional<bool> Reducer::endStep() {
+// Whether the averages are finite; nothing if no rank has any weight, so that there are none. `looks`: also if no residual is kept here.
+std::optional<bool> Reducer::endStep(bool looks) {
   recorder_.backwardEnded();
   const bool any = agreement_ != nullptr ? agree() : !pipeline_->allAhead() || launchWeighed();
   if (!any) {
@@ -506,6 +517,9 @@ std::optional<bool> Reducer::endStep() {
     return std::nullopt;
   }
   agreement_ != nullptr ? takeOver() : finishBuckets();
+  if (looks && options_.drops_nonfinite_steps) {
+    pipeline_->lookAtAll();
+  }
   recorder_.end();
   ++stats_.steps;
   const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
@@ -555,7 +569,7 @@ void Reducer::passWithoutBatch(bool reduces) {
       fail("a rank without a batch took part in a reduction", error);
       throw;
     }
-    static_cast<void>(endStep());
+    static_cast<void>(endStep(/*looks=*/true)); // on other ranks it may be of one call with others
   });
 }
 

@@ -15,10 +15,6 @@ from pycomm.ddp.elastic import Elastic, refuse
 from pycomm.ddp.weights import Weighed
 from pycomm.errors import CollectiveMismatchError, UnsupportedError
 
-# A new reducer, and one whose state was reset, counts a static graph's gradients in its next pass.
-# torch's wrapper calls the end of that pass only while this is False.
-_FIRST_PASS = {"_static_graph_delay_allreduce_enqueued": False}
-
 
 class BetweenSteps(Weighed):
     """Overrides of private methods of torch's wrapper."""
@@ -45,8 +41,17 @@ class BetweenSteps(Weighed):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, **_FIRST_PASS})  # type: ignore[no-untyped-call]
+    @property
+    def _static_graph_delay_allreduce_enqueued(self) -> bool:
+        """Torch's wrapper tells the reducer the end of a static graph's pass while this is False.
+
+        Torch sets it for good in the first backward call, which may fail before its end.
+        """
+        return not self.reducer.counts()
+
+    @_static_graph_delay_allreduce_enqueued.setter
+    def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:
+        """The reducer knows."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
         if self._sync_every > 1:
@@ -56,7 +61,6 @@ class BetweenSteps(Weighed):
             )
         self._not_elastic("another process group", "the module wrapped anew")
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
-        self.__dict__.update(_FIRST_PASS)
 
     def _trains_in_train(self, steps: int) -> bool:
         """Whether the forward of the last of so many steps was in train() mode."""

@@ -76,11 +76,11 @@ def test_a_batch_that_diverged_and_was_skipped_leaves_nothing() -> None:
             assert forgotten == (case[1] == "int8"), case
 
 
-def of_two_wrappers(rank: int, world_size: int) -> list[tuple[float, int]]:
+def of_two_wrappers(rank: int, world_size: int, other: str | None) -> list[tuple[float, int]]:
     """The same under one GradScaler and optimizer; only the second one's averages have the Inf."""
     models = [
-        wrap(Slopes(torch.float32), wire_dtype="int8", process_group=dist.new_group())
-        for _ in range(2)
+        wrap(Slopes(torch.float32), wire_dtype=wire, process_group=dist.new_group())
+        for wire in ("int8", other)
     ]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     parameters = [each for model in models for each in model.parameters()]
@@ -104,11 +104,48 @@ def of_two_wrappers(rank: int, world_size: int) -> list[tuple[float, int]]:
     ]
 
 
-def test_a_step_that_another_wrapper_of_the_same_backward_spoils_leaves_nothing() -> None:
-    found = ranks.run_ranks(2, of_two_wrappers, timeout_s=100, preload=ranks.TORCH_DDP)
+@pytest.mark.parametrize("other", ["int8", None])
+def test_a_step_that_another_wrapper_of_the_same_backward_spoils_leaves_nothing(
+    other: str | None,
+) -> None:
+    found = ranks.run_ranks(
+        2, of_two_wrappers, args=(other,), timeout_s=100, preload=ranks.TORCH_DDP
+    )
     for results in found.values():
         for largest, forgotten in results:
             assert largest < 0.02 and forgotten == 1, results
+
+
+class Apart(nn.Module):
+    """Two outputs, so that a loss may leave one of the parameters out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.zeros(NUMEL)) for _ in range(2))
+
+    def forward(self, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight * slopes, self.other * slopes
+
+
+def left_out(rank: int, world_size: int) -> tuple[float, float, float]:
+    """A parameter with zeros in .grad, and an undefined gradient on all ranks."""
+    model = wrap(Apart(), wire_dtype="int8", find_unused_parameters=True)
+    kept = []
+    for outputs in (2, 1):
+        model.zero_grad(set_to_none=False)
+        sum(each.sum() for each in model(slopes_of(rank, 0, torch.float32))[:outputs]).backward()
+        kept.append(model.communication_state_dict()["residuals"]["other"])
+        dist.all_reduce(kept[-1])
+    changed, largest = (kept[1] - kept[0]).abs().max(), kept[0].abs().max()
+    return float(model.module.other.grad.abs().max()), float(changed), float(largest)
+
+
+def test_a_parameter_whose_gradient_is_undefined_is_unused() -> None:
+    for grad, changed, largest in ranks.run_ranks(
+        2, left_out, timeout_s=60, preload=ranks.TORCH_DDP
+    ).values():
+        assert grad == 0.0
+        assert changed < 1e-6 * largest
 
 
 def all_clipped(rank: int, world_size: int) -> None:

@@ -364,6 +364,34 @@ def test_a_wrapper_whose_pass_was_cut_off_is_no_hindrance_to_the_next_one() -> N
     assert [found[rank].value[0] for rank in range(2)] == [[1.0] * 6] * 2
 
 
+class Sides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.zeros(300)) for _ in range(2))
+
+    def forward(self, batch: torch.Tensor, both: bool) -> torch.Tensor:
+        return ((self.left + self.right if both else self.left) * batch).sum()
+
+
+def unfrozen_before_no_sync(rank: int, world_size: int) -> list[float]:
+    """The first pass of a parameter is one in no_sync(), and the reduction comes with another."""
+    model = wrap(Sides(), find_unused_parameters=True)
+    batch = torch.full((1,), 1.0 + rank)
+    model.module.right.requires_grad_(False)
+    model(batch, both=False).backward()
+    model.zero_grad()
+    model.module.right.requires_grad_(True)
+    with model.no_sync():
+        model(batch, both=True).backward()
+    model(batch, both=False).backward()
+    return [float(each.grad[0]) for each in model.parameters()]
+
+
+def test_a_parameter_that_is_unfrozen_before_a_pass_in_no_sync_is_reduced() -> None:
+    found = ranks.run_ranks(2, unfrozen_before_no_sync, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert found.values() == [[3.0, 1.5]] * 2
+
+
 def two_wrappers(rank: int, world_size: int) -> list[float]:
     """Of one module, in turn, the one's forward without a backward before the other's step."""
     module = TwoLayers()

@@ -279,6 +279,41 @@ def test_ranks_without_data_cut_buckets_as_the_others_do() -> None:
     assert found[0].value[0] == 2.0
 
 
+PAST, PAST_ONE, RAISED = "past the wrapper", "past rank 0's", "raised in no_sync"
+
+
+def counted_after(rank: int, world_size: int, first: str) -> list[list[float]]:
+    """A backward call that is no first pass comes before the first pass of a static graph."""
+    model = wrap(Layers(), static_graph=True, bucket_cap_mb=0.004)
+    if first == RAISED:
+        handle = model.module.last.register_hook(fails)
+        with model.no_sync():
+            loss = model(torch.ones(1))
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        handle.remove()
+    elif first == PAST or rank == 0:
+        model.module(torch.ones(1)).backward()
+    return [step(model, 1.0 + 2 * rank) for _ in range(3)]
+
+
+def fails(grad: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("first", [PAST, PAST_ONE, RAISED])
+def test_the_first_pass_of_a_static_graph_counts_its_own_gradients_alone(first: str) -> None:
+    found = ranks.run_ranks(
+        2,
+        counted_after,
+        args=(first,),
+        timeout_s=60,
+        init_timeout_s=20.0,
+        preload=ranks.TORCH_DDP,
+    )
+    assert found.values() == [[[2.0, 2.0]] * 3] * 2
+
+
 def counted_in_join(rank: int, world_size: int, accumulate: int) -> list[list[float]]:
     """A rank has no batch while the other counts the gradients of a static graph, and then has."""
     options: dict[str, Any] = {"accumulate": accumulate} if accumulate > 1 else {}

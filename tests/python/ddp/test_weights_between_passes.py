@@ -131,6 +131,63 @@ def test_a_graph_that_gives_no_gradient_is_no_pass() -> None:
 # Passes that are forgotten
 
 
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.branch = make_net(), nn.Linear(9, 2, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.net(batch)
+        return out + self.branch(batch) if both else out
+
+
+MIXED = list(itertools.product((False, True), (False, True), ((2.0, 2.0), (0.0, 2.0))))
+"""Whether the forward in no_sync() is the last one and whether it alone has the branch; the weights
+of the first forward."""
+LAST_WEIGHTS = (8.0, 4.0)
+
+
+def mixed(rank: int, world_size: int) -> dict[Any, tuple[float, int]]:
+    """A loss of a forward in no_sync() and of one outside: one pass, of the last one's weight."""
+    found = {}
+    for case in MIXED:
+        local_last, branches, first_weights = case
+        net = Branched()
+        model = wrap(net, weight="samples")
+
+        def loss_with(
+            module: Any,
+            whose: int,
+            local_last: bool = local_last,
+            branches: bool = branches,
+            first_weights: tuple[float, ...] = first_weights,
+        ) -> torch.Tensor:
+            losses = []
+            for place, weights in enumerate((first_weights, LAST_WEIGHTS)):
+                local = local_last == (place == 1)
+                alone = module.no_sync() if local and hasattr(module, "no_sync") else None
+                module.samples = weights[whose]
+                with alone or contextlib.nullcontext():
+                    both = local if branches else place == 1
+                    losses.append(module(batch_of(whose, place), both).square().mean())
+            return torch.stack(losses).sum()
+
+        loss_with(model, rank).backward()
+        right = sum(
+            weight / sum(LAST_WEIGHTS) * share_of(net, loss_with, whose)
+            for whose, weight in enumerate(LAST_WEIGHTS)
+        )
+        assert isinstance(right, torch.Tensor)
+        found[case] = (off_by(gradients(net), right), model.stats().steps)
+    return found
+
+
+def test_a_loss_of_a_forward_in_no_sync_and_of_one_outside_is_one_pass() -> None:
+    for found in ranks.run_ranks(2, mixed, timeout_s=60, preload=ranks.TORCH_DDP).values():
+        for case, (off, steps) in found.items():
+            assert off < 1e-12 and steps == 1, (case, off, steps)
+
+
 def forgotten(rank: int, world_size: int) -> dict[str, float]:
     """Passes of which no rank had any weight, and zero_grad(): only those after it count."""
     found = {}
