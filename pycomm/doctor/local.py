@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import ip_address, ip_network
 
 from pycomm._torch_range import torch_minor
 from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, Interface, listed
@@ -21,7 +22,6 @@ _VIRTUAL = re.compile(
 )
 _GIGABIT = 1000
 """Mbit/s of a wire that is faster than Wi-Fi mostly is, and steadier."""
-IPNetwork = IPv4Network | IPv6Network
 _LOCAL_BRIDGE = "a local bridge that other hosts cannot reach"
 
 
@@ -146,10 +146,21 @@ def _slower_interfaces(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             f"{host.name}: {used.name} ({speed}) was chosen{by}; {found.name} "
             f"({found.speed_mbps} Mbit/s) reaches the same hosts, in {found.network}"
         )
-        todo = [
-            "On every host, with its own name of the interface in that network:",
-            f"$ export PYCOMM_SOCKET_IFNAME={found.name}",
+        names = [
+            (found if one is host else _faster(one, _limit(used), found.network)[0]).name
+            for one in hosts
         ]
+        if value := _one_value(hosts, names):
+            where = "On all hosts; with pycomm run, where you type it:"
+            todo = [where, f"$ export PYCOMM_SOCKET_IFNAME={value}"]
+        else:
+            where = "No one value fits all, so not with pycomm run. "
+            todo = [
+                line
+                for one, name in zip(hosts, names, strict=True)
+                for line in (f"On {one.name}:", f"$ export PYCOMM_SOCKET_IFNAME={name}")
+            ]
+            todo[0] = where + todo[0]
         yield Finding(NOTE, "SLOWER_INTERFACE", host.name, text, todo)
 
 
@@ -159,20 +170,10 @@ def faster_interface(host: HostFacts, others: Sequence[HostFacts]) -> Interface 
     used = host.chosen
     if used is None or not others:
         return None
-    limit = _GIGABIT - 1 if used.wireless else used.speed_mbps
+    limit = _limit(used)
     if limit <= 0:
         return None
     elsewhere = {one.address for other in others for one in other.interfaces}
-
-    def is_reached(other: HostFacts, network: IPNetwork) -> bool:
-        return any(
-            ip_address(one.address.partition("%")[0]) in network
-            and not one.wireless
-            and (one.speed_mbps < 0 or one.speed_mbps > limit)
-            for one in other.interfaces
-            if not one.loopback and not is_virtual(one.name)
-        )
-
     found = [
         one
         for one in host.interfaces
@@ -182,9 +183,39 @@ def faster_interface(host: HostFacts, others: Sequence[HostFacts]) -> Interface 
         and one.network
         and one.address not in elsewhere
         and not one.address.startswith("fe80:")
-        and all(is_reached(other, ip_network(one.network)) for other in others)
+        and all(_faster(other, limit, one.network) for other in others)
     ]
     return max(found, key=lambda one: one.speed_mbps, default=None)
+
+
+def _limit(used: Interface) -> int:
+    return _GIGABIT - 1 if used.wireless else used.speed_mbps
+
+
+def _faster(host: HostFacts, limit: int, network: str) -> list[Interface]:
+    """Interfaces in that network that are not known to be as slow as the limit, known ones first."""
+    found = [
+        one
+        for one in host.interfaces
+        if not (one.loopback or one.wireless or is_virtual(one.name))
+        and (one.speed_mbps < 0 or one.speed_mbps > limit)
+        and ip_address(one.address.partition("%")[0]) in ip_network(network)
+    ]
+    return sorted(found, key=lambda one: -one.speed_mbps)
+
+
+def _one_value(hosts: Sequence[HostFacts], names: Sequence[str]) -> str:
+    """A list of interfaces by which each host takes its own of ``names``; "" if there is none."""
+
+    def taken(host: HostFacts, order: Sequence[str]) -> str:
+        own = [one.name for one in host.interfaces]
+        fits = (n for each in order for n in (each, *own) if n in own and n.startswith(each))
+        return next(fits)
+
+    for order in itertools.islice(itertools.permutations(dict.fromkeys(names)), 100):
+        if all(taken(host, order) == name for host, name in zip(hosts, names, strict=True)):
+            return ",".join(order)
+    return ""
 
 
 def _usual(values: Sequence[int]) -> int:

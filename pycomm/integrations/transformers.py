@@ -30,8 +30,8 @@ def make_training_arguments(
 ) -> Any:
     """``transformers.TrainingArguments`` for training over pycomm, on GPUs or on CPU.
 
-    On CPU (``use_cpu=True``, the default where torch sees no GPU) it makes the default group first,
-    from the variables of torchrun, mpirun or srun.
+    On CPU (``use_cpu=True``, or torch sees no GPU) it makes the default group first, from the
+    variables of torchrun, mpirun or srun.
 
     Args:
         wire_dtype: What gradients, and other sums of 16 KiB or more, travel as. The Trainer wraps
@@ -56,8 +56,8 @@ def make_training_arguments(
     backend = options.pop("ddp_backend", None) or "pycomm"
     if backend != "pycomm":
         raise ValueError(f"ddp_backend={backend!r}: leave it out, or use TrainingArguments itself")
-    if options.get("use_cpu") is None:
-        options["use_cpu"] = not torch.cuda.is_available()
+    # False without a GPU is what a parser says if the flag is missing: every rank would train alone.
+    options["use_cpu"] = bool(options.get("use_cpu")) or not torch.cuda.is_available()
     if not options["use_cpu"]:
         if wire_dtype != AS_THE_GROUP:
             raise ValueError(

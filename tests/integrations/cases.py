@@ -74,6 +74,7 @@ def run_cases(
         value, error = None, None
         torch.manual_seed(0)
         os.environ.update(_variables(launcher, rank, world_size, port))
+        os.environ["CASE_FOLDER"] = f"{folder}/of-{number}"  # one for all ranks; not made yet
         try:
             if not launcher:
                 dist.init_process_group(

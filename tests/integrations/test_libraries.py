@@ -362,7 +362,7 @@ def trained_in(folder: str, how: str) -> Any:
 
     options: dict[str, Any] = {"output_dir": folder, **TRAINER_OPTIONS}
     if how == "command line":
-        words = ["--ddp_backend", "pycomm", "--use_cpu", "--output_dir", folder]
+        words = ["--ddp_backend", "pycomm", "--output_dir", folder]
         parsed = vars(make_parser(TrainingArguments).parse_args(words))
         options = parsed | options
     if how == "bf16":

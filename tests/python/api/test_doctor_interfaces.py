@@ -38,10 +38,13 @@ def test_a_faster_network_between_the_same_hosts_is_named() -> None:
         "node1: eth0 (1000 Mbit/s) was chosen; eth1 (10000 Mbit/s) reaches the same hosts, "
         "in 192.168.7.0/24"
     )
-    assert found.todo[-1] == "$ export PYCOMM_SOCKET_IFNAME=eth1"
+    assert found.todo == [
+        "On all hosts; with pycomm run, where you type it:",
+        "$ export PYCOMM_SOCKET_IFNAME=eth1,enp3s0",
+    ]
 
 
-def test_each_host_has_its_own_name_of_it_and_a_setting_is_blamed() -> None:
+def test_one_value_fits_all_hosts_and_a_setting_is_blamed() -> None:
     hosts = [host(1, fast(1)), host(2, fast(2, "enp3s0"))]
     hosts[1] = dataclasses.replace(
         hosts[1], interface_setting="eth0", interface_origin="PYCOMM_SOCKET_IFNAME"
@@ -49,7 +52,29 @@ def test_each_host_has_its_own_name_of_it_and_a_setting_is_blamed() -> None:
     assert notes(hosts) == ["node1", "node2"]
     second = [one for one in local.judge(hosts) if one.code == "SLOWER_INTERFACE"][1]
     assert "eth0 (1000 Mbit/s) was chosen by PYCOMM_SOCKET_IFNAME;" in second.text
-    assert second.todo[-1] == "$ export PYCOMM_SOCKET_IFNAME=enp3s0"
+    assert second.todo[-1] == "$ export PYCOMM_SOCKET_IFNAME=eth1,enp3s0"
+
+
+def swapped() -> list[HostFacts]:
+    """What is eth0 on one host is eth1 on the other."""
+    one, other = host(1, fast(1)), host(2, fast(2, "eth0"))
+    slow, quick = other.interfaces[1:]
+    return [one, dataclasses.replace(other, interfaces=(dataclasses.replace(slow, name="eth1"), quick))]
+
+
+def test_the_order_of_the_value_is_one_that_no_host_mistakes() -> None:
+    for name in ("eth1", "eth10"):  # a beginning counts, too
+        away = interface(name, "172.31.0.2", network="172.31.0.0/24")
+        hosts = [host(1, fast(1)), host(2, fast(2, "enp3s0"), away)]
+        for one in local.judge(hosts):
+            assert one.todo[-1] == "$ export PYCOMM_SOCKET_IFNAME=enp3s0,eth1"
+    for one in local.judge(swapped()):
+        assert one.todo == [
+            "No one value fits all, so not with pycomm run. On node1:",
+            "$ export PYCOMM_SOCKET_IFNAME=eth1",
+            "On node2:",
+            "$ export PYCOMM_SOCKET_IFNAME=eth0",
+        ]
 
 
 def test_wifi_is_slower_than_a_wire_of_a_gigabit() -> None:

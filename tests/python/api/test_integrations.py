@@ -303,7 +303,8 @@ def test_the_group_of_the_trainer_has_a_wire_dtype() -> None:
     assert runs == ["pycomm", "pycomm"]
 
 
-def test_a_wire_dtype_on_gpus_is_refused() -> None:
+def test_a_wire_dtype_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises((ValueError, ImportError)) as caught:
         transformers.make_training_arguments(output_dir="out", use_cpu=False, wire_dtype="fp16")
     if isinstance(caught.value, ValueError):  # transformers is installed

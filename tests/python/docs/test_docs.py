@@ -76,7 +76,7 @@ def test_the_readme_is_short_and_shows_its_commands() -> None:
     lines = [shlex.split(line) for line in "".join(blocks(readme, "bash")).splitlines()]
     words = [[word for word in line if "=" not in word.partition("-")[0]] for line in lines]
     assert [line[0] for line in words] == [
-        *("make", "source", "torchrun", "ssh-copy-id", "python", "python")
+        *("make", "source", "torchrun", "ssh-copy-id", "ssh", "python", "python")
     ]
     (diff,) = blocks(readme, "diff")
     removed, added, *wrapper = diff.splitlines()
@@ -110,9 +110,11 @@ STEPS = "benchmarks/results/ddp-hosts-2026-11-29.txt"
 
 def test_the_readmes_measurements_are_published() -> None:
     readme = read("README.md")
-    assert "takes a sixth of gloo's time (2 ranks on 2 cores)" in readme
+    assert "takes a sixth of gloo's time (2 ranks on 2 cores): gloo uses TCP there, over" in readme
+    assert "which pycomm takes less than half of its time" in readme
     found = published(LOOPBACK, "benchmarks/allreduce.py --backends pycomm,pycomm:arena,")
-    assert abs(found["gloo", 2, 25 << 20][1] / 6 - 1) < 0.1
+    gloo, tcp = (found[each, 2, 25 << 20][1] for each in ("gloo", "pycomm:tcp"))
+    assert abs(gloo / 6 - 1) < 0.1 and tcp < gloo / 2
     words = (
         r"takes (\S+) s, over gloo (\S+) s, with its fp16 hook (\S+) s; without communication "
         r"(\S+) s. So these two train (\d+) % faster than one of them alone"

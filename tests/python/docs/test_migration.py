@@ -27,6 +27,13 @@ def after_blocks() -> list[str]:
     return re.findall(r"^```python after\n(.*?)^```$", text, re.M | re.S)
 
 
+def documented_arguments(port: int) -> list[str]:
+    """With which the page starts the program of its elastic chapter, at a port of this host."""
+    (command,) = re.findall(r"`python -m pycomm run --elastic (.*?)`", read("docs/from-horovod.md"))
+    _, _, arguments = command.partition(" train.py")
+    return re.sub(r"//\S+:\d+", f"//localhost:{port}", arguments).split()
+
+
 PLAIN_LOOP = """\
 for batch in batches:
     optimizer.zero_grad()
@@ -94,7 +101,9 @@ def by_the_equations(
     return [float(each) for values in anchor for each in values.flatten()]
 
 
-def run_blocks(rank: int, world_size: int, folder: str) -> list[tuple[list[float], list[float]]]:
+def run_blocks(
+    rank: int, world_size: int, folder: str, arguments: list[str]
+) -> list[tuple[list[float], list[float]]]:
     """Each block's parameters at the end; and, of those with the plain loop, what one process has
     that averages the loss over the batches of all ranks."""
     import torch
@@ -124,7 +133,7 @@ def run_blocks(rank: int, world_size: int, folder: str) -> list[tuple[list[float
         return flat(model)
 
     os.chdir(folder)  # for a checkpoint
-    sys.argv[1:] = ["peers"]
+    sys.argv[1:] = arguments
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randn(160, width, generator=generator) for width in (4, 1)]
     trained = []
@@ -163,7 +172,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """What rank 0 has of each block; rank 1 has the same."""
     folder = tmp_path_factory.mktemp("blocks")
     assert len(after_blocks()) == 11
-    options: dict[str, Any] = {"args": (str(folder),), "preload": ranks.TORCH_DDP}
+    args = str(folder), documented_arguments(ranks.free_port())
+    options: dict[str, Any] = {"args": args, "preload": ranks.TORCH_DDP}
     first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, **options).values()
     assert first == second and len(first) == 11
     assert [path.name for path in folder.glob("*.pt")] == ["checkpoint.pt"]
