@@ -669,6 +669,17 @@ def write_results(folder: Path, failure: str = "x", **failed: list[str]) -> None
         (folder / "results" / f"{program}.json").write_text(text)
 
 
+@pytest.mark.parametrize("ask", [["plain", "--help"], ["-h"]])
+def test_cpp_help_builds_nothing(
+    ask: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpp = tool("cpp")
+    monkeypatch.setattr(cpp, "build", None)
+    monkeypatch.setattr(sys, "argv", ["cpp.py", *ask])
+    assert cpp.main() == 0
+    assert "python tools/cpp.py FLAVOUR" in capsys.readouterr().out
+
+
 def test_cpp_counts(tmp_path: Path) -> None:
     write_results(tmp_path, a=["Two"], b=["One", "Two"])
     found = tool("cpp").counts(tmp_path / "results")

@@ -455,6 +455,29 @@ MUTATIONS = [
         "Membership.NewsThatCameLateCountsOnceTheGoodbyeExplainsWhatWasToBeChosen",
         "Membership.NewsThatCameLateCountsBesideACandidateThatIsNotDueYet",
     ),
+    # ---- a turn of the loop is short
+    _rule(
+        "20: all steps begin at once",
+        "transfer.cc",
+        "  begin(kPageSteps);\n",
+        "  begin(prepared_.schedule.steps.size());\n",
+        "DataLoopRules.ATurnBeginsABoundedNumberOfSteps",
+    ),
+    _rule(
+        "21: the data loop releases large memory itself",
+        "event_loop.cc",
+        "if (discards_on_ != nullptr) {",
+        "if (false) {",
+        "LargeMemory.ScratchIsReleasedBesideTheDataLoop",
+        "LargeMemory.ALargeScheduleIsReleasedBesideTheDataLoop",
+    ),
+    _rule(
+        "21: the data loop keeps the last reference to a large operation",
+        "data_plane.cc",
+        "  letGo(node.mapped());\n",
+        "",
+        "LargeMemory.ALargeScheduleIsReleasedBesideTheDataLoop",
+    ),
 ]
 
 

@@ -236,8 +236,8 @@ MUTATIONS = [
     Mutation(
         "consumed before the frame has left",
         "transfer.cc",
-        "    states_[index].staging.release();\n    consumed(index);\n  }\n  ended(index);",
-        "    states_[index].staging.release();\n  }\n  ended(index);",
+        "    staged_.erase(index);\n    consumed(index);\n  }\n  ended(index);",
+        "    staged_.erase(index);\n  }\n  ended(index);",
     ),
     Mutation(
         "an odd one out is not outvoted",
