@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "c10d/call_tag.h"
 
 namespace pycomm {
 namespace {
@@ -87,7 +88,9 @@ CallMemory CallMemory::with(const std::vector<Call>& calls, const char* op) cons
 
 void dropTwins(std::vector<Call>& calls) {
   std::set<std::tuple<const void*, size_t, const void*, DType, ReduceOp, double>> seen;
-  const auto last = std::remove_if(calls.begin(), calls.end(), [&](const Call& call) {
+  std::string dropped;
+  size_t index = 0;
+  const auto isTwin = [&](const Call& call) {
     return call.schedule.kind == Collective::AllReduce &&
         !seen.emplace(
                  call.output.ptr,
@@ -97,8 +100,17 @@ void dropTwins(std::vector<Call>& calls) {
                  call.schedule.reduce_op,
                  call.premul_factor)
              .second;
+  };
+  const auto last = std::remove_if(calls.begin(), calls.end(), [&](const Call& call) {
+    const bool twin = isTwin(call);
+    dropped += twin ? std::to_string(index) + ' ' : "";
+    ++index;
+    return twin;
   });
   calls.erase(last, calls.end());
+  for (Call& call : calls) {
+    call.tag = dropped.empty() ? call.tag : CallTag::of(dropped, call.tag);
+  }
 }
 
 } // namespace pycomm

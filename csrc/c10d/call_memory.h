@@ -27,7 +27,7 @@ class CallMemory {
 };
 
 /// Removes each all_reduce that is the same as an earlier one, memory included: a list may hold a tied tensor twice, and one sum is
-/// what both of its entries want.
+/// what both of its entries want. The tags of those that stay then say which were removed: all ranks must have the same twins.
 void dropTwins(std::vector<Call>& calls);
 
 } // namespace pycomm

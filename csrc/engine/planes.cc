@@ -100,7 +100,7 @@ void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
 // The data loop first: an operation that the host plane takes no more goes there, to end with the cause (Group::startOnHost). That post is also the
 // last that can fail; the closures after it are so small that a std::function needs no memory for them.
 void Planes::onFailed(const ErrorRecord& cause) {
-  if (!told_failed_) { // if the post below finds no memory, this is called again; who has the news reads what was written beside it
+  if (!told_failed_) { // if the post below finds no memory, this runs again, and others may read what was written with the failure
     events_.failed(cause);
     told_failed_ = true;
   }

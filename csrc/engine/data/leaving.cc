@@ -141,9 +141,7 @@ void check(Tables& tables, int peer, TimePoint now) {
     notice(tables, changed != nullptr ? *changed : awayFrom(tables, peer, missed_first ? *awaiting_it : *owing_it));
   } else if (awaiting_it != nullptr && row.reading == Reading::NotOpened) {
     suspect(
-        tables,
-        peer,
-        Suspicion{Suspicion::State::AwaitsLink, awayFrom(tables, peer, *awaiting_it), now + kLinkWithin});
+        tables, peer, Suspicion{Suspicion::State::AwaitsLink, awayFrom(tables, peer, *awaiting_it), now + kLinkWithin});
   }
 }
 

@@ -477,10 +477,7 @@ const Operation* HostPlane::running() const noexcept {
 
 // ---- the end
 
-void HostPlane::fail(
-    const ErrorRecord& cause,
-    const OldestEnds& told,
-    const std::function<void()>& ended) noexcept {
+void HostPlane::fail(const ErrorRecord& cause, const OldestEnds& told, const std::function<void()>& ended) noexcept {
   ending_.store(true, std::memory_order_seq_cst);
   bell_.ringSelf(); // the thread that runs operations leaves, after one step at the most
   const auto end = [this](const ErrorRecord& why, const auto& oldest, const auto& then) {

@@ -98,10 +98,7 @@ class HostPlane {
   /// because it waits until no peer writes into a tensor, and the control loop has other groups to serve. It calls `told` before that with
   /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()
   /// returns. Not with run_mutex_ held.
-  void fail(
-      const ErrorRecord& cause,
-      const OldestEnds& told,
-      const std::function<void()>& ended) noexcept;
+  void fail(const ErrorRecord& cause, const OldestEnds& told, const std::function<void()>& ended) noexcept;
   /// The kernel has ended the process of this rank of the group, so it writes nothing any more. A PEER_DEAD alone does not prove that: a
   /// connection may end while its peer lives. Any thread.
   void died(int peer) noexcept;

@@ -120,7 +120,7 @@ TEST(Planes, AFailureReachesSharedMemoryWithoutTheDataLoop) {
   static_cast<void>(planes.control()->close());
 }
 
-// Who has the news reads what was written beside it.
+// A reader of the failure also reads what was written beside it, without a lock.
 TEST(Planes, AFailureIsToldOnceAlsoIfTheDataLoopGetsItLaterForWantOfMemory) {
   const GroupIdentity identity = identityOfTwo(0);
   StillLoop data_loop;

@@ -31,7 +31,8 @@ void expectRefused(const ScheduleRequest& refused, ErrorCode code, const std::st
     EXPECT_EQ(error.record().code, code) << error.what();
     EXPECT_NE(error.record().summary.find(part), std::string::npos) << error.what();
     EXPECT_FALSE(error.record().hint.empty());
-    EXPECT_EQ(error.record().rank, -1) << "a schedule has ranks of a group, a record those of the job: the group sets it";
+    EXPECT_EQ(error.record().rank, -1)
+        << "a schedule has ranks of a group, a record those of the job: the group sets it";
   }
 }
 

@@ -16,6 +16,7 @@ from small_training import batch_of, digest, make_model, train
 from torch import nn
 
 import pycomm
+from pycomm import codecs
 
 pytestmark = pytest.mark.needs_native
 
@@ -117,6 +118,18 @@ def leave_alone(rank: int, world_size: int) -> int:
 
 def test_what_is_no_large_float_sum_travels_as_it_is() -> None:
     assert run_ranks(2, leave_alone, pg_options={"wire_dtype": "int8"}).values() == [0, 0]
+
+
+def shrink_to_one(rank: int, world_size: int) -> None:
+    values, residual = row_of(rank), row_of(rank + 1)
+    expected = values + residual
+    codecs.all_reduce(values, "int8", residual=residual)
+    assert torch.equal(values, expected)
+    assert not residual.any()
+
+
+def test_a_residual_is_added_in_a_group_of_one() -> None:
+    run_ranks(1, shrink_to_one)
 
 
 def send_specials(rank: int, world_size: int) -> tuple[torch.Tensor, int, int]:

@@ -165,6 +165,14 @@ def tied_tensors(rank: int, size: int) -> None:
             dist.all_reduce(other)
             dist.all_reduce(tensor.view(-1))
         assert tensor.eq(3).all() and other.eq(3).all()
+    # Tied on one rank only: the others would sum other pairs.
+    for ties in (0, 1):
+        group = dist.new_group([0, 1])
+        tied, other = torch.ones(10), torch.ones(10)
+        tensors = [tied, tied] if rank == ties else [tied, other]
+        with pytest.raises(Exception, match="The ranks disagree about the operation #1"):
+            dist.all_reduce_coalesced(tensors, group=group)
+            dist.barrier(group=group)
     # Not exact twins: refused, and nothing has begun.
     whole = torch.ones(100)
     with pytest.raises(Exception, match="share memory"):

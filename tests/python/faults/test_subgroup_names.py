@@ -93,6 +93,12 @@ def sizes_differ(own: int) -> Any:
     return caught(lambda: dist.all_reduce(torch.ones(3 + own), group=group))
 
 
+def no_meaning(own: int) -> Any:
+    group = pair()
+    tensor = torch.ones(3, dtype=torch.int64)
+    return caught(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group))
+
+
 def roots_differ(own: int) -> Any:
     group = pair()
     return caught(lambda: dist.broadcast(torch.ones(4), src=own, group=group))
@@ -154,6 +160,7 @@ CASES: list[tuple[Callable[[int], Any], str, int | None, str]] = [
     (deadline, "TIMEOUT", 3, "rank 3 on {host} has not entered it"),
     (only_the_wait, "TIMEOUT", None, "has not ended; it goes on"),
     (sizes_differ, "COLLECTIVE_MISMATCH", None, "all_reduce(SUM, float32 x 6, "),
+    (no_meaning, "UNSUPPORTED", None, "AVG of int64 is undefined"),
     (roots_differ, "COLLECTIVE_MISMATCH", None, "broadcast(float32 x 4, root 3, "),
     (messages_differ, "COLLECTIVE_MISMATCH", None, "has recv(float32 x 4, from rank 3, tag 0)"),
     (messages_differ, "COLLECTIVE_MISMATCH", None, "has send(float32 x 1048576, to rank 1, tag 0)"),

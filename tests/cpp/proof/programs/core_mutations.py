@@ -411,11 +411,9 @@ MUTATIONS = [
     _rule(
         "18: a failure reaches shared memory by the data loop",
         "planes.cc",
-        "    host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, "
-        "[this] { onEnded(); });\n",
+        "    host_->fail(cause, events_.ending, [this] { onEnded(); });\n",
         "    data_loop_.post([this, cause] {\n"
-        "      host_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); }, "
-        "[this] { onEnded(); });\n    });\n",
+        "      host_->fail(cause, events_.ending, [this] { onEnded(); });\n    });\n",
         "Planes.AFailureReachesSharedMemoryWithoutTheDataLoop",
     ),
     _rule(

@@ -355,7 +355,7 @@ MUTATIONS = [
     Mutation(
         "a failure does not reach the data plane",
         "planes.cc",
-        "      data_->fail(cause, [this](const ErrorRecord& oldest) { onEnding(oldest); });\n",
+        "      data_->fail(cause, events_.ending);\n",
         "",
     ),
     Mutation(
