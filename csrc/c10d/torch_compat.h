@@ -36,6 +36,15 @@ struct NumbersOfProcessGroup final : c10d::ProcessGroup {
 /// Holds a node of the autograd graph: a shared_ptr up to torch 2.12, an intrusive_ptr since.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
+template <typename T, typename... Args>
+[[nodiscard]] NodePtr makeNode(Args&&... args) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+  } else {
+    return std::make_shared<T>(std::forward<Args>(args)...);
+  }
+}
+
 /// Whether the weak pointer is one to this node, which lives. Without counting a reference.
 template <typename Weak, typename Pointer>
 [[nodiscard]] bool refersTo(const Weak& weak, const Pointer& node) {

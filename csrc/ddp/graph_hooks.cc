@@ -1,9 +1,11 @@
 #include "ddp/graph_hooks.h"
 
 #include <ATen/core/TensorBody.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -20,13 +22,51 @@ using torch::autograd::get_current_graph_task_id;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
+/// A gradient with a graph of its own (create_graph=True) comes from a marked output. A loss of derivatives is linear in it, so that a backward
+/// pass goes through here, and need not through the output. Not within vmap or torch.func, where a tensor has no graph of its own.
+class DerivedEntry final : public Node {
+ public:
+  DerivedEntry(std::function<void()> on_entry, torch::autograd::edge_list&& next)
+      : Node(/*sequence_nr=*/UINT64_MAX, std::move(next)), on_entry_(std::move(on_entry)) {} // as early as it can
+
+  static at::Tensor lead(const at::Tensor& grad, const std::function<void()>& on_entry) {
+    constexpr c10::DispatchKeySet kTransformed(
+        {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+    if (!grad.defined() || grad.key_set().has_any(kTransformed)) {
+      return grad;
+    }
+    torch::autograd::edge_list next(1);
+    if (grad.requires_grad()) {
+      next[0] = torch::autograd::impl::gradient_edge(grad);
+    }
+    at::Tensor derived = grad.detach();
+    torch::autograd::set_history(derived, makeNode<DerivedEntry>(on_entry, std::move(next)));
+    return derived;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    on_entry_();
+    return std::move(grads);
+  }
+
+ private:
+  std::function<void()> on_entry_;
+};
+
 class EntryHook final : public torch::autograd::FunctionPreHook {
  public:
   explicit EntryHook(std::function<void()> on_entry) : on_entry_(std::move(on_entry)) {}
 
   variable_list operator()(const variable_list& grads) override {
     on_entry_();
-    return grads;
+    if (!at::GradMode::is_enabled()) {
+      return grads;
+    }
+    variable_list derived;
+    for (const at::Tensor& grad : grads) {
+      derived.push_back(DerivedEntry::lead(grad, on_entry_));
+    }
+    return derived;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     raiseCompiledAutograd();
@@ -63,6 +103,8 @@ struct MarkedCall {
 };
 
 thread_local std::vector<MarkedCall> marked_calls; ///< the last one of each wrapper
+/// The parameters of each wrapper, in the order of their last forward passes on this thread.
+thread_local std::vector<std::weak_ptr<const std::unordered_set<const c10::TensorImpl*>>> forwards;
 
 } // namespace
 
@@ -219,6 +261,11 @@ PassMarks::PassMarks(const std::vector<at::Tensor>& params) {
 }
 
 bool PassMarks::forward() {
+  std::erase_if(forwards, [this](const auto& each) {
+    const auto theirs = each.lock();
+    return theirs == nullptr || theirs == params_;
+  });
+  forwards.push_back(params_);
   if (get_current_graph_task_id() != kNoCall) {
     return false;
   }
@@ -234,8 +281,12 @@ bool PassMarks::follow() {
     return false;
   }
   const bool goes_on = outermost_.endedWithin();
+  const int before = std::exchange(number_, get_current_graph_task_id());
+  const bool began_nested = goes_on && number_ < before && began_.sameAs(outermost_);
   outermost_.follow();
-  number_ = get_current_graph_task_id();
+  if (began_nested) {
+    began_ = outermost_;
+  }
   if (!goes_on) {
     noted_.clear();
   }
@@ -266,18 +317,15 @@ void PassMarks::enterReducing(bool begun) {
   tellOthers();
 }
 
-bool PassMarks::beganHere() const {
-  return began_in_ == call();
+bool PassMarks::repeatsForward() const {
+  return begun_ && call_.running() && get_current_graph_task_id() != kNoCall;
 }
 
 bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
   if (any_graph_) {
     return true;
   }
-  if (local_call_.running()) {
-    return false;
-  }
-  return !isInAnother(param, /*reducing=*/false);
+  return !local_call_.running() && !isOfNewer(param) && !isInAnother(param, /*reducing=*/false);
 }
 
 GradientCall PassMarks::callOf(const at::Tensor& param, bool armed) const {
@@ -296,13 +344,36 @@ bool PassMarks::isInAnother(const at::Tensor& param, bool reducing) const {
   });
 }
 
+bool PassMarks::isOfNewer(const at::Tensor& param) const {
+  for (auto each = forwards.rbegin(); each != forwards.rend(); ++each) {
+    const auto theirs = each->lock();
+    if (theirs != nullptr && theirs->count(param.unsafeGetTensorImpl()) > 0) {
+      return theirs != params_;
+    }
+  }
+  return false;
+}
+
 void PassMarks::begin() {
   if (!pending()) {
     call_.forget(); // nothing is known of this call
   }
   begun_ = call_.running();
   any_graph_ = false;
-  began_in_ = call();
+  began_ = outermost_;
+}
+
+bool PassMarks::cutOff(const at::Tensor& param) const {
+  return begun_ ? !beganHere() : isOfNewer(param);
+}
+
+void PassMarks::end() {
+  began_.forget();
+  ended_in_ = get_current_graph_task_id();
+}
+
+bool PassMarks::endedNested() const {
+  return get_current_graph_task_id() < ended_in_; // the later a call begins, the larger its number
 }
 
 void PassMarks::note(size_t param, GradientCall call) {
@@ -313,12 +384,20 @@ void PassMarks::note(size_t param, GradientCall call) {
 
 std::vector<size_t> PassMarks::takeNoted() {
   std::vector<size_t> params;
-  for (const Noted& each : std::exchange(noted_, {})) {
-    if (each.call.isOfPresent()) {
+  std::erase_if(noted_, [&params](const Noted& each) {
+    const bool present = each.call.isOfPresent();
+    if (present) {
       params.push_back(each.param);
     }
-  }
+    return present;
+  });
   return params;
+}
+
+bool PassMarks::notedAround(size_t param) const {
+  return std::any_of(noted_.begin(), noted_.end(), [param](const Noted& each) {
+    return each.param == param && each.call.number < get_current_graph_task_id();
+  });
 }
 
 void PassMarks::tellOthers() const {

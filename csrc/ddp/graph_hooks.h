@@ -86,6 +86,10 @@ class BackwardCall {
   [[nodiscard]] bool endedWithin() const noexcept {
     return within_ != nullptr && within_->load(std::memory_order_acquire);
   }
+  /// Whether both follow one call, which may be over.
+  [[nodiscard]] bool sameAs(const BackwardCall& other) const noexcept {
+    return within_ != nullptr && within_ == other.within_;
+  }
 
  private:
   std::weak_ptr<const std::atomic<bool>> over_; ///< the queued callback has it
@@ -116,9 +120,9 @@ struct ForwardMark {
 
 /// Calls `on_entry` whenever a backward pass goes through one of these outputs, before any gradient behind it. Outputs without a graph are
 /// left out. An output that is a view may be replaced in the graph by a write in place, so the tensor below it counts, too.
-/// False if none has a graph.
+/// False if none has a graph. So do losses of derivatives of the output, with create_graph=True.
 ///
-/// No node is added, and nothing is copied.
+/// Nothing is copied. A node is added to derivatives only.
 bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry);
 
 /// Throws: compiled autograd calls no hook of the reducer.
@@ -163,8 +167,14 @@ class PassMarks {
   [[nodiscard]] bool isLocal() const noexcept {
     return local_call_.running();
   }
-  /// Whether the last pass began in this call, with a mark or without.
-  [[nodiscard]] bool beganHere() const;
+  /// Whether the last pass began in this call, with a mark or without, and has not ended.
+  [[nodiscard]] bool beganHere() const noexcept {
+    return began_.sameAs(outermost_);
+  }
+  /// Whether a pass ended in a call that was nested in this one.
+  [[nodiscard]] bool endedNested() const;
+  /// Whether a forward pass that comes now repeats that of the pass which has begun in this call, as a checkpoint with use_reentrant=False does.
+  [[nodiscard]] bool repeatsForward() const;
   /// Whether this call is a pass: it goes through a marked graph, or began one without.
   [[nodiscard]] bool inPass() const {
     return reduces() || isLocal() || beganHere();
@@ -181,27 +191,31 @@ class PassMarks {
   /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through.
   void expect(bool any) noexcept {
     any_graph_ = any;
-    began_in_ = kNoCall; // a checkpoint may ask in the call of the last one
+    began_.forget(); // a checkpoint may ask in the call of the last one
   }
   [[nodiscard]] bool expectsAnyGraph() const noexcept {
     return any_graph_;
   }
   void begin();
-  /// The call in which the last marked pass began is over.
-  [[nodiscard]] bool cutOff() const noexcept {
-    return begun_ && !call_.running();
-  }
+  /// A gradient of this parameter is of another wrapper's pass: an exception has cut off the one that is reduced here.
+  [[nodiscard]] bool cutOff(const at::Tensor& param) const;
+  /// The pass has been reduced, or no rank had any weight in it.
+  void end();
 
   /// A gradient came that is not reduced so far, and may be of a pass that begins in this call.
   void note(size_t param, GradientCall call);
   /// The gradients that this call gave before its pass began.
   [[nodiscard]] std::vector<size_t> takeNoted();
+  /// Whether a call around this one has given the parameter a gradient, which no pass has taken.
+  [[nodiscard]] bool notedAround(size_t param) const;
 
  private:
   using Params = std::unordered_set<const c10::TensorImpl*>;
 
   void tellOthers() const;
   [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
+  /// Whether another wrapper of this parameter has had a forward pass since the last one of this wrapper.
+  [[nodiscard]] bool isOfNewer(const at::Tensor& param) const;
   /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
   [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
 
@@ -212,7 +226,8 @@ class PassMarks {
   BackwardCall local_call_; ///< through a graph of no_sync()
   bool begun_ = false; ///< the pass of call_
   bool any_graph_ = false;
-  int began_in_ = kNoCall; ///< call() when the last pass began
+  BackwardCall began_; ///< outermost_ when the last pass began, if that is not over
+  int ended_in_ = kNoCall; ///< autograd's number of the innermost call in which the last pass ended
   struct Noted {
     size_t param;
     GradientCall call;

@@ -126,6 +126,15 @@ void raiseLeftNested() {
       "use_reentrant=False for what the loss does with parameters alone");
 }
 
+void raiseAroundNested(const std::string& name) {
+  TORCH_CHECK(
+      false,
+      "parameter '",
+      name,
+      "' got a gradient in the backward call around the one in which the others were averaged: the wrapper runs in a checkpoint with "
+      "use_reentrant=True, and the loss uses this parameter beside it. Use torch.utils.checkpoint with use_reentrant=False");
+}
+
 void raiseFrozen(const std::string& name, bool trained) {
   TORCH_CHECK(
       false,

@@ -44,6 +44,8 @@ class PassFailure {
 /// Throws: a parameter of two wrappers, in one pass that goes through both.
 [[noreturn]] void raiseReducedTwice(const std::string& name);
 [[noreturn]] void raiseLeftNested();
+/// Throws: the wrapper itself is in a reentrant checkpoint, and the loss uses this parameter beside it.
+[[noreturn]] void raiseAroundNested(const std::string& name);
 /// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.
 [[noreturn]] void raiseFrozen(const std::string& name, bool trained);
 /// Throws: a parameter has another dtype or device than its buckets.

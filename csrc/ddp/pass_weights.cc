@@ -120,7 +120,28 @@ double PassWeights::weightOf(ForwardMark& mark) const {
 void PassWeights::coming(size_t param, const at::Tensor& grad, GradientCall call) {
   const at::NoGradGuard no_grad;
   const at::Tensor& before = params_[param].tensor.grad();
-  early_.push_back({param, before.defined() ? before.clone() : at::Tensor(), grad, call});
+  const bool some = before.defined();
+  early_.push_back(
+      {param,
+       some ? before.clone() : at::Tensor(),
+       grad,
+       call,
+       before.unsafeGetTensorImpl(),
+       some ? static_cast<int64_t>(before._version()) : 0});
+}
+
+void PassWeights::added(size_t param) {
+  if (early_.empty() || early_.back().param != param || !early_.back().before.defined()) {
+    return; // without an old .grad, the new one shows what hooks have made of it
+  }
+  Early& last = early_.back();
+  const at::Tensor& grad = params_[param].tensor.grad();
+  const bool by_autograd_alone = grad.unsafeGetTensorImpl() == last.into &&
+      static_cast<int64_t>(grad._version()) == last.version + 1;
+  if (grad.defined() && !by_autograd_alone) {
+    const at::NoGradGuard no_grad;
+    last.grad = grad - last.before;
+  }
 }
 
 void PassWeights::withdrawEarly() {

@@ -95,6 +95,8 @@ class PassWeights {
   /// A gradient will be added to .grad, in a call of backward() that is no pass so far. Cost: a copy of .grad, which lives until the next call
   /// or forward pass.
   void coming(size_t param, const at::Tensor& grad, GradientCall call);
+  /// It has been added, and the program's hooks have had it.
+  void added(size_t param);
   /// Whether coming() was called in this call of backward(), and begin() was not.
   [[nodiscard]] bool hasEarly() const noexcept {
     return !early_.empty();
@@ -223,6 +225,8 @@ class PassWeights {
     at::Tensor before; ///< .grad without it
     at::Tensor grad;
     GradientCall call;
+    const c10::TensorImpl* into; ///< .grad as it was, for comparison only
+    int64_t version; ///< likewise
   };
 
   void endPass() noexcept;

@@ -121,6 +121,10 @@ void Reducer::resetStep() {
 
 void Reducer::prepareForForward() {
   const Turn turn(*this);
+  if (marks_.repeatsForward()) {
+    failure_.raise(group_.jobRank());
+    return;
+  }
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
   } else if (agreement_->hasLeft()) {
@@ -171,7 +175,7 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
     }
   });
   const Turn turn = reduces ? Turn(*this) : Turn(*this, turnBetweenPasses());
-  if (!turn.owned()) {
+  if (!turn.owned() || marks_.repeatsForward()) {
     return; // a pass is under way, so no forward pass asks for one
   }
   const bool left = armed_by_mark_ && pass_.phase() == BackwardPass::Phase::Armed && marks_.leftNested();
@@ -202,6 +206,9 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
 
 void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   const Turn turn(*this);
+  if (marks_.repeatsForward()) {
+    return;
+  }
   throwIfUnfinished();
   resetStep();
   if (!pass_.hasStaticGraph()) {
@@ -344,7 +351,7 @@ PassWeights& Reducer::weights() {
 
 bool Reducer::forwardBegan() {
   const Turn turn(*this);
-  return weights().forwardBegan();
+  return !marks_.repeatsForward() && weights().forwardBegan();
 }
 
 void Reducer::setWeight(std::optional<double> weight) {

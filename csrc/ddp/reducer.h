@@ -259,6 +259,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   static void finishCall();
   [[nodiscard]] std::optional<bool> finish(bool looks);
   [[nodiscard]] bool keepsResiduals();
+  void checkNested();
   void forgetResiduals();
   std::optional<bool> endStep(bool looks);
   void finishBuckets();

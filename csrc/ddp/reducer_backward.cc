@@ -175,8 +175,8 @@ void Reducer::takeGradient(size_t index, bool defined) {
       used_->mark(index); // also inside no_sync(): the reduction after it covers it
     }
   }
-  if (pass_.reducing() && marks_.cutOff()) {
-    return; // a pass of another wrapper, after one that an exception cut off here
+  if (pass_.reducing() && marks_.cutOff(params_[index].tensor)) {
+    return;
   }
   if (pass_.reducing()) {
     failure_.raise(group_.jobRank()); // a second loss after a pass that failed: its buckets cannot be finished
@@ -191,6 +191,13 @@ void Reducer::takeGradient(size_t index, bool defined) {
     beginPass();
   } else if (!pass_.reducing()) {
     const GradientCall call = callOf(index);
+    const bool stays = pass_.phase() == BackwardPass::Phase::Idle && !call.in_another && !marks_.isLocal();
+    if (defined && stays && marks_.endedNested()) {
+      raiseAroundNested(params_[index].name);
+    }
+    if (defined && weights_.has_value() && !marks_.inPass()) {
+      weights_->added(index);
+    }
     marks_.note(index, call);
     if (call.may_begin) {
       queueUnmarked();
@@ -231,6 +238,7 @@ void Reducer::queueUnmarked() {
   if (outermost && std::exchange(queued_unmarked_, call) != call) {
     torch::autograd::Engine::get_default_engine().queue_callback(
         [self = shared_from_this()] { self->beginUnmarked(); });
+    queueFinish(); // now, so that it ends among the others of the call
   }
 }
 
@@ -400,6 +408,7 @@ void Reducer::giveUpWeightless() {
     used_->clear();
   }
   recorder_.drop();
+  marks_.end();
   resetStep();
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
@@ -501,11 +510,29 @@ void Reducer::forgetResiduals() {
 std::optional<bool> Reducer::finish(bool looks) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
-    if (!pass_.reducing() || !allCame()) {
+    if (!pass_.reducing()) {
       return std::nullopt; // of a static graph whose first pass was local
+    }
+    if (!allCame()) {
+      checkNested();
+      return std::nullopt; // the call around this one may go on
     }
     return endStep(looks);
   });
+}
+
+// A gradient that came first, in the call around this one, has gone to .grad, and no other one completes the parameter.
+void Reducer::checkNested() {
+  for (const size_t index : pass_.missing(trained())) {
+    if (marks_.notedAround(index)) {
+      try {
+        raiseAroundNested(params_[index].name);
+      } catch (const std::exception& error) {
+        fail("a nested backward call ended", error);
+        throw;
+      }
+    }
+  }
 }
 
 // Whether the averages are finite; nothing if no rank has any weight, so that there are none. `looks`: also if no residual is kept here.
@@ -627,6 +654,7 @@ void Reducer::commit() {
   buckets_.commit(state_.next().exponents);
   state_.next().ordered = true;
   state_.commit();
+  marks_.end();
   resetStep();
   show();
 }

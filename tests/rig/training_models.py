@@ -166,6 +166,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 }
 ASIDE = ("ignored", "beside", "returned")
 """No pass can do with these alone."""
+SMOOTH = ("linear", "table", "double", "bf16", "transposed", "holes", "channels_last", "tied")
+SMOOTH += ("checkpointed", "base", *ASIDE)
+"""Of these every parameter is behind the derivative of the loss by the batch."""
 
 
 class _Broken(torch.autograd.Function):
@@ -215,11 +218,23 @@ class Sum(nn.Module):
 
 
 def loss_of(
-    model: nn.Module, net: Sum, batch: torch.Tensor, without: Collection[int], **more: Any
+    model: nn.Module,
+    net: Sum,
+    batch: torch.Tensor,
+    without: Collection[int],
+    derived: bool = False,
+    **more: Any,
 ) -> torch.Tensor:
-    """The loss of a pass of ``model``, which is ``net`` or wraps it."""
+    """The loss of a pass of ``model``, which is ``net`` or wraps it.
+
+    ``derived``: of the derivative by the batch alone, as a loss of forces is.
+    """
     loss: torch.Tensor
+    batch = batch.clone().requires_grad_() if derived else batch
     loss, *leaves = model(batch, without, **more)
+    if derived:
+        (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+        loss = slope.double().square().sum()
     returned = dict(zip(net.which("returned"), leaves, strict=True))
     for index in net.which("beside", "returned"):
         if index not in without:

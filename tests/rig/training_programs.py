@@ -195,6 +195,10 @@ _WRAPPERS = {
     "copy": 1,
     "join": 2,
     "two backwards": 1,
+    "derived": 2,
+    "joined": 2,
+    "past": 1,
+    "unfreeze locally": 1,
     "careless": 0.3,
     "broken": 0.3,
 }
@@ -231,8 +235,14 @@ def _draw_step(
             weights = tuple(one if alike else draw.choice(WEIGHTS) for _ in range(ranks))
         only = part if what == "careless" else -1
         return Step(what, how, without=without, part=only, weights=weights)
-    if what in ("freeze", "unfreeze"):
+    if what in ("freeze", "unfreeze", "unfreeze locally"):
         return Step(what, part=part)
+    if what == "derived":
+        return Step(what, draw.choice(["", "", "in no_sync", "of two forwards"]))
+    if what == "joined":
+        return Step(what, draw.choice(["no_sync first", "no_sync last"]))
+    if what == "past":
+        return Step(what, draw.choice(["on all ranks", "on rank 0"]))
     if what == "zero":
         return Step(what, draw.choice(["to none", "to zeros"]))
     if what == "mode":

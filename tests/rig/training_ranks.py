@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_callbacks import Callbacks, make_half
-from training_models import ASIDE, Ignored, Sum, batch_of, loss_of
+from training_models import ASIDE, SMOOTH, Ignored, Sum, batch_of, loss_of
 from training_programs import LOCAL, WRAPPER, Program, Step
 from training_weights import Window, factors
 
@@ -308,6 +308,74 @@ class Trainer:
             self._add(*one, reduces=True)
             self.passes += 1
             self._reduced(self.mates, len(self.mates))
+
+    def derived(self, step: Step) -> None:
+        """A loss of derivatives of the output alone."""
+        rough = {*range(len(self.program.parts))} - set(self.plain.which(*SMOOTH))
+        trained = {*range(len(self.program.parts))} - self._frozen_parts()
+        without = tuple(sorted(rough & trained))
+        left = trained - rough - set(self.plain.which(*ASIDE))
+        if self.static or not left or (without and not self.tracks_use):
+            return
+        if step.how == "in no_sync":
+            with self.model.no_sync():
+                self._pass(without, reduces=False, derived=True)
+        elif step.how == "of two forwards" and self.accumulate == 1:
+            losses, shares = [], []
+            for _ in range(2):
+                losses.append(self._forward(without, derived=True))
+                share = self._share(self.batch_used, without, derived=True)
+                shares.append((share, float(len(self.batch_used))))
+            for loss, one in zip(losses, shares, strict=True):
+                loss.backward()
+                self._add(*one, reduces=True)
+                self.passes += 1
+                self._reduced(self.mates, len(self.mates))
+            self.armed = False
+        else:
+            self._pass(without, derived=True)
+
+    def joined(self, step: Step) -> None:
+        """A loss of a forward in no_sync() and of one outside: one pass, of the last one's weight."""
+        if self.static:
+            return
+        self.followed = set(self._trained())
+        self.weightless = False
+        losses: list[torch.Tensor] = []
+        shares: list[dict[str, Array]] = []
+        for place in ("first", "last"):
+            local = step.how.endswith(place)
+            with self.model.no_sync() if local else contextlib.nullcontext():
+                losses.append(self._forward(()))
+            shares.append(self._share(self.batch_used, ()))
+        share = {
+            name: sum(each[name] for each in shares if name in each)
+            for name in {**shares[0], **shares[1]}
+        }
+        torch.stack(losses).sum().backward()
+        last = self.count + 1 == self.accumulate
+        self._add(share, float(len(self.batch_used)), reduces=last)
+        self._passed(True, self.mates)
+
+    def past(self, step: Step) -> None:
+        """A backward call past the wrapper, whose gradients the program throws away."""
+        if self.dirty or self.armed or self.count:
+            return
+        if step.how == "on all ranks" or self.rank == 0:
+            loss_of(self.net, self.net, self._batch(), ()).backward()
+            owned = self._owned().items()
+            self.used |= {name for name, each in owned if each.grad is not None}
+        self.zero(Step("zero", "to none"))
+
+    def unfreeze_locally(self, step: Step) -> None:
+        """The first pass of a part is one in no_sync(), and the next ones do without it."""
+        self.unfreeze(step)
+        if self.program.parts[step.part] in ASIDE or not self.program.option(
+            "find_unused_parameters"
+        ):
+            return
+        self.local_pass(Step("local pass"))
+        self.pass_(Step("pass", without=((step.part,),) * self.program.ranks))
 
     def step(self, step: Step) -> None:
         if self.wrapped and self.dirty:
@@ -670,6 +738,7 @@ class Trainer:
         divisor: int = 0,
         in_backward: Callable[[], None] | None = None,
         weights: Sequence[float] = (),
+        derived: bool = False,
     ) -> None:
         members = members or self.mates
         weight = weights[self.rank] if weights else 0.0
@@ -686,16 +755,21 @@ class Trainer:
             weight = max(weight, 0.0)
             if weights and self.weighed:
                 self.model.samples = weight
-            loss = self._forward(without, scales=scales)
+            loss = self._forward(without, scales=scales, derived=derived)
             if in_backward is not None:
                 loss.register_hook(lambda _: in_backward())
             if not weights:
                 weight = float(len(self.batch_used))
-            share = self._share(self.batch_used, without, scale, scales=scales)
+            share = self._share(self.batch_used, without, scale, scales=scales, derived=derived)
         for turn in range(backwards):
             with self._may_be_weightless():
                 (loss * scale).backward(retain_graph=turn + 1 < backwards)
             self._add(share, weight, reduces=last)
+        self._passed(reduces, members, divisor, spoiled=spoiled)
+
+    def _passed(
+        self, reduces: bool, members: Sequence[int], divisor: int = 0, *, spoiled: bool = False
+    ) -> None:
         self.dirty = True
         if self.wrapped and reduces:
             self.armed = False

@@ -139,7 +139,7 @@ def a_hook_asks(rank: int, world_size: int) -> None:
 SHOWN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stats", "last_step", "bucket_names", "members", "leads"), ()),
     **dict.fromkeys(("exponents", "order", "pending_weight", "weighed", "weight_unsynced"), ()),
-    **dict.fromkeys(("last_compute_ns", "weighed_steps", "passes", "has_left"), ()),
+    **dict.fromkeys(("last_compute_ns", "weighed_steps", "passes", "counts", "has_left"), ()),
 }
 EMPTY = ("residuals", "used_here")
 NO_STATE = (

@@ -392,6 +392,136 @@ def test_a_parameter_that_is_unfrozen_before_a_pass_in_no_sync_is_reduced() -> N
     assert found.values() == [[3.0, 1.5]] * 2
 
 
+class NamesNoOutput(TwoLayers):
+    """Its loss is in an object. The error comes behind the last gradient, or before the first."""
+
+    raises_first = False
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        loss = super().forward(batch)
+        if self.raises_first:
+            loss = Raises.apply(loss)
+        return type("Result", (), {"loss": loss})()
+
+
+def hidden_and_cut_off(rank: int, world_size: int) -> list[float]:
+    found = []
+    for name in ("cut_off", "raises_first"):
+        module = NamesNoOutput()
+        old = wrap(module, process_group=dist.new_group())
+        setattr(module, name, True)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            old(torch.tensor(1.0)).loss.backward()
+        setattr(module, name, False)
+        new = wrap(module, process_group=dist.new_group())
+        for _ in range(3):
+            new.zero_grad()
+            new(torch.tensor(2.0 * rank)).loss.backward()
+            found += [float(each.grad[0]) for each in module.parameters()]
+    return found
+
+
+def test_an_old_wrapper_takes_no_part_in_passes_that_nothing_marks() -> None:
+    found = ranks.run_ranks(2, hidden_and_cut_off, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert found.values() == [[1.0] * 12] * 2
+
+
+def force_net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1, bias=False)).double()
+
+
+def force_batch(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def force_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Of the derivative alone: no output of forward is between the loss and a parameter."""
+    batch = batch.clone().requires_grad_()
+    (force,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    return force.square().mean()
+
+
+def curvature_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    batch = batch.clone().requires_grad_()
+    (force,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    (curvature,) = torch.autograd.grad(force.sum(), batch, create_graph=True)
+    return curvature.square().mean()
+
+
+def product_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """The gradient that comes from outside has a graph of its own."""
+    batch = batch.clone().requires_grad_()
+    out = model(batch)
+    seed = torch.ones_like(out).requires_grad_()
+    (force,) = torch.autograd.grad(out, batch, seed, create_graph=True)
+    (along,) = torch.autograd.grad(force.sum(), seed, create_graph=True)
+    return along.square().mean() + force.square().mean()
+
+
+def jacobian_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    each = torch.autograd.functional.jacobian(model, batch, create_graph=True, vectorize=True)
+    return each.square().mean()
+
+
+LOSSES = (force_loss, curvature_loss, product_loss, jacobian_loss)
+
+
+def gradients(module: nn.Module) -> torch.Tensor:
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+    return torch.cat([each.flatten() for each in found])
+
+
+def force_means(world_size: int, loss: Any, *numbers: int) -> torch.Tensor:
+    net = force_net()
+    for rank in range(world_size):
+        for number in numbers:
+            (loss(net, force_batch(rank, number)) / world_size).backward()
+    return gradients(net)
+
+
+def derivatives(rank: int, world_size: int) -> dict[tuple[str, str], float]:
+    found = {}
+    for options in (False, True):
+        for loss in LOSSES:
+            net = force_net()
+            model = wrap(net, find_unused_parameters=options)
+            for number in range(2):
+                model.zero_grad()
+                loss(model, force_batch(rank, number)).backward()
+                off = (gradients(net) - force_means(world_size, loss, number)).abs().max()
+                found[str(options), f"{loss.__name__} {number}"] = float(off)
+    model = wrap(force_net())
+    pair = [force_loss(model, force_batch(rank, number)) for number in range(2)]
+    for each in pair:
+        each.backward()
+    off = (gradients(model) - force_means(world_size, force_loss, 0, 1)).abs().max()
+    found["two forwards", "then two backwards"] = float(off)
+    model.zero_grad()
+    first = force_loss(model, force_batch(rank, 2))
+    with model.no_sync():
+        local = force_loss(model, force_batch(rank, 3))
+    first.backward()
+    off = (gradients(model) - force_means(world_size, force_loss, 2)).abs().max()
+    found["a forward in no_sync between", "and its own backward"] = float(off)
+    before = gradients(model)
+    local.backward()
+    plain = force_net()
+    force_loss(plain, force_batch(rank, 3)).backward()
+    off = (gradients(model) - before - gradients(plain)).abs().max()
+    found["a forward in no_sync", "and its backward"] = float(off)
+    return found
+
+
+def test_a_loss_of_derivatives_goes_through_the_output_that_they_are_of() -> None:
+    for found in ranks.run_ranks(
+        2, derivatives, timeout_s=100, preload=ranks.TORCH_DDP
+    ).values():
+        for case, off in found.items():
+            assert off < 1e-12, (case, off)
+
+
 def two_wrappers(rank: int, world_size: int) -> list[float]:
     """Of one module, in turn, the one's forward without a backward before the other's step."""
     module = TwoLayers()

@@ -337,3 +337,101 @@ def shared_trunk(rank: int, world_size: int) -> float:
 def test_a_checkpointed_trunk_of_two_wrappers_is_reduced_by_each() -> None:
     found = ranks.run_ranks(2, shared_trunk, timeout_s=60, preload=ranks.TORCH_DDP)
     assert max(found[rank].value for rank in range(2)) < 1e-12
+
+
+BEFORE, AFTER, PENALTY = "before the checkpoint", "behind it", "a penalty before it"
+
+
+def beside_checkpointed_wrapper(model: Any, net: Scaled, whose: int, where: str) -> torch.Tensor:
+    """The wrapper itself runs in a checkpoint, and the loss uses a parameter beside it."""
+    generator = torch.Generator().manual_seed(whose)
+    batch = torch.randn(4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    scale = net.log_sigma * (1 + whose)
+    beside = net.layers[0].weight.square().sum() * (1 + whose)
+    out = checkpoint(lambda it: model(it)[0], batch, use_reentrant=REENTRANT[0]).square().mean()
+    if where == PENALTY:
+        return out + beside + scale.exp()
+    loss: torch.Tensor = out * (scale if where == BEFORE else net.log_sigma * (1 + whose)).exp()
+    return loss
+
+
+REENTRANT = [False]
+
+
+def checkpointed_wrapper(
+    rank: int, world_size: int, reentrant: bool
+) -> dict[tuple[str, int, str | None], tuple[float, int, int] | str]:
+    REENTRANT[0] = reentrant
+    found: dict[tuple[str, int, str | None], tuple[float, int, int] | str] = {}
+    for case in itertools.product((BEFORE, AFTER, PENALTY), (1, 2), (None, "samples")):
+        where, accumulate, weight = case
+        net = Scaled(OUTSIDE)
+        model = wrap(
+            net, accumulate=accumulate, weight=weight, process_group=torch.distributed.new_group()
+        )
+        worst = 0.0
+        try:
+            for _ in range(2):
+                model.zero_grad()
+                for _ in range(accumulate):
+                    beside_checkpointed_wrapper(model, net, rank, where).backward()
+                single = copy.deepcopy(net)
+                single.zero_grad()
+                for whose in range(world_size):
+                    loss = beside_checkpointed_wrapper(single, single, whose, where)
+                    (loss * accumulate / world_size).backward()
+                worst = max(worst, off_by(gradients(net), gradients(single)))
+            found[case] = (worst, model.stats().steps, model.stats().passes)
+        except RuntimeError as error:
+            found[case] = str(error)
+    return found
+
+
+def test_a_checkpointed_wrapper_beside_a_parameter_of_the_loss() -> None:
+    found = ranks.run_ranks(
+        2, checkpointed_wrapper, args=(False,), timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    for rank in range(2):
+        for case, result in found[rank].value.items():
+            assert not isinstance(result, str), (case, result)
+            off, steps, passes = result
+            assert off < 1e-12 and (steps, passes) == (2, 2 * case[1]), (case, result)
+
+
+def test_a_reentrant_one_is_right_or_an_error_that_names_use_reentrant() -> None:
+    found = ranks.run_ranks(
+        2, checkpointed_wrapper, args=(True,), timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    for rank in range(2):
+        for case, result in found[rank].value.items():
+            if isinstance(result, str):
+                assert "use torch.utils.checkpoint with use_reentrant=false" in result.lower(), case
+            else:
+                assert result[0] < 1e-12, (case, result)
+
+
+def halved(rank: int, world_size: int) -> float:
+    """A hook of the program's changes what an early gradient has made of .grad."""
+    net = Scaled(OUTSIDE)
+    model = wrap(net, weight="samples", accumulate=2)
+
+    def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    net.log_sigma.register_post_accumulate_grad_hook(halve)
+    for number in range(2):
+        loss_of(model, net, number, rank).backward()
+    right = 0.0
+    for whose in range(world_size):
+        sums = 0.0
+        for number in range(2):
+            sums = 0.5 * (sums + float(share_of(net, number, whose)[0]))
+        right += sums / world_size
+    assert net.log_sigma.grad is not None
+    return abs(float(net.log_sigma.grad) - right)
+
+
+def test_what_a_hook_makes_of_an_early_gradient_stays() -> None:
+    found = ranks.run_ranks(2, halved, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found[rank].value for rank in range(2)) < 1e-12

@@ -118,6 +118,29 @@ NAMED: dict[str, Program] = {
         [Step("local pass", weights=(7.0, 3.5)), Step("local pass", weights=(0.0, 1.0)), _FULL],
         weight="samples",
     ),
+    "unfrozen before a local pass": _named(
+        "linear linear",
+        [Step("freeze", part=1), _FULL, Step("zero", "to none"), Step("unfreeze locally", part=1)],
+        find_unused_parameters=True,
+    ),
+    "derivatives of two forwards": _named(
+        "linear",
+        [Step("derived", "of two forwards"), Step("derived", "in no_sync"), Step("derived")],
+    ),
+    "derivatives, weighed": _named(
+        "linear", [Step("derived", "in no_sync"), Step("derived")], weight="samples"
+    ),
+    "a loss of a forward in no_sync and of one outside, weighed": _named(
+        "linear linear",
+        [Step("joined", "no_sync first"), Step("joined", "no_sync last")],
+        weight="samples",
+    ),
+    "past the wrapper of a static graph": _named(
+        "linear linear", [Step("past", "on all ranks"), _FULL, _FULL, _FULL], static_graph=True
+    ),
+    "past the wrapper of a static graph, on one rank": _named(
+        "linear linear", [Step("past", "on rank 0"), _FULL, _FULL, _FULL], static_graph=True
+    ),
     "a scale beside forward, of unequal accumulated passes": _named(
         "linear returned",
         [Step("pass", weights=(50.0, 1.0)), Step("pass", weights=(7.0, 3.5))],

@@ -123,6 +123,32 @@ def test_a_step_without_samples_of_one_leaves_the_other_its_step() -> None:
     assert all(each > 0 for each in one)
 
 
+def beside_a_penalty(rank: int, world_size: int) -> list[float]:
+    """One of the two begins with the end of the call, which its graph reaches at another time."""
+    import pycomm
+
+    models = [wrap(Net(), elastic=pycomm.Elastic()) for _ in range(2)]
+    found = []
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        models[0](batch_of(rank, step))
+        terms = [
+            lambda: models[1](batch_of(rank, step)).square().mean(),  # noqa: B023
+            lambda: sum(each.square().sum() for each in models[0].module.parameters()),
+        ]
+        losses = [term() for term in (terms if (rank + step) % 2 else terms[::-1])]
+        (losses[0] + losses[1]).backward()
+        found += [float(model.module.wide.weight.grad.double().sum()) for model in models]
+    return found
+
+
+def test_one_that_begins_with_the_end_of_the_call_ends_in_its_turn() -> None:
+    found = ranks.run_ranks(2, beside_a_penalty, timeout_s=60, preload=ranks.TORCH_DDP)
+    one, two = found.values()
+    assert one == two
+
+
 WAITS_S = 8.0
 
 

@@ -131,6 +131,42 @@ def test_a_graph_that_gives_no_gradient_is_no_pass() -> None:
 # Passes that are forgotten
 
 
+def slopes_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss of derivatives of the output alone."""
+    batch = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    return slope.square().mean()
+
+
+def of_derivatives(rank: int, world_size: int, accumulate: int) -> float:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 1, bias=False)).double()
+    model = wrap(net, weight="samples", accumulate=accumulate)
+    weights = ((8.0, 4.0), (2.0, 6.0))
+    for step, of_ranks in enumerate(weights):
+        local = accumulate == 1 and step == 0
+        with model.no_sync() if local else contextlib.nullcontext():
+            model.samples = of_ranks[rank]
+            loss = slopes_of(model, batch_of(rank, step))
+        loss.backward()
+    total = sum(map(sum, weights))
+    right = sum(
+        2 * weight / total * share_of(net, slopes_of, batch_of(whose, step))
+        for step, of_ranks in enumerate(weights)
+        for whose, weight in enumerate(of_ranks)
+    )
+    assert isinstance(right, torch.Tensor)
+    return off_by(gradients(net), right)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_of_derivatives_has_the_weight_of_its_forward(accumulate: int) -> None:
+    found = ranks.run_ranks(
+        2, of_derivatives, args=(accumulate,), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    assert max(found.values()) < 1e-12
+
+
 class Branched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
