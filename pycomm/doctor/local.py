@@ -193,7 +193,7 @@ def _limit(used: Interface) -> int:
 
 
 def _faster(host: HostFacts, limit: int, network: str) -> list[Interface]:
-    """Interfaces in that network that are not known to be as slow as the limit, known ones first."""
+    """Interfaces in that network that are not known to be so slow; those of a known speed first."""
     found = [
         one
         for one in host.interfaces

@@ -56,7 +56,7 @@ def make_training_arguments(
     backend = options.pop("ddp_backend", None) or "pycomm"
     if backend != "pycomm":
         raise ValueError(f"ddp_backend={backend!r}: leave it out, or use TrainingArguments itself")
-    # False without a GPU is what a parser says if the flag is missing: every rank would train alone.
+    # A parser says False if the flag is missing. Without a GPU every rank would train alone.
     options["use_cpu"] = bool(options.get("use_cpu")) or not torch.cuda.is_available()
     if not options["use_cpu"]:
         if wire_dtype != AS_THE_GROUP:

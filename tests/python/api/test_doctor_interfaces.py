@@ -56,10 +56,13 @@ def test_one_value_fits_all_hosts_and_a_setting_is_blamed() -> None:
 
 
 def swapped() -> list[HostFacts]:
-    """What is eth0 on one host is eth1 on the other."""
+    """eth0 of one host is eth1 of the other."""
     one, other = host(1, fast(1)), host(2, fast(2, "eth0"))
     slow, quick = other.interfaces[1:]
-    return [one, dataclasses.replace(other, interfaces=(dataclasses.replace(slow, name="eth1"), quick))]
+    return [
+        one,
+        dataclasses.replace(other, interfaces=(dataclasses.replace(slow, name="eth1"), quick)),
+    ]
 
 
 def test_the_order_of_the_value_is_one_that_no_host_mistakes() -> None:
