@@ -7,12 +7,17 @@ sleep instead. Loaders have no workers, so the lookahead is 4; by default it is 
     shares  The time of a step once shares have settled, beside the best whole shares for the true
             times, which are dealt by hand: from 30 steps behind the lookahead on. Then the slowed
             ranks and the others change places: the same from 20 steps behind the lookahead on.
-    equal   Ranks of equal speed, beside equal shares dealt by hand, in turn.
+    equal   Ranks of equal speed, beside equal shares dealt by hand, in turn: the median ratio of
+            neighbouring blocks and its 95 % interval. A block's time is the mean of all its steps,
+            since the sampler does most of its work in one step of three.
     stop    One of two ranks is stopped and continued by signals, a half or three quarters of the
-            time, while it computes a fixed number of matrix products per sample. Which shares are
-            the best is not known here: all around the sampler's and the expected ones are dealt by
-            hand, in turn with the sampler's, which are kept as they were then. The sampler's own
-            last steps are bounded alike.
+            time, while it computes a fixed number of matrix products per sample. How long it is
+            stopped varies from one time to the next: a fixed period would favour the shares whose
+            steps are a multiple of it. Which shares are the best is not known here: all around the
+            sampler's and the expected ones are dealt by hand, in turn with the sampler, which goes
+            on to follow. A step may take half as long again as the next one, so the time of shares
+            is the mean of theirs and of both neighbours', and the best ones are not the luckiest.
+            Ratios are those of `equal`, over the turns.
     loss    Seconds to a loss, beside torch's wrapper over gloo and beside pycomm's, both with equal
             batches. All have the same samples in each step.
 """
@@ -28,14 +33,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from launching import add_rank_options, ran_as_rank, run_ranks
-from report import header
+from report import Versus, header, paired_ratio
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -46,8 +51,11 @@ LOOKAHEAD = 4
 SETTLED, FOLLOWED, MEASURED = 30, 20, 30  # steps
 LENGTH = 200_000
 WIDTH = 24
-STOP_EVERY_S = 0.020
-TURNS = 5  # around all shares that are tried
+PAIRS = 30  # of blocks, in which equal ranks take turns
+STOP_EVERY_S = 0.020  # in the mean
+TURNS = 12  # around all shares that are tried
+BLOCK = 10  # steps of one turn
+LIMIT_S = 170  # of a run
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -197,10 +205,10 @@ def equal(rank: int, ranks: int) -> dict[str, Any]:
     sampler = balanced(model, ranks)
     mine, theirs = iter(sampler), cut([EACH] * ranks, rank)
     blocks: list[list[float]] = [[], []]
-    for block in range(20):
-        for which in (0, 1) if block % 2 else (1, 0):
+    for pair in range(PAIRS):
+        for which in (0, 1) if pair % 2 else (1, 0):
             one, batches = ((model, mine), (plain, theirs))[which]
-            blocks[which].append(per_step(train(one, batches, 10)[0]))
+            blocks[which].append(statistics.fmean(train(one, batches, 2 * BLOCK)[0]))
     return {"mine": blocks[0], "even": blocks[1], "changes": sampler.stats().changes}
 
 
@@ -211,14 +219,15 @@ def stopped(part: float) -> Iterator[None]:
         yield
         return
     program = (
-        "import os, signal, sys, time\n"
-        "pid, stop_s, go_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])\n"
-        "end = time.monotonic() + 120\n"
+        "import os, random, signal, sys, time\n"
+        "pid, (stop_s, go_s, limit_s) = int(sys.argv[1]), map(float, sys.argv[2:])\n"
+        "end = time.monotonic() + limit_s\n"
         "while os.getppid() == pid and time.monotonic() < end:\n"
-        "    os.kill(pid, signal.SIGSTOP); time.sleep(stop_s)\n"
-        "    os.kill(pid, signal.SIGCONT); time.sleep(go_s)\n"
+        "    times = random.uniform(0.5, 1.5)\n"
+        "    os.kill(pid, signal.SIGSTOP); time.sleep(times * stop_s)\n"
+        "    os.kill(pid, signal.SIGCONT); time.sleep(times * go_s)\n"
     )
-    seconds = [str(STOP_EVERY_S * part), str(STOP_EVERY_S * (1 - part))]
+    seconds = map(str, (STOP_EVERY_S * part, STOP_EVERY_S * (1 - part), LIMIT_S))
     with subprocess.Popen([sys.executable, "-c", program, str(os.getpid()), *seconds]) as process:
         try:
             yield
@@ -247,30 +256,22 @@ def stop(rank: int, ranks: int, part: float) -> dict[str, Any]:
             matrix @ matrix
 
     dist.barrier()
-    steps = LOOKAHEAD + SETTLED + MEASURED
     with stopped(part if rank == 0 else 0):
-        model = wrapped(burn)
+        model, kept = wrapped(burn), wrapped(burn)
         sampler = balanced(model, ranks)
-        mine, _ = train(model, sampler, steps)
-        even, _ = train(model, cut([EACH] * ranks, rank), MEASURED)
+        batches = iter(sampler)
+        train(model, batches, LOOKAHEAD + SETTLED)
         found, speed = sampler.stats().shares, 1 - part
-        guess = round(EACH * ranks * speed / (1 + speed))
-        span = {guess, found[0]}
-        shares = range(max(1, min(span) - 3), min(EACH * ranks, max(span) + 4))
-        seconds: dict[int, list[float]] = {share: [] for share in shares}
+        span = {round(EACH * ranks * speed / (1 + speed)), found[0]}
+        shares = range(max(1, min(span) - 2), min(EACH * ranks, max(span) + 3))
+        tried: dict[int, list[list[float]]] = {share: [] for share in (*shares, EACH)}
+        followed: list[list[float]] = []
         for turn in range(TURNS):
-            for share in shares if turn % 2 else reversed(shares):
-                both = [share, EACH * ranks - share]
-                seconds[share] += train(model, cut(both, rank), 8)[0][2:]
-    tried = {share: per_step(each) for share, each in seconds.items()}
-    return {
-        "followed": per_step(mine[-MEASURED:]),
-        "mine": tried[found[0]],
-        "even": per_step(even),
-        "best": min(tried.values()),
-        "tried": {str(share): each for share, each in tried.items()},
-        "shares": found,
-    }
+            followed.append(train(model, batches, 3 * BLOCK + 1)[0][1:])
+            for share in tried if turn % 2 else reversed(tried):
+                both = cut([share, EACH * ranks - share], rank)
+                tried[share].append(train(kept, both, BLOCK + 1)[0][1:])
+    return {"followed": followed, "shares": found, "tried": list(tried.items())}
 
 
 def loss(rank: int, ranks: int, by: int) -> dict[str, Any]:
@@ -316,7 +317,7 @@ def measure(part: str, ranks: int, numbers: Sequence[float]) -> dict[str, Any]:
 def run(part: str, ranks: int, *numbers: float) -> Any:
     lines: list[bytes] = []
     chosen = ["--part", part, "--ranks", str(ranks), "--numbers", *map(str, numbers)]
-    run_ranks(ranks, chosen, 120, lines.append)
+    run_ranks(ranks, chosen, LIMIT_S, lines.append)
     return json.loads(lines[0])
 
 
@@ -356,34 +357,55 @@ def show_shares() -> bool:
 
 def show_equal() -> bool:
     good = True
-    print("ranks  mine/equal shares  changes")
+    print("ranks  mine/equal shares [95 %]  changes")
     for ranks in (2, 4):
         found = run("equal", ranks)
-        ratios = [a / b for a, b in zip(found["mine"], found["even"], strict=True)]
-        ratio = statistics.median(ratios)
-        good = good and ratio <= 1.01 and found["changes"] <= 1
-        print(f"{ranks:5}{ratio:19.4f}{found['changes']:9}", flush=True)
-        lost, changes = 100 * (ratio - 1), found["changes"]
-        _page.append(f"{ranks} equal ranks: {lost:.1f} % longer than by hand, {changes} changes")
+        pair, changes = paired_ratio("mine", found["even"], found["mine"]), found["changes"]
+        good = good and pair.ratio <= 1.01 and changes <= 1
+        print(f"{ranks:5}  {shown(pair)}{changes:9}", flush=True)
+        lost, low, high = (100 * (each - 1) for each in (pair.ratio, pair.low, pair.high))
+        _page.append(
+            f"{ranks} equal ranks: {lost:.1f} % [{low:.1f}, {high:.1f}] longer than by hand, "
+            f"{changes} changes"
+        )
     return good
+
+
+def shown(pair: Versus) -> str:
+    return f"{pair.ratio:.3f} [{pair.low:.3f}, {pair.high:.3f}]"
+
+
+def smoothed(tried: Mapping[int, Sequence[float]], share: int) -> list[float]:
+    """Of each turn, the milliseconds of this share, and of its neighbours if they were tried."""
+    near = [tried[each] for each in (share - 1, share, share + 1) if each in tried]
+    return [statistics.fmean(turn) for turn in zip(*near, strict=True)]
 
 
 def show_stop() -> bool:
     good = True
-    print("stopped  ms equal   best   mine  best/mine  while it followed  best/that")
+    print("stopped  ms equal   best   kept  best/kept [95 %]  followed  best/followed [95 %]")
     for part in (0.5, 0.75):
         found = run("stop", 2, part)
-        ratio, then = (found["best"] / found[name] for name in ("mine", "followed"))
-        good = good and min(ratio, then) >= LEAST
+        tried = {share: [*map(per_step, blocks)] for share, blocks in found["tried"]}
+        inner = [each for each in tried if {each - 1, each + 1} <= tried.keys()]
+        ways = {
+            "even": tried[EACH],
+            "best": min((smoothed(tried, each) for each in inner), key=statistics.fmean),
+            "kept": smoothed(tried, found["shares"][0]),
+            "followed": [*map(per_step, found["followed"])],
+        }
+        ms = {name: statistics.fmean(blocks) for name, blocks in ways.items()}
+        kept, followed = (paired_ratio("best", ways[n], ways["best"]) for n in ("kept", "followed"))
+        good = good and min(kept.ratio, followed.ratio) >= LEAST
         print(
-            f"{part:7}{found['even']:10.1f}{found['best']:7.1f}{found['mine']:7.1f}{ratio:11.3f}"
-            f"{found['followed']:19.1f}{then:11.3f}",
+            f"{part:7}{ms['even']:10.1f}{ms['best']:7.1f}{ms['kept']:7.1f}  {shown(kept)}"
+            f"{ms['followed']:10.1f}  {shown(followed)}",
             found["shares"],
-            {share: round(ms, 1) for share, ms in found["tried"].items()},
+            {share: round(statistics.fmean(blocks), 1) for share, blocks in tried.items()},
             flush=True,
         )
         machines = f"1 of 2 ranks is stopped {part} of the time"
-        _page.append(page_row(machines, found["even"], found["best"], found["followed"]))
+        _page.append(page_row(machines, ms["even"], ms["best"], ms["followed"]))
     return good
 
 

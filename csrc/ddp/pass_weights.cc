@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -21,6 +22,10 @@ namespace {
 
 constexpr int64_t kWords = 5; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
+
+bool trainedAlike(const PassWeights::Step& step) noexcept {
+  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::trained) == step.rows.end();
+}
 
 std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
   const auto* word = words.const_data_ptr<int64_t>();
@@ -95,7 +100,7 @@ bool PassWeights::forwardBegan() noexcept {
   forward_began_ = WaitClock::now();
   const bool many = step_count_ - shown_steps_ >= static_cast<int64_t>(kStepsKept / 4);
   shown_steps_ = many ? step_count_ : shown_steps_;
-  return many;
+  return many || (!steps_.empty() && !trainedAlike(steps_.back()));
 }
 
 void PassWeights::marked(ForwardMark& mark) {

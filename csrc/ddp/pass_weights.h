@@ -87,8 +87,8 @@ class PassWeights {
   }
   /// The program has ended its own work between two passes.
   void gapEnds() noexcept;
-  /// A forward pass begins to compute. True if so many steps have ended since it last was that readers of steps() must look before some are
-  /// dropped.
+  /// A forward pass begins to compute. True if readers of steps() must look: so many steps have ended since it last was that some are dropped
+  /// soon, or the ranks have used up different numbers of batches in the last one.
   [[nodiscard]] bool forwardBegan() noexcept;
   /// A forward pass is over.
   void marked(ForwardMark& mark);

@@ -163,6 +163,7 @@ class BalancedSampler(Sampler[list[int]]):
                 f"{global_batch}. Try: a smaller global_batch"
             )
         self._log = step_log_of(model)
+        self._rank = self._log.rank
         self._global_batch = global_batch
         self._shuffle = shuffle
         self._seed = seed
@@ -224,14 +225,12 @@ class BalancedSampler(Sampler[list[int]]):
             self._deals.start(now, self._order())
         for batch in itertools.count(now):
             change = self._shares_of(batch)
-            parts = self._deals.deal(batch, change, self._plan.losses)
-            if parts is None:
+            dealt = self._deals.deal(batch, change, self._plan.losses)
+            if dealt is None:
                 return
             self._must_begin = self._just_loaded = False
-            mine = parts.get(self._log.rank)
-            if mine is None:  # it has joined: of the others, as there are no empty batches
-                mine = [*itertools.chain(*parts.values())][: self._limits.fewest[0]]
-            yield mine
+            # One that has joined gets some of the others', as there are no empty batches.
+            yield dealt.part(self._rank) or dealt.indices(0, self._limits.fewest[0])
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, on all ranks alike; in one that is under way it keeps the position.
@@ -392,7 +391,7 @@ class BalancedSampler(Sampler[list[int]]):
         members = self._deals.shares_of(self._now()) if self._waits else None
         if members is None:  # or the pass is another loader's
             return True
-        self._waits = self._log.rank not in members
+        self._waits = self._rank not in members
         return not self._waits
 
     def _order(self) -> torch.Tensor:
@@ -426,6 +425,8 @@ class BalancedSampler(Sampler[list[int]]):
     def _is_complete(self, now: int) -> bool:
         if self._begin is None:
             return False
+        if now < self._deals.next_batch:
+            return False  # as it was dealt
         # Passes of another loader, or of before a restart, that have trained batches nobody pulled.
         for batch in range(self._deals.next_batch, now):
             if self._deals.deal(batch, self._plan.decided(batch), self._plan.losses) is None:
@@ -433,22 +434,21 @@ class BalancedSampler(Sampler[list[int]]):
         # An epoch of which ranks were lost has more batches.
         return not self._deals.has(now, self._plan.decided(now), self._plan.losses)
 
-    def _check_dealt(self, batch: int) -> int:
-        """How many batches are trained; RuntimeError if these are more than were dealt."""
+    def _shares_of(self, batch: int) -> Change:
+        """Reads steps only if they are needed: several at once take little longer than one."""
+        log, plan = self._log, self._plan
+        least = plan.trained + (log.steps - self._next_step) + log.pending_passes
+        if least <= batch and (shares := plan.shares_of(batch)) is not None:
+            return shares
         if (now := self._now()) > batch:
             raise RuntimeError(
                 f"the model of BalancedSampler has made {now} backward passes, and its loader has "
                 f"dealt {batch} batches: shares and the position follow from the passes. Try: one "
                 "backward pass per batch, and no other training of this model in the epoch"
             )
-        return now
-
-    def _shares_of(self, batch: int) -> Change:
-        now = self._check_dealt(batch)
-        shares = self._plan.shares_of(batch)
-        if shares is None:
+        if (shares := plan.shares_of(batch)) is None:
             raise RuntimeError(
-                f"rank {self._log.rank}'s loader has run {batch - now} batches ahead of training, "
+                f"rank {self._rank}'s loader has run {batch - now} batches ahead of training, "
                 f"too far for lookahead={self._lookahead} of BalancedSampler: the steps that "
                 "decide the next shares are not trained yet. Try: lookahead=num_workers * "
                 "prefetch_factor + 2 * accumulate of the loader that runs ahead furthest, plus 1 "
@@ -460,23 +460,23 @@ class BalancedSampler(Sampler[list[int]]):
 
     def read_steps(self) -> None:
         """For the model, which drops the records of old steps."""
-        log, plan = self._log, self._plan
-        if log.steps == self._next_step:
+        steps, plan = self._log.steps, self._plan
+        if steps == self._next_step:
             return
-        changes = plan.changes
-        if not self._is_idle():
-            for record in log.records(self._next_step):
-                plan.add(record)
-                self._next_step += 1
-                if self._is_idle():
-                    break
-        if log.steps != self._next_step and self._is_idle():
+        idle = self._is_idle()
+        for record in () if idle else self._log.records(self._next_step):
+            before = plan.newest
+            plan.add(record)
+            self._next_step += 1
+            if plan.newest is not before and self._rank == plan.newest.members[0]:
+                self._tell()
+            if idle := self._is_idle():
+                break
+        if idle and steps != self._next_step:
             # Another loader's, and every rank leaves out the same ones, however late it looks.
             plan.interrupt()
-            self._next_step = log.steps
+            self._next_step = steps
         self._deals.forget(min([plan.timed, *(each.since for each in plan.losses)]))
-        if plan.changes != changes and log.rank == plan.newest.members[0]:
-            self._tell()
 
     def _is_idle(self) -> bool:
         """All batches of an epoch are trained, and the next one has not begun."""

@@ -14,7 +14,6 @@ The list is at its end, and has then [6 7 10 11]: batch 3 of the first rank.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +34,10 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.T
     return torch.randperm(length, generator=generator)
 
 
+_KEPT = 64
+"""Batches of which more is kept than is needed, as forgetting each on its own takes longer."""
+
+
 class Left(NamedTuple):
     """The rest of an epoch's list."""
 
@@ -42,6 +45,32 @@ class Left(NamedTuple):
     """Indices that had been dealt to ranks that are gone; they come first."""
     skipped: int = 0
     """Then the epoch's order, without as many at its begin."""
+
+
+class Dealt(NamedTuple):
+    """One batch: the begin of a list, cut by its shares. Which indices these are is looked up when
+    they are asked for, since a rank needs only its own, unless others die."""
+
+    change: Change
+    left: Left
+    order: Any
+    """Of the epoch: an array of numpy's, of which a slice takes a third of a tensor's time."""
+
+    def part(self, member: int) -> list[int]:
+        """Of this member; nothing if it has no share."""
+        _, shares, members = self.change
+        if member not in members:
+            return []
+        at = members.index(member)
+        begin = sum(shares[:at])
+        return self.indices(begin, begin + shares[at])
+
+    def indices(self, begin: int, end: int) -> list[int]:
+        """Those from ``begin`` to ``end`` of the whole batch's."""
+        returned, skipped = self.left
+        back = len(returned)
+        rest = self.order[skipped + max(0, begin - back) : skipped + max(0, end - back)]
+        return [*returned[begin:end], *rest.tolist()]
 
 
 class Deals:
@@ -52,10 +81,11 @@ class Deals:
     """
 
     def __init__(self, length: int) -> None:
-        self._order = torch.arange(length)
+        self._length = length
+        self._order: Any = None
         self._carried: tuple[int, ...] = ()
         self._left: dict[int, Left] = {0: Left()}  # before each batch
-        self._parts: dict[int, dict[int, list[int]]] = {}  # of each batch, by member
+        self._dealt: dict[int, Dealt] = {}
         self._next = 0
 
     @property
@@ -67,7 +97,7 @@ class Deals:
         """This batch is the first of another epoch. It begins with indices that came back, and
         that no batch of the last one has taken."""
         left = self._left[min(batch, self._next)]
-        self._order = order
+        self._order = order.numpy()
         self._put(batch, Left((*left.returned, *self._carried)))
         self._carried = ()
 
@@ -80,57 +110,47 @@ class Deals:
             left: As ``left()`` returned it.
             returned: The same.
         """
-        self._order = order
-        self._parts = {}
+        self._order = order.numpy()
+        self._dealt = {}
         self._put(batch, left)
         self._carried = tuple(returned)
 
     def has(self, batch: int, change: Change, losses: Sequence[Loss]) -> bool:
         """Whether the epoch has this batch."""
-        left = self._before(batch, losses)
-        return len(left.returned) + len(self._order) - left.skipped >= sum(change.shares)
+        return sum(change.shares) <= self._count(self._before(batch, losses))
 
-    def deal(
-        self, batch: int, change: Change, losses: Sequence[Loss]
-    ) -> dict[int, list[int]] | None:
-        """The indices of each of the change's members; None if the epoch is at its end.
+    def deal(self, batch: int, change: Change, losses: Sequence[Loss]) -> Dealt | None:
+        """Deals a batch to the change's members; None if the epoch is at its end.
 
         Args:
             batch: ``next_batch``, or one before: then that and later ones are dealt anew.
             change: Its shares.
             losses: All whose ``until`` is this batch.
         """
-        if not self.has(batch, change, losses):
+        left, total = self._before(batch, losses), sum(change.shares)
+        if total > self._count(left):
             return None
-        left = self._before(batch, losses)
-        total = sum(change.shares)
-        first = left.returned[:total]
-        skipped = left.skipped + total - len(first)
-        indices = [*first, *self._order[left.skipped : skipped].tolist()]
-        ends = list(itertools.accumulate(change.shares))
-        self._parts[batch] = {
-            member: indices[end - share : end]
-            for member, share, end in zip(change.members, change.shares, ends, strict=True)
-        }
-        self._put(batch + 1, Left(left.returned[total:], skipped))
-        return self._parts[batch]
+        new = max(0, total - len(left.returned))
+        self._put(batch + 1, Left(left.returned[total:], left.skipped + new))
+        dealt = self._dealt[batch] = Dealt(change, left, self._order)
+        return dealt
 
     def shares_of(self, batch: int) -> Collection[int] | None:
         """The members that have a part of this batch; None if it was not dealt."""
-        return self._parts.get(batch)
+        return self._dealt[batch].change.members if batch in self._dealt else None
 
     def state(self, batch: int, losses: Sequence[Loss]) -> dict[str, Any]:
         """What ``load()`` continues from, before this batch: plain numbers, lists and dicts."""
         left = self._left[batch]
         untrained = {
             number: [
-                [member, parts[member]]
+                [member, dealt.part(member)]
                 for each in losses
                 if each.since <= number
                 for member in each.members
-                if member in parts
+                if member in dealt.change.members
             ]
-            for number, parts in self._parts.items()
+            for number, dealt in self._dealt.items()
             if number < batch
         }
         return {
@@ -149,7 +169,11 @@ class Deals:
             Left(tuple(state["returned"]), int(state["skipped"])),
             state["carried"],
         )
-        self._parts = {number: dict(parts) for number, parts in state["parts"]}
+        for number, parts in state["parts"]:
+            members = tuple(member for member, _ in parts)
+            shares = tuple(len(part) for _, part in parts)
+            indices = tuple(index for _, part in parts for index in part)
+            self._dealt[number] = Dealt(Change(number, shares, members), Left(indices), self._order)
 
     def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
         """What ``resume()`` continues from before this batch, and parts of earlier batches that
@@ -162,11 +186,15 @@ class Deals:
 
     def forget(self, batch: int) -> None:
         """Nobody asks for what was dealt before this batch, but for the position."""
+        if len(self._left) < _KEPT:
+            return
         batch = min(batch, self._next)
-        for earlier in [each for each in self._left if each < batch]:
-            del self._left[earlier]
-        for earlier in [each for each in self._parts if each < batch]:
-            del self._parts[earlier]
+        for kept in (self._left, self._dealt):
+            for earlier in [each for each in kept if each < batch]:
+                del kept[earlier]
+
+    def _count(self, left: Left) -> int:
+        return len(left.returned) + self._length - left.skipped
 
     def _put(self, batch: int, left: Left) -> None:
         self._left[batch] = left
@@ -174,14 +202,17 @@ class Deals:
 
     def _before(self, batch: int, losses: Sequence[Loss]) -> Left:
         left = self._left[batch]
-        returned = [self._untrained(each, batch) for each in losses if each.until == batch]
-        return Left((*itertools.chain(*returned), *left.returned), left.skipped)
+        for each in reversed(losses):
+            if each.until == batch:
+                left = Left((*self._untrained(each, batch), *left.returned), left.skipped)
+        return left
 
     def _untrained(self, loss: Loss, until: int) -> list[int]:
         """Their parts of the batches before ``until``, which nobody has trained."""
-        found: list[int] = []
-        for batch in range(loss.since, until):
-            parts = self._parts.get(batch, {})
-            for member in loss.members:
-                found += parts.get(member, [])
-        return found
+        return [
+            index
+            for batch in range(loss.since, until)
+            if batch in self._dealt
+            for member in loss.members
+            for index in self._dealt[batch].part(member)
+        ]

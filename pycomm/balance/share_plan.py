@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 
 from pycomm.balance.step_log import StepRecord
 from pycomm.balance.step_times import Fit, StepTimes
-from pycomm.balance.whole_shares import Limits, best_shares, even_shares, step_seconds
+from pycomm.balance.whole_shares import (
+    Limits,
+    best_shares,
+    can_end_within,
+    even_shares,
+    step_seconds,
+)
 
 LEAST_GAIN = 0.02
 """Shares change for a predicted gain above this, so that each batch size is met rarely."""
@@ -144,8 +150,10 @@ class SharePlan:
     def decided(self, batch: int) -> Change:
         """The shares of a batch, if no step decides others that is not on record yet. Of a batch
         before all changes that are kept: the oldest ones."""
-        known = (each for each in reversed(self._changes) if each.batch <= batch)
-        return next(known, self._changes[0])
+        for each in reversed(self._changes):
+            if each.batch <= batch:
+                return each
+        return self._changes[0]
 
     def state(self) -> dict[str, Any]:
         """What ``load`` continues from: plain numbers, strings, lists and dicts."""
@@ -193,22 +201,24 @@ class SharePlan:
         return plan
 
     def _close(self, record: StepRecord, seconds: Mapping[int, float]) -> None:
-        batches = range(self._timed, self._timed + record.passes)
-        self._timed += record.passes
-        changes = [self.decided(batch) for batch in batches]
-        dealt = [dict(zip(each.members, each.shares, strict=True)) for each in changes]
         # One that has joined has no part of the batches before its first.
-        sizes = {member: sum(each.get(member, 0) for each in dealt) for member in record.members}
+        sizes = dict.fromkeys(record.members, 0)
+        for batch in range(self._timed, self._timed + record.passes):
+            change = self.decided(batch)
+            for member, share in zip(change.members, change.shares, strict=True):
+                if member in sizes:
+                    sizes[member] += share
+        self._timed += record.passes
         in_samples = math.isclose(math.fsum(record.samples), sum(sizes.values()))
         for member, samples in zip(record.members, record.samples, strict=True):
             # Samples of another unit, such as tokens, say nothing about what is dealt.
             size = samples if in_samples else sizes[member]
             took = seconds.get(member, math.nan)  # of a rank that is gone nobody knows
             if samples > 0 and math.isfinite(took) and took > 0:
-                self._times[member].add(size / len(batches), took / len(batches))
+                self._times[member].add(size / record.passes, took / record.passes)
         self._busy -= 1
         if self._busy >= 0 or self._busy % _QUIET == 0:
-            self._decide(batches[-1] + self._lookahead)
+            self._decide(self._timed - 1 + self._lookahead)
         while len(self._changes) > 1 and self._changes[1].batch <= self._timed:
             self._changes.pop(0)
         self._losses = [each for each in self._losses if each.until >= self._timed]
@@ -249,13 +259,14 @@ class SharePlan:
         fits = self.fits()
         if fits is None:
             return
-        limits = self._reachable(fits)
         now = step_seconds(fits, self.newest.shares)
-        shares = best_shares(fits, limits)
-        gain = 1.0 - step_seconds(fits, shares) / now
         # 2 ln N is 1.4 log2 N, which needs no logarithm that another C library may round otherwise.
         errors = _ERRORS + math.sqrt(1.4 * (len(fits) - 1).bit_length())
-        if gain > LEAST_GAIN + errors * max(fit.error for fit in fits):
+        least = LEAST_GAIN + errors * max(fit.error for fit in fits)
+        if not can_end_within(fits, self._limits, (1.0 - least) * now):
+            return  # as nearly always, and the best shares take longer to find
+        shares = best_shares(fits, self._reachable(fits))
+        if 1.0 - step_seconds(fits, shares) / now > least:
             self._changes.append(Change(batch, shares, tuple(self._times)))
             self._count += 1
             self._busy = self._lookahead + _BUSY

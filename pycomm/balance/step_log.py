@@ -5,13 +5,11 @@ This is the whole of what ``BalancedSampler`` knows about a model, and it is rea
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What the ranks have exchanged in one step: bit by bit the same object on all of them."""
 
     passes: int

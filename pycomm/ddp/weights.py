@@ -162,20 +162,16 @@ class _WrapperLog:
 
     def records(self, since: int) -> list[StepRecord]:
         found = self._wrapper.reducer.step_rows(since)
-        if since < self.steps and (not found or found[0][0] != since):
+        if (not found or found[0][0] != since) and since < self.steps:
             raise LookupError(f"the record of step {since} is no longer kept")
-        return [
-            StepRecord(
-                passes=trained_alike(
-                    step, [trained for _, _, trained, _ in rows], members or range(len(rows))
-                ),
-                samples=[weight for weight, _, _, _ in rows],
-                last_seconds=[ns * 1e-9 if ns >= 0 else math.nan for _, ns, _, _ in rows],
-                members=members or range(len(rows)),
-                largest=[largest for _, _, _, largest in rows],
-            )
-            for step, _, rows, members in found
-        ]
+        records = []
+        for step, _, rows, members in found:
+            samples, nanoseconds, trained, largest = zip(*rows, strict=True)
+            seconds = [ns * 1e-9 if ns >= 0 else math.nan for ns in nanoseconds]
+            members = members or range(len(rows))
+            passes = trained_alike(step, trained, members)
+            records.append(StepRecord(passes, samples, seconds, members, largest))
+        return records
 
     def follow(self, reader: StepReader) -> None:
         readers = _READERS.setdefault(self._wrapper, weakref.WeakSet())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -125,7 +124,7 @@ class VirtualTimes:
             if step > 0:
                 each = next(s for begin, s in reversed(self._per_sample) if step - 1 >= begin)
                 seconds = [1.0 + b * n for b, n in zip(each, found[step - 1].samples, strict=True)]
-            told.append(dataclasses.replace(found[step], last_seconds=seconds))
+            told.append(found[step]._replace(last_seconds=seconds))
         return told
 
 

@@ -4,7 +4,6 @@ one that was not cut. Wrapper, sampler and loaders are real; only the seconds ar
 from __future__ import annotations
 
 import collections
-import dataclasses
 import io
 import math
 from typing import Any
@@ -62,7 +61,7 @@ class Timed:
             if before + step > 0:
                 assert all(map(math.isfinite, record.last_seconds)), "the last step's time is lost"
                 seconds = self._seconds(before + step - 1, samples)
-            found.append(dataclasses.replace(record, last_seconds=seconds))
+            found.append(record._replace(last_seconds=seconds))
             samples = record.samples
         return found[since:]
 
