@@ -24,7 +24,8 @@ constexpr int64_t kWords = 5; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
 
 bool trainedAlike(const PassWeights::Step& step) noexcept {
-  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::trained) == step.rows.end();
+  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::trained) ==
+      step.rows.end();
 }
 
 std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
@@ -141,8 +142,8 @@ void PassWeights::added(size_t param) {
   }
   Early& last = early_.back();
   const at::Tensor& grad = params_[param].tensor.grad();
-  const bool by_autograd_alone = grad.unsafeGetTensorImpl() == last.into &&
-      static_cast<int64_t>(grad._version()) == last.version + 1;
+  const bool by_autograd_alone =
+      grad.unsafeGetTensorImpl() == last.into && static_cast<int64_t>(grad._version()) == last.version + 1;
   if (grad.defined() && !by_autograd_alone) {
     const at::NoGradGuard no_grad;
     last.grad = grad - last.before;

@@ -515,9 +515,7 @@ def derivatives(rank: int, world_size: int) -> dict[tuple[str, str], float]:
 
 
 def test_a_loss_of_derivatives_goes_through_the_output_that_they_are_of() -> None:
-    for found in ranks.run_ranks(
-        2, derivatives, timeout_s=100, preload=ranks.TORCH_DDP
-    ).values():
+    for found in ranks.run_ranks(2, derivatives, timeout_s=100, preload=ranks.TORCH_DDP).values():
         for case, off in found.items():
             assert off < 1e-12, (case, off)
 
