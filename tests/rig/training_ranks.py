@@ -336,7 +336,7 @@ class Trainer:
             self._pass(without, derived=True)
 
     def joined(self, step: Step) -> None:
-        """A loss of a forward in no_sync() and of one outside: one pass, of the last one's weight."""
+        """A loss of a forward in no_sync() and of one outside: one pass, of the last weight."""
         if self.static:
             return
         self.followed = set(self._trained())
