@@ -571,9 +571,9 @@ void AgreementDriver::suspectOthers(TimePoint now) {
     if (now < member.silent_at) {
       continue;
     }
-    const milliseconds late(members_.config().dead_after_ms / 4);
-    if (now > member.silent_at + late) { // this process did not run meanwhile: what has come is read first
-      member.silent_at = now + late;
+    const milliseconds dead_after(members_.config().dead_after_ms);
+    if (now > member.silent_at + dead_after / 30) { // this process did not run meanwhile: what has come is read first
+      member.silent_at = now + dead_after / 4;
       continue;
     }
     member.silent_at = TimePoint::max();
@@ -634,9 +634,10 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     agreement_->received(*message, now);
     if (const auto member = members_by_name_.find(message->from); of_this_end && member != members_by_name_.end()) {
       member->second.spoke = true;
-      // It may stop after it has answered, and the detector of the group has ended.
+      // It may stop after it has answered, and the detector of the group has ended. Or it pauses just before its next word is due.
       const bool answers = agreement_->isAgreeing() && message->kind != elastic::Message::Kind::Goodbye;
-      member->second.silent_at = answers ? now + milliseconds(members_.config().dead_after_ms) : TimePoint::max();
+      const milliseconds dead_after(members_.config().dead_after_ms);
+      member->second.silent_at = answers ? now + dead_after + dead_after / 2 : TimePoint::max();
     }
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
     expectOthers(*failed);

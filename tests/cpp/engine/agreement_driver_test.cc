@@ -588,7 +588,55 @@ TEST(AgreementDriver, AMemberThatStopsAfterItsAnswerIsFoundSilent) {
       EXPECT_EQ(verdict.value().again.value().members, (std::vector<int>{1, 2, 3}));
     }
   });
-  EXPECT_WITHIN_MS(testing::elapsedMs(began), 7000); // 12000, if it is waited for in each of its parts
+  EXPECT_WITHIN_MS(testing::elapsedMs(began), 9000); // 12000, if it is waited for in each of its parts
+}
+
+// A member's last word may be as old as the time after which it sends the next one, when the pause begins.
+TEST(AgreementDriver, APauseThatIsShorterThanASilenceCostsNobodyItsPlace) {
+  const Members group(4, {}, 2000);
+  (void)group.begin();
+  elastic::Message suspicion = suspicionIn(group.firstView());
+  suspicion.from = group.name(0);
+  elastic::Message pong = suspicion;
+  pong.kind = elastic::Message::Kind::Pong;
+  pong.nonce = 1; // of the first agreement
+  const auto say = [&] {
+    for (const size_t to : {1U, 2U, 3U}) {
+      Outbox outbox(group.handle(to), group.visitor(0));
+      bring(outbox, suspicion);
+      bring(outbox, pong);
+    }
+  };
+  {
+    const Stopped stopped(group.engine(0));
+    say();
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(2400)); // the next word is due after 0.6 s, and the pause takes 1.8
+    say();
+  }
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_EQ(verdict.again.value().members, (std::vector<int>{0, 1, 2, 3}));
+  }
+}
+
+TEST(AgreementDriver, AProcessThatWasStoppedReadsWhatHasComeBeforeItFindsOthersSilent) {
+  const Members group(2, {}, 2000);
+  const auto first = group.begin();
+  elastic::Message word = suspicionIn(group.firstView());
+  word.from = group.name(1);
+  Outbox outbox(group.handle(0), group.visitor(1));
+  {
+    const Stopped stopped(group.engine(1));
+    const ArmedFaults stops("survive.stop_giving:1:hold"); // where the agreement of member 0 begins
+    breakConnection(first[0]);
+    ArmedFaults::waitUntilStruck();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+    bring(outbox, word);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1100)); // just longer than a silence since the last heartbeat
+  }
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_EQ(verdict.again.value().members, (std::vector<int>{0, 1}));
+  }
 }
 
 TEST(AgreementDriver, AMemberSpeaksForItselfOnly) {
