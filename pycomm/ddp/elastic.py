@@ -43,8 +43,9 @@ class Elastic:
         model = pycomm.DistributedDataParallel(net, elastic=pycomm.Elastic(min_ranks=2))
 
     Args:
-        min_ranks: No step begins with fewer ranks: after ``quorum_wait`` it raises. A floor, and
-            no permission: a quorum is needed as well.
+        min_ranks: No step begins with fewer ranks: after ``quorum_wait`` it raises; one that would
+            have to be summed again raises at once. A floor, and no permission: a quorum is needed
+            as well.
         split_brain: None: ranks go on if they are more than half of the last group, or half with
             its lowest rank; ranks of the same host whose processes have ended do not count. So at
             most one part of a group goes on. "accept": all who are left go on. If a network

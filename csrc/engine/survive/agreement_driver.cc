@@ -309,17 +309,17 @@ void AgreementDriver::refuseInChild() const {
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!awaitPresent(lock, deadline)) {
+  if (!awaitPresent(lock, deadline, config_.min_ranks)) {
     return std::nullopt;
   }
-  launch();
+  launch(elastic::Round::Step);
   return present_;
 }
 
 std::optional<AgreementDriver::Epoch> AgreementDriver::present(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  return awaitPresent(lock, deadline) ? present_ : std::nullopt;
+  return awaitPresent(lock, deadline, 1) ? present_ : std::nullopt;
 }
 
 bool AgreementDriver::beginAdmission(uint64_t epoch) {
@@ -328,12 +328,12 @@ bool AgreementDriver::beginAdmission(uint64_t epoch) {
   if (view_.epoch != epoch || !ledger_.admissionIsDue()) {
     return false;
   }
-  launch();
+  launch(elastic::Round::Admission);
   return true;
 }
 
-bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline) {
-  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || mayBegin(); })) {
+bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline, size_t members) {
+  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || arePresent(members); })) {
     return false;
   }
   if (ledger_.hasLeft()) {
@@ -349,8 +349,8 @@ bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline 
   return true;
 }
 
-void AgreementDriver::launch() {
-  ledger_.launch();
+void AgreementDriver::launch(elastic::Round round) {
+  ledger_.launch(round);
   launched_ = ledger_.state().committed + 1;
 }
 
@@ -440,7 +440,6 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(
   }
   undelivered_ = false;
   if (!is_step) {
-    ledger_.drop();
     return Verdict{};
   }
   ledger_.launch();
@@ -482,6 +481,11 @@ void AgreementDriver::run() noexcept {
       Inbox::Taken taken = inbox_->take();
       if (taken.retiring) {
         agreement_->retire();
+      }
+      if (taken.failed) {
+        catchUp();
+        agreement_->close(Clock::now());
+        act();
       }
       for (Event& event : taken.events) {
         catchUp();
@@ -1018,9 +1022,8 @@ void AgreementDriver::runJobs() noexcept {
           break;
       }
     } catch (const std::exception& exception) {
-      ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
-      failWith(record);
-      inbox_->put(Failed{job.view.epoch, std::move(record), {}}); // the others need not wait for this member
+      failWith(recordOf(exception, "the next epoch of the elastic group cannot begin"));
+      inbox_->fail(); // in whatever epoch: the others need not wait for this member
     }
   }
 }

@@ -120,7 +120,6 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
     giver_ = from;
     state_nbytes_ = static_cast<size_t>(*nbytes);
     state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 5, words.end()}, ""};
-    state_.bytes.reserve(state_nbytes_);
     return true;
   }
   if (words[1] == kStatePart && giver_ == from && words[2].size() <= state_nbytes_ - state_.bytes.size()) {
@@ -442,7 +441,7 @@ bool AgreementDriver::findWitness(Member& member) {
   return true;
 }
 
-void AgreementDriver::findWitnessNow(const MemberHandle& process) noexcept {
+void AgreementDriver::findWitnessNow(const MemberHandle& process) {
   Witnessed witnessed{incarnationOf(process.incarnation), nullptr};
   try {
     witnessed.witness = std::make_shared<Witness>(Witness::of(
@@ -453,6 +452,7 @@ void AgreementDriver::findWitnessNow(const MemberHandle& process) noexcept {
   } catch (const std::exception& error) {
     log(LogLevel::Info, "the end of " + process.who() + " will not be certified: " + error.what());
   }
+  PYCOMM_FAULT_POINT("survive.witness");
   inbox_->put(std::move(witnessed));
 }
 

@@ -233,6 +233,13 @@ MUTATIONS = [
         "",
         "AgreementDriver.AMemberThatClosesDuringAMeetingLeavesNobodyBehind",
     ),
+    _rule(
+        "a member without memory for its own work stays",
+        _DRIVER,
+        "      inbox_->fail(); // in whatever epoch",
+        "      // in whatever epoch",
+        "AgreementDriver.AMemberWithoutMemoryForItsOwnWorkLeavesTheOthers",
+    ),
     # ---- messages
     _rule(
         "what a member had not taken is not sent again",
