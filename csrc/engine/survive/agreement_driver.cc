@@ -905,18 +905,17 @@ void AgreementDriver::raise(const Agreement::Action& action) {
   };
   const std::string epoch = "epoch " + std::to_string(view.epoch);
   const std::string members = std::to_string(view.members.size()) + " members";
-  const auto waited = [&](int times) { return std::to_string(int64_t{times} * config_.quorum_wait_ms) + " ms"; };
   ErrorRecord error;
   switch (action.error) {
     case Agreement::Action::Error::QuorumLost:
       error = record(
           ErrorCode::QuorumLost,
           action.in_reach ? "A quorum of an elastic group did not agree on its next members within " +
-                  waited(Agreement::kMostQuorumWaits) + ": more than half of the " + members + " of " + epoch +
-                  " answer" + (action.missing.empty() ? "." : "; not " + list(action.missing) + ".")
+                  std::to_string(agreement_->longestWait().count()) + " ms: more than half of the " + members + " of " +
+                  epoch + " answer" + (action.missing.empty() ? "." : "; not " + list(action.missing) + ".")
                           : "The members of an elastic group lost their quorum: of the " + members + " of " + epoch +
-                  ", this rank did not reach " + list(action.missing) + " within " + waited(1) +
-                  ", and it may not go on without more than half of them.",
+                  ", this rank did not reach " + list(action.missing) + " within " +
+                  std::to_string(config_.quorum_wait_ms) + " ms, and it may not go on without more than half of them.",
           action.in_reach
               ? "look for the first error in each rank's log, and for ranks that are stopped; restart from a checkpoint"
               : "see whether those ranks run and this host reaches theirs; restart from a checkpoint");

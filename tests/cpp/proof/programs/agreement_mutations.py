@@ -282,8 +282,8 @@ MUTATIONS = [
         "M8",
         "a quorum that answers gets no more time",
         "agreement.cc",
-        "reachesQuorum() ? kMostQuorumWaits : 1",
-        "1",
+        "reachesQuorum() ? longestWait() : milliseconds",
+        "milliseconds",
         survives="the simulation's detector finds a member that stops after it has answered; "
         "Agreement.AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing has none",
     ),
