@@ -142,7 +142,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
   /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached. Collective then; throws
   /// what a step throws. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a forward pass.
-  void admitNewcomers(bool at_join_point);
+  /// False between the passes of a step: no process gets the state there.
+  bool admitNewcomers(bool at_join_point);
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;

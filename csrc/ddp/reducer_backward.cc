@@ -84,6 +84,9 @@ void Reducer::followCall() {
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
+    if (!pass_.reducing() && !state_.now().unsynced) {
+      state_.change([](SharedValues& values) { values.unsynced = true; });
+    }
     if (marks_.enterLocal() && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
       if (weights_->hasEarly()) {
@@ -389,6 +392,7 @@ void Reducer::giveUpWeightless() {
   state_.giveUp();
   state_.change([](SharedValues& values) {
     values.accumulated = 0;
+    values.unsynced = false;
     ++values.passes;
   });
   weights_->commit(members_); // a sampler has dealt a batch for it

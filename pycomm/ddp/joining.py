@@ -288,7 +288,8 @@ def admit_at_join_point(model: Any) -> None:
 def _admit(model: Any, *, at_join_point: bool) -> None:
     if not model._can_be_joined():
         return
-    model.reducer.admit_newcomers(at_join_point)
+    if not model.reducer.admit_newcomers(at_join_point):
+        return
     agreement = model._agreement
     if agreement.newcomers() == 0:
         return
