@@ -366,6 +366,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<int> members_;
   int rank_ = 0; ///< among members_
   bool changed_ = false; ///< the group has other members than the buckets, until the next step begins
+  bool follows_leaver_ =
+      false; ///< a rank has left in order with the last step: if it led, it still does, until the next round
   bool members_changed_ = false; ///< since the training began, also before this rank joined it
   std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 

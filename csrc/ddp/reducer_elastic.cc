@@ -56,6 +56,7 @@ void Reducer::beginStep() {
 
 void Reducer::waitToBegin() {
   lost_ = nullptr;
+  follows_leaver_ = false;
   const int64_t before = nowNs();
   changed_ = agreement_->begin() || changed_;
   stats_.agreeing_ns += nowNs() - before;
@@ -151,6 +152,8 @@ void Reducer::transact(
   }
   if (outcome == StepAgreement::Outcome::CommitLast && beginNext()) {
     changed_ = true;
+    follows_leaver_ =
+        round == StepAgreement::Round::Step && rank_ != 0 && agreement_->changes().left > stats_.left_ranks;
   }
 }
 
