@@ -54,8 +54,8 @@ class StepAgreement {
     return false;
   }
 
-  /// The program is at a place where it lets processes join. All members are there as often between two rounds: the next end() throws
-  /// CollectiveMismatch where they were not.
+  /// The program is at a place where it lets processes join. All members are there as often between two rounds, if nobody joins there: the next
+  /// end() throws CollectiveMismatch where they were not.
   virtual void joinPoint() {}
 
   /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are

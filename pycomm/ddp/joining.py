@@ -266,7 +266,6 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
     reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
     reducer.set_passes(shared["passes"])
     model._received_sampler = shared["sampler"]
-    model._agreement.set_join_points(shared["join_points"])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -291,10 +290,18 @@ def _admit(model: Any, *, at_join_point: bool) -> None:
     if not model.reducer.admit_newcomers(at_join_point):
         return
     agreement = model._agreement
-    if agreement.newcomers() == 0:
+    waiting = agreement.newcomers()
+    if waiting == 0:
+        return
+    most = model._most_ranks()
+    keep = waiting if most is None else most - agreement.ranks_with_newcomers() + waiting
+    if keep < waiting:
+        why = f"The members' BalancedSampler has samples for {most} ranks only."
+        agreement.refuse(why, max(0, keep))
+    if keep <= 0:
         return
     try:
-        state = _packed(model, agreement.ranks_with_newcomers())
+        state = _packed(model)
     except Exception as error:  # of a state_dict(): the training goes on
         logger.exception("the state for a process that wants to join could not be read")
         agreement.refuse(f"The members' state could not be read there: {error!r}.")
@@ -302,7 +309,7 @@ def _admit(model: Any, *, at_join_point: bool) -> None:
         agreement.give(state)
 
 
-def _packed(model: Any, ranks: int) -> memoryview:
+def _packed(model: Any) -> memoryview:
     order, agreed = model.reducer.order()
     parameters = model.module.named_parameters()
     packed = io.BytesIO()
@@ -317,8 +324,7 @@ def _packed(model: Any, ranks: int) -> memoryview:
                 "agreed": agreed,
                 "passes": model.reducer.passes(),
                 "steps": model.elastic.step,
-                "join_points": model._agreement.join_points(),
-                "sampler": model._state_of_sampler(ranks),
+                "sampler": model._state_of_sampler(),
             },
         },
         packed,

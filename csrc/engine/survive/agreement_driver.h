@@ -179,8 +179,8 @@ class AgreementDriver final : public Engine::Maker {
   /// do: who has not got all of it is not admitted, and gets the reason if it is the time. One is not begun for which no time is left, if it
   /// takes as long as those before: members stop for it again.
   void give(std::string_view bytes);
-  /// There is no state for them, and this is why.
-  void refuse(const std::string& why);
+  /// There is no state for them, and this is why; but for the first `keep`, who wait on.
+  void refuse(const std::string& why, size_t keep = 0);
 
   // ---- any thread
 

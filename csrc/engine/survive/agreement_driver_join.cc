@@ -757,11 +757,22 @@ void AgreementDriver::give(std::string_view bytes) {
   });
 }
 
-void AgreementDriver::refuse(const std::string& why) {
+void AgreementDriver::refuse(const std::string& why, size_t keep) {
+  Giving kept;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto first_refused = served_.to.begin() + static_cast<std::ptrdiff_t>(std::min(keep, served_.to.size()));
+    kept = served_;
+    kept.to.assign(served_.to.begin(), first_refused);
+    served_.to.erase(served_.to.begin(), first_refused);
+    kept.ranks -= served_.to.size();
+  }
   giveEach([&](const MemberHandle& to, const Giving& /*giving*/, const AbortToken& /*abort*/) {
     refuseOne(to, why);
     return record(ErrorCode::PeerLeft, why, "");
   });
+  const std::lock_guard<std::mutex> lock(mutex_);
+  served_ = std::move(kept);
 }
 
 void AgreementDriver::stopGiving(const ErrorRecord& why) {

@@ -1097,6 +1097,29 @@ TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewco
   second->close();
 }
 
+TEST(AgreementDriver, OfTwoThatWaitOneIsRefusedAndTheOtherOneGetsTheState) {
+  const Joining joining(3, withAtLeast(3));
+  AgreementDriver& member = *joining.group.drivers[0];
+  Alone other;
+  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  joining.group.drivers[1]->close();
+  joining.group.drivers[2]->close();
+  for (const Deadline end = soon(); member.newcomers() != 2U;) {
+    ASSERT_FALSE(end.expired());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  member.refuse("no share", 1);
+  EXPECT_EQ(member.ranksWithNewcomers(), 2U);
+  member.give("a state");
+  size_t states = 0;
+  for (const auto& newcomer : {joining.newcomer, second}) {
+    const auto raised = codeOf([&] { states += newcomer->arrive(soon()).state ? 1 : 0; });
+    EXPECT_TRUE(!raised || raised == ErrorCode::JoinRefused);
+  }
+  EXPECT_EQ(states, 1U);
+  second->close();
+}
+
 TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {
   AgreementDriver::Config config;
   config.join_pause_ms = 1500;
