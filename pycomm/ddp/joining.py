@@ -172,9 +172,9 @@ def port_trouble(peers: str | None, offers: Sequence[Offer]) -> str:
     return ""
 
 
-def _be_found(group: Any, peers: str) -> None:
+def _be_found(group: Any, peers: str, offered: tuple[Offer, str]) -> None:
     """Of a process that has joined: it listens at the port, or another member of its host does."""
-    (_, tried), why = offer_port(group, peers)
+    (_, tried), why = offered
     at = peers_port(peers)
     assert at is not None
     for address, trouble in tried:
@@ -214,11 +214,14 @@ def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
     """
     shared: Mapping[str, Any] = {}
+    peers = model._elastic.peers_port
+    # While nobody waits for this process: it looks names up.
+    offered = None if peers is None else offer_port(model._own_group, peers)
     while (state := agreement.pull()) is not None:
         shared = _load(state, model)
         agreement.loaded()
-    if (peers := model._elastic.peers_port) is not None:
-        _be_found(model._own_group, peers)
+    if offered is not None:
+        _be_found(model._own_group, peers, offered)
     return shared
 
 
