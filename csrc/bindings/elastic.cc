@@ -246,16 +246,12 @@ void bindElastic(py::module_& m) {
       .def(
           "ranks_with_newcomers",
           [](const ElasticGroup& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
-      .def("join_points", [](const ElasticGroup& group) { return raising([&] { return group.joinPoints(); }); })
-      .def(
-          "set_join_points",
-          [](ElasticGroup& group, int64_t passed) { raising([&] { group.setJoinPoints(passed); }); },
-          py::arg("passed"))
       .def("give", &give, py::arg("state"))
       .def(
           "refuse",
-          [](ElasticGroup& group, const std::string& why) { raising([&] { group.refuse(why); }); },
+          [](ElasticGroup& group, const std::string& why, size_t keep) { raising([&] { group.refuse(why, keep); }); },
           py::arg("why"),
+          py::arg("keep") = 0,
           py::call_guard<WithoutGil>());
   m.def(
       "step_agreement",

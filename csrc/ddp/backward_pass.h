@@ -68,6 +68,7 @@ class BackwardPass {
       return false;
     }
     state_.next().accumulated = 0;
+    state_.next().unsynced = false;
     ++state_.next().passes;
     return true;
   }

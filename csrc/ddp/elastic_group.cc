@@ -106,6 +106,7 @@ std::optional<std::string> ElasticGroup::pull() {
     if (arrival.admitted) {
       const Reconfigurable::Met alone = present_.met; // its store has to outlive it
       (void)takeOver(*arrival.admitted);
+      came_at_ = driver_->steps();
       alone.group->close();
       return std::nullopt;
     }
@@ -162,6 +163,7 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
   }
   backend_->takeOver(epoch.met);
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
+  came_at_ = epoch.changes.joined == present_.changes.joined ? came_at_ : driver_->steps();
   present_ = epoch;
   entitle();
   return true;

@@ -82,20 +82,17 @@ class ElasticGroup final : public StepAgreement {
   }
   /// A signal handler that raises ends it, and its exception leaves this.
   void give(std::string_view bytes);
-  void refuse(const std::string& why) {
-    driver_->refuse(why);
-  }
-  /// How many join_point()s this rank has passed since the last round. A newcomer begins with those of the rank whose state it has: that may have
-  /// given it within one, without an Admission.
-  [[nodiscard]] int64_t joinPoints() const {
-    return points_.step == driver_->steps() ? points_.passed : 0;
-  }
-  void setJoinPoints(int64_t passed) {
-    points_ = {driver_->steps(), passed};
+  void refuse(const std::string& why, size_t keep) {
+    driver_->refuse(why, keep);
   }
 
  private:
   ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// How many join_point()s this rank has passed since the last round. None behind a round behind which a process has come: that has not passed
+  /// those before its place in the program, and others may have.
+  [[nodiscard]] int64_t joinPoints() const {
+    return points_.step == driver_->steps() && points_.step != came_at_ ? points_.passed : 0;
+  }
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
   /// The same, of the epoch that `waits` returns. A signal handler that raises ends the wait.
@@ -119,6 +116,8 @@ class ElasticGroup final : public StepAgreement {
     int64_t step = 0; ///< behind which they were passed
     int64_t passed = 0;
   } points_; ///< see joinPoints()
+  int64_t came_at_ =
+      -1; ///< likewise: the rounds that were committed as a process became a member last; the same on all members
   int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
   uint64_t pulled_view_ = 0; ///< and its members
 };

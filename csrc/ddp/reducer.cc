@@ -588,7 +588,7 @@ void Reducer::show() noexcept {
       shown_version_ = state_.version();
     }
     shown_.rank = rank_;
-    shown_.leads = group_.rank() == 0;
+    shown_.leads = group_.rank() == 0 && !follows_leaver_;
     shown_.members = members_;
     if (weights_.has_value() && !reducing) {
       shown_.pending_weight = weights_->pending();

@@ -144,7 +144,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
   /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached. Collective then; throws
   /// what a step throws. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a forward pass.
-  void admitNewcomers(bool at_join_point);
+  /// False between the passes of a step: no process gets the state there.
+  bool admitNewcomers(bool at_join_point);
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;
@@ -369,6 +370,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<int> members_;
   int rank_ = 0; ///< among members_
   bool changed_ = false; ///< the group has other members than the buckets, until the next step begins
+  bool follows_leaver_ =
+      false; ///< a rank has left in order with the last step: if it led, it still does, until the next round
   bool members_changed_ = false; ///< since the training began, also before this rank joined it
   std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 

@@ -88,6 +88,9 @@ void Reducer::followCall() {
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
+    if (!pass_.reducing() && !state_.now().unsynced) {
+      state_.change([](SharedValues& values) { values.unsynced = true; });
+    }
     const bool first = marks_.enterLocal() && !marks_.reduces();
     if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
@@ -401,6 +404,7 @@ void Reducer::giveUpWeightless() {
   state_.giveUp();
   state_.change([](SharedValues& values) {
     values.accumulated = 0;
+    values.unsynced = false;
     ++values.passes;
   });
   weights_->commit(members_); // a sampler has dealt a batch for it

@@ -56,6 +56,7 @@ void Reducer::beginStep() {
 
 void Reducer::waitToBegin() {
   lost_ = nullptr;
+  follows_leaver_ = false;
   const int64_t before = nowNs();
   changed_ = agreement_->begin() || changed_;
   stats_.agreeing_ns += nowNs() - before;
@@ -151,6 +152,8 @@ void Reducer::transact(
   }
   if (outcome == StepAgreement::Outcome::CommitLast && beginNext()) {
     changed_ = true;
+    follows_leaver_ =
+        round == StepAgreement::Round::Step && rank_ != 0 && agreement_->changes().left > stats_.left_ranks;
   }
 }
 
@@ -191,9 +194,10 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
   });
 }
 
-// Between the passes of a step, where a mean may have made it due, it waits for the next step: a newcomer has none of those passes.
-void Reducer::admitNewcomers(bool at_join_point) {
-  raising([&] {
+// Between the passes of a step, where a mean may have made it due or a death has left too few, newcomers wait for the next step: they have none
+// of those passes.
+bool Reducer::admitNewcomers(bool at_join_point) {
+  return raising([&] {
     const Turn turn(*this);
     if (agreement_ != nullptr && at_join_point) {
       if (midway()) {
@@ -204,8 +208,11 @@ void Reducer::admitNewcomers(bool at_join_point) {
       }
       agreement_->joinPoint();
     }
-    if (agreement_ == nullptr || !agreement_->admissionIsDue() || midway()) {
-      return;
+    if (agreement_ == nullptr || midway()) {
+      return false;
+    }
+    if (!agreement_->admissionIsDue()) {
+      return true;
     }
     throwIfUnfinished();
     try {
@@ -216,12 +223,13 @@ void Reducer::admitNewcomers(bool at_join_point) {
       fail("the members were stopping for a process that joins", error);
       throw;
     }
+    return true;
   });
 }
 
-// Passes of this rank wait for a reduction, and all members have made as many. In no_sync() they are counted with weights only.
+// Passes of this rank wait for a reduction, and all members have made as many.
 bool Reducer::midway() const {
-  return state_.now().accumulated > 0 || (weights_.has_value() && weights_->passes() > 0);
+  return state_.now().accumulated > 0 || state_.now().unsynced || (weights_.has_value() && weights_->passes() > 0);
 }
 
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow

@@ -28,7 +28,8 @@ class StepAgreement {
   /// Before a step launches anything: waits until it may begin (min_ranks). True if the members have changed since the last call of
   /// either. Throws an Error: QuorumLost, LeftBehind, TooFew.
   virtual bool begin() = 0;
-  /// Behind CommitLast: the same, and nothing begins, as the program may do what it likes between two steps.
+  /// Behind CommitLast: waits for the next members, also if they are too few. Nothing begins, as the program may do what it likes between two
+  /// steps. Returns and throws as begin().
   virtual bool awaitMembers() {
     return false;
   }
@@ -47,14 +48,14 @@ class StepAgreement {
   [[nodiscard]] virtual bool admissionIsDue() const {
     return false;
   }
-  /// The members stop for processes that join, if that is still due once a step may begin: see Round::Admission. If the members change
+  /// The members stop for processes that join, if that is still due once the present ones have met: see Round::Admission. If the members change
   /// meanwhile, all go on without it, and are asked again. Returns and throws as begin(), and end(); nothing is under way then.
   virtual bool admit() {
     return false;
   }
 
-  /// The program is at a place where it lets processes join. All members are there as often between two rounds: the next end() throws
-  /// CollectiveMismatch where they were not.
+  /// The program is at a place where it lets processes join. All members are there as often between two rounds, if nobody joins there: the next
+  /// end() throws CollectiveMismatch where they were not.
   virtual void joinPoint() {}
 
   /// The members as of the last call of either, by rank: the number that each had in the group when the wrapper was made. So the first ones are

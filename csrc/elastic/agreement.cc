@@ -144,7 +144,7 @@ TimePoint Agreement::takeoverAt(TimePoint now) const {
 // A living quorum may take longer than quorum_wait, although it loses nothing: connections are cut and come back meanwhile, or a member stops that no
 // detector finds, and is waited for first until another one proposes, then by that one.
 TimePoint Agreement::giveUpAt() const {
-  return began_ + (reachesQuorum() ? kMostQuorumWaits : 1) * milliseconds(config_.quorum_wait_ms);
+  return began_ + (reachesQuorum() ? longestWait() : milliseconds(config_.quorum_wait_ms));
 }
 
 // When the promise that is owed may leave.

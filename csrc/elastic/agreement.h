@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -45,8 +47,12 @@ class Agreement {
     int retry_ms = 200; ///< after which messages are sent again, and twice as long from then on
   };
 
-  /// A quorum that answers, and has not agreed after quorum_wait, gets so many times that.
+  /// A quorum that answers, and has not agreed after quorum_wait, gets so many times that; or longer if a member may be silent for longer.
   static constexpr int kMostQuorumWaits = 3;
+  [[nodiscard]] std::chrono::milliseconds longestWait() const noexcept {
+    return std::chrono::milliseconds(
+        std::max(kMostQuorumWaits * config_.quorum_wait_ms, 2 * config_.dead_after_ms + config_.quorum_wait_ms));
+  }
 
   struct Action {
     enum class Kind {

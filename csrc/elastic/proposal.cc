@@ -95,7 +95,7 @@ std::optional<View> chooseNext(
   }
   const auto state = [&](int member) -> const StepState& { return proposal.promises.at(member).step; };
   const auto under_way = [&](int member) { return state(member).committed == next.step && state(member).launched; };
-  const auto finished = [&](int member) { return under_way(member) && state(member).finished; };
+  const auto finished = [&](int member) { return state(member).committed == next.step && state(member).finished; };
   const auto all_finished = [&](const std::set<int>& of) {
     return !of.empty() && std::all_of(of.begin(), of.end(), finished);
   };

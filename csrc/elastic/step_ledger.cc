@@ -2,13 +2,14 @@
 
 namespace pycomm::elastic {
 
-void StepLedger::launch() noexcept {
-  state_.launched = true;
+void StepLedger::launch(Round round) noexcept {
+  round_ = round;
+  state_.launched = round != Round::Admission;
   state_.finished = false;
 }
 
 std::optional<Wish> StepLedger::finish(uint64_t epoch, Round round) noexcept {
-  const bool counts = !sealed_ && epoch == epoch_ && state_.launched;
+  const bool counts = !sealed_ && epoch == epoch_ && round_.has_value();
   if (!counts) {
     return std::nullopt;
   }
@@ -24,8 +25,8 @@ StepLedger::Committed StepLedger::commit(uint64_t epoch, const Wish& all) noexce
   if (!mayCommit() || epoch != epoch_) {
     return Committed::TooLate;
   }
-  settle();
   const bool stops = round_ == Round::Admission && all.admits;
+  settle();
   admission_is_due_ = all.admits && !stops;
   leaving_ = leaving_ == Leaving::Announced ? Leaving::Left : leaving_;
   return stops ? Committed::Admits : all.leaves ? Committed::Leaves : Committed::GoesOn;
@@ -33,6 +34,7 @@ StepLedger::Committed StepLedger::commit(uint64_t epoch, const Wish& all) noexce
 
 void StepLedger::settle() noexcept {
   ++state_.committed;
+  round_.reset();
   state_.launched = false;
   state_.finished = false;
 }
@@ -46,7 +48,10 @@ StepLedger::Outcome StepLedger::install(const View& next) noexcept {
     return Outcome::Commit;
   }
   state_.finished = false; // what had ended in the old epoch is the sum of other members
-  return state_.launched ? Outcome::Redo : Outcome::Nothing;
+  if (round_ == Round::Admission) { // all go on without it
+    round_.reset();
+  }
+  return round_ ? Outcome::Redo : Outcome::Nothing;
 }
 
 void StepLedger::leave() noexcept {

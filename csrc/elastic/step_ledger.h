@@ -33,7 +33,8 @@ struct Wish {
 ///
 /// Rounds between steps count as steps here, so in one epoch the n-th round is of one kind on all members. An Admission is in no program: all
 /// members make it before their next forward pass if the last round of the epoch says so to all of them. One that fails is dropped, since a
-/// member that learned the end of that last round from the next view does not know that it was due.
+/// member that learned the end of that last round from the next view does not know that it was due. So it is nothing that members wait for: a
+/// launched Admission is no launched step.
 class StepLedger {
  public:
   enum class Outcome {
@@ -60,8 +61,8 @@ class StepLedger {
 
   // ---- the program
 
-  /// The next round begins, or begins once more after Redo.
-  void launch() noexcept;
+  /// The next round begins, or begins once more after Redo. Whether it is a Step or between two, finish() says.
+  void launch(Round round = Round::Step) noexcept;
   /// All that the round sums has ended well in this epoch: what this process adds to the commit round. nullopt if that comes too late.
   [[nodiscard]] std::optional<Wish> finish(uint64_t epoch, Round round) noexcept;
   /// The process may enter commit.
@@ -70,10 +71,6 @@ class StepLedger {
   }
   /// The commit round of this epoch has ended well, with what it says of all: what the step changes may be shown.
   [[nodiscard]] Committed commit(uint64_t epoch, const Wish& all) noexcept;
-  /// The next round was an Admission, and its epoch has ended before it: it is not made again.
-  void drop() noexcept {
-    state_.launched = false;
-  }
   /// Whether the last round of the present epoch says that all members admit. They make an Admission before their next forward pass.
   [[nodiscard]] bool admissionIsDue() const noexcept {
     return admission_is_due_;
@@ -121,7 +118,7 @@ class StepLedger {
   StepState state_;
   uint64_t epoch_ = 0;
   bool sealed_ = false;
-  Round round_ = Round::Step; ///< that is finished
+  std::optional<Round> round_; ///< that is under way
   bool admits_ = false;
   bool admission_is_due_ = false;
   Leaving leaving_ = Leaving::No;

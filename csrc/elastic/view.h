@@ -111,8 +111,8 @@ struct Accepted {
 /// How far a process is with its steps.
 struct StepState {
   int64_t committed = 0; ///< the last step that it has committed
-  bool launched = false; ///< of the next step, something
-  bool finished = false; ///< of the next step, all buckets, and in this epoch
+  bool launched = false; ///< of the next step, something; nothing of an Admission
+  bool finished = false; ///< of the next step or Admission, all buckets, and in this epoch
   friend bool operator==(const StepState&, const StepState&) = default;
 };
 

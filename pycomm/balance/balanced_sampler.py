@@ -340,14 +340,13 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._is_complete(now):
             self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
 
-    def state_for(self, ranks: int) -> dict[str, Any]:
+    def most_ranks(self) -> int:
+        """For the model, to which processes join: how many ranks a batch has samples for."""
+        return self._global_batch // self._limits.fewest[0]
+
+    def state_for_others(self) -> dict[str, Any]:
         """For the model, to which processes join: what their samplers begin with."""
-        now, least = self._now(), self._limits.fewest[0]
-        if ranks * least > self._global_batch:
-            raise ValueError(
-                f"global_batch={self._global_batch} of BalancedSampler is too small for {ranks} "
-                f"ranks, each of which takes at least {least}"
-            )
+        now = self._now()
         return {
             "arguments": self._arguments,
             "most": list(self._limits.most),
@@ -358,7 +357,7 @@ class BalancedSampler(Sampler[list[int]]):
         }
 
     def _join(self, state: Mapping[str, Any], max_batch: int | None) -> None:
-        """Continues as the members' samplers, from what ``state_for()`` returned there."""
+        """Continues as the members' samplers, from what ``state_for_others()`` returned there."""
         for name, mine in self._arguments.items():
             if mine != (theirs := part_of(state, "arguments")[name]):
                 raise ConfigMismatchError(

@@ -42,9 +42,11 @@ class StepReader(Protocol):
         """Whether this rank has a share of the batch that the next pass trains. One that has joined
         has none in its first passes, and the samples of these must not count."""
 
-    def state_for(self, ranks: int) -> dict[str, Any]:
-        """What the samplers of processes that join begin with; between two steps. ``ranks``: how
-        many there are with them, without those that are gone since the last step. An error: they
+    def most_ranks(self) -> int:
+        """How many ranks a batch has samples for: no more can join."""
+
+    def state_for_others(self) -> dict[str, Any]:
+        """What the samplers of processes that join begin with; between two steps. An error: they
         cannot join now."""
 
     def __hash__(self) -> int: ...
@@ -97,8 +99,8 @@ class StepLog(Protocol):
         """Says the largest share that this rank allows, to all in each further step. 0: any."""
 
     def received(self) -> Mapping[str, Any] | None:
-        """What ``StepReader.state_for`` returned on a member, if this process has joined, and none
-        follows yet. None: it has not, or one has followed.
+        """What ``StepReader.state_for_others`` returned on a member, if this process has joined and
+        none follows yet. None: it has not, or one has followed.
 
         Raises:
             UnsupportedError: It has joined members that have no reader.

@@ -43,14 +43,16 @@ class Elastic:
         model = pycomm.DistributedDataParallel(net, elastic=pycomm.Elastic(min_ranks=2))
 
     Args:
-        min_ranks: No step begins with fewer ranks: after ``quorum_wait`` it raises. A floor, and
-            no permission: a quorum is needed as well.
+        min_ranks: No step begins with fewer ranks: after ``quorum_wait`` it raises; one that would
+            have to be summed again raises at once. A floor, and no permission: a quorum is needed
+            as well.
         split_brain: None: ranks go on if they are more than half of the last group, or half with
             its lowest rank; ranks of the same host whose processes have ended do not count. So at
             most one part of a group goes on. "accept": all who are left go on. If a network
             splits, both sides do, with different parameters, and nothing brings them together.
         quorum_wait: Seconds to wait for a quorum, or for ``min_ranks``, before an error. Up to
-            three times that if a quorum answers, as when a rank stops while they agree.
+            three times that if a quorum answers, as when a rank stops while they agree; or that and
+            two ``heartbeat_timeout`` if this is longer.
         peers: Where others find the members, to join them. A file: rank 0 writes the members'
             handles to it at each change, and all members name the same one. Or
             "pycomm://alpha,beta:29600": one member on each of these hosts listens at this port and

@@ -172,9 +172,9 @@ def port_trouble(peers: str | None, offers: Sequence[Offer]) -> str:
     return ""
 
 
-def _be_found(group: Any, peers: str) -> None:
+def _be_found(group: Any, peers: str, offered: tuple[Offer, str]) -> None:
     """Of a process that has joined: it listens at the port, or another member of its host does."""
-    (_, tried), why = offer_port(group, peers)
+    (_, tried), why = offered
     at = peers_port(peers)
     assert at is not None
     for address, trouble in tried:
@@ -214,11 +214,14 @@ def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
     """
     shared: Mapping[str, Any] = {}
+    peers = model._elastic.peers_port
+    # While nobody waits for this process: it looks names up.
+    offered = None if peers is None else offer_port(model._own_group, peers)
     while (state := agreement.pull()) is not None:
         shared = _load(state, model)
         agreement.loaded()
-    if (peers := model._elastic.peers_port) is not None:
-        _be_found(model._own_group, peers)
+    if offered is not None:
+        _be_found(model._own_group, peers, offered)
     return shared
 
 
@@ -266,7 +269,6 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
     reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
     reducer.set_passes(shared["passes"])
     model._received_sampler = shared["sampler"]
-    model._agreement.set_join_points(shared["join_points"])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -288,12 +290,21 @@ def admit_at_join_point(model: Any) -> None:
 def _admit(model: Any, *, at_join_point: bool) -> None:
     if not model._can_be_joined():
         return
-    model.reducer.admit_newcomers(at_join_point)
+    if not model.reducer.admit_newcomers(at_join_point):
+        return
     agreement = model._agreement
-    if agreement.newcomers() == 0:
+    waiting = agreement.newcomers()
+    if waiting == 0:
+        return
+    most = model._most_ranks()
+    keep = waiting if most is None else most - agreement.ranks_with_newcomers() + waiting
+    if keep < waiting:
+        why = f"The members' BalancedSampler has samples for {most} ranks only."
+        agreement.refuse(why, max(0, keep))
+    if keep <= 0:
         return
     try:
-        state = _packed(model, agreement.ranks_with_newcomers())
+        state = _packed(model)
     except Exception as error:  # of a state_dict(): the training goes on
         logger.exception("the state for a process that wants to join could not be read")
         agreement.refuse(f"The members' state could not be read there: {error!r}.")
@@ -301,7 +312,7 @@ def _admit(model: Any, *, at_join_point: bool) -> None:
         agreement.give(state)
 
 
-def _packed(model: Any, ranks: int) -> memoryview:
+def _packed(model: Any) -> memoryview:
     order, agreed = model.reducer.order()
     parameters = model.module.named_parameters()
     packed = io.BytesIO()
@@ -316,8 +327,7 @@ def _packed(model: Any, ranks: int) -> memoryview:
                 "agreed": agreed,
                 "passes": model.reducer.passes(),
                 "steps": model.elastic.step,
-                "join_points": model._agreement.join_points(),
-                "sampler": model._state_of_sampler(ranks),
+                "sampler": model._state_of_sampler(),
             },
         },
         packed,

@@ -369,10 +369,15 @@ class Weighed(TorchDDP):
         reader = self._only_reader()
         return reader is None or not reader.is_idle()
 
-    def _state_of_sampler(self, ranks: int) -> dict[str, Any] | None:
-        """For processes that join, with which there are so many ranks; None without a sampler."""
+    def _most_ranks(self) -> int | None:
+        """That a batch of the sampler has samples for; None without one."""
         reader = self._only_reader()
-        return None if reader is None else reader.state_for(ranks)
+        return None if reader is None else reader.most_ranks()
+
+    def _state_of_sampler(self) -> dict[str, Any] | None:
+        """For processes that join; None without a sampler."""
+        reader = self._only_reader()
+        return None if reader is None else reader.state_for_others()
 
     def _has_share(self) -> bool:
         reader = self._only_reader()

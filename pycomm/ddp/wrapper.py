@@ -215,6 +215,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         except BaseException:
             if self._agreement is not None:  # the other members would wait for this one's steps
                 self._agreement.close()
+            if elastic is not None and self._own_group is not None:
+                dist.destroy_process_group(self._own_group)  # torch would keep it
             raise
         self._with_all_ranks = False
         if sync_every > 1:

@@ -203,7 +203,7 @@ def test_lightning_in_a_process_that_has_joined(says: bool) -> None:
     theirs = BalancedSampler(Samples(), model=job.logs[0], **options)
     theirs.set_epoch(2)
     next(iter(theirs))
-    log = job.join(json.loads(json.dumps(theirs.state_for(2))))
+    log = job.join(json.loads(json.dumps(theirs.state_for_others())))
 
     class Module(LightningModule):
         def __init__(self) -> None:

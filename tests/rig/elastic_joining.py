@@ -63,7 +63,7 @@ class Plan:
     points: int = 0
     """``join_pause=None``: it calls ``join_point()`` behind every so many steps."""
     point_times: tuple[int, int] = (-1, 1)
-    """A rank that calls it so often there."""
+    """A rank that calls it so often there; -1: all do."""
     late: int = -1
     """A founder that learns from the next members only that the step before the first
     ``join_point()`` counts: rank 0 calls that when it has seen them, and a process waits for the
@@ -184,7 +184,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
                     while not model._agreement.newcomers():
                         time.sleep(0.01)
                 began_s = time.monotonic()
-                for _ in range(plan.point_times[1] if rank == plan.point_times[0] else 1):
+                for _ in range(plan.point_times[1] if plan.point_times[0] in (-1, rank) else 1):
                     model.elastic.join_point()
                 asked_s = max(asked_s, time.monotonic() - began_s)
             steps.append(

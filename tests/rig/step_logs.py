@@ -52,7 +52,7 @@ class Job:
         """The log of a process that is a member from the next step on.
 
         Args:
-            state: What the members' samplers begin with, see ``StepReader.state_for``.
+            state: What the members' samplers begin with, see ``StepReader.state_for_others``.
         """
         log = RankLog(self, len(self.logs), first=len(self.records), received=state)
         self.logs.append(log)

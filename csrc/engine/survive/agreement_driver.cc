@@ -309,17 +309,17 @@ void AgreementDriver::refuseInChild() const {
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!awaitPresent(lock, deadline)) {
+  if (!awaitPresent(lock, deadline, config_.min_ranks)) {
     return std::nullopt;
   }
-  launch();
+  launch(elastic::Round::Step);
   return present_;
 }
 
 std::optional<AgreementDriver::Epoch> AgreementDriver::present(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  return awaitPresent(lock, deadline) ? present_ : std::nullopt;
+  return awaitPresent(lock, deadline, 1) ? present_ : std::nullopt;
 }
 
 bool AgreementDriver::beginAdmission(uint64_t epoch) {
@@ -328,12 +328,12 @@ bool AgreementDriver::beginAdmission(uint64_t epoch) {
   if (view_.epoch != epoch || !ledger_.admissionIsDue()) {
     return false;
   }
-  launch();
+  launch(elastic::Round::Admission);
   return true;
 }
 
-bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline) {
-  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || mayBegin(); })) {
+bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline, size_t members) {
+  if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || arePresent(members); })) {
     return false;
   }
   if (ledger_.hasLeft()) {
@@ -349,8 +349,8 @@ bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline 
   return true;
 }
 
-void AgreementDriver::launch() {
-  ledger_.launch();
+void AgreementDriver::launch(elastic::Round round) {
+  ledger_.launch(round);
   launched_ = ledger_.state().committed + 1;
 }
 
@@ -440,7 +440,6 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(
   }
   undelivered_ = false;
   if (!is_step) {
-    ledger_.drop();
     return Verdict{};
   }
   ledger_.launch();
@@ -482,6 +481,11 @@ void AgreementDriver::run() noexcept {
       Inbox::Taken taken = inbox_->take();
       if (taken.retiring) {
         agreement_->retire();
+      }
+      if (taken.failed) {
+        catchUp();
+        agreement_->close(Clock::now());
+        act();
       }
       for (Event& event : taken.events) {
         catchUp();
@@ -571,9 +575,9 @@ void AgreementDriver::suspectOthers(TimePoint now) {
     if (now < member.silent_at) {
       continue;
     }
-    const milliseconds late(members_.config().dead_after_ms / 4);
-    if (now > member.silent_at + late) { // this process did not run meanwhile: what has come is read first
-      member.silent_at = now + late;
+    const milliseconds dead_after(members_.config().dead_after_ms);
+    if (now > member.silent_at + dead_after / 30) { // this process did not run meanwhile: what has come is read first
+      member.silent_at = now + dead_after / 4;
       continue;
     }
     member.silent_at = TimePoint::max();
@@ -634,9 +638,10 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     agreement_->received(*message, now);
     if (const auto member = members_by_name_.find(message->from); of_this_end && member != members_by_name_.end()) {
       member->second.spoke = true;
-      // It may stop after it has answered, and the detector of the group has ended.
+      // It may stop after it has answered, and the detector of the group has ended. Or it pauses just before its next word is due.
       const bool answers = agreement_->isAgreeing() && message->kind != elastic::Message::Kind::Goodbye;
-      member->second.silent_at = answers ? now + milliseconds(members_.config().dead_after_ms) : TimePoint::max();
+      const milliseconds dead_after(members_.config().dead_after_ms);
+      member->second.silent_at = answers ? now + dead_after + dead_after / 2 : TimePoint::max();
     }
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
     expectOthers(*failed);
@@ -900,18 +905,17 @@ void AgreementDriver::raise(const Agreement::Action& action) {
   };
   const std::string epoch = "epoch " + std::to_string(view.epoch);
   const std::string members = std::to_string(view.members.size()) + " members";
-  const auto waited = [&](int times) { return std::to_string(int64_t{times} * config_.quorum_wait_ms) + " ms"; };
   ErrorRecord error;
   switch (action.error) {
     case Agreement::Action::Error::QuorumLost:
       error = record(
           ErrorCode::QuorumLost,
           action.in_reach ? "A quorum of an elastic group did not agree on its next members within " +
-                  waited(Agreement::kMostQuorumWaits) + ": more than half of the " + members + " of " + epoch +
-                  " answer" + (action.missing.empty() ? "." : "; not " + list(action.missing) + ".")
+                  std::to_string(agreement_->longestWait().count()) + " ms: more than half of the " + members + " of " +
+                  epoch + " answer" + (action.missing.empty() ? "." : "; not " + list(action.missing) + ".")
                           : "The members of an elastic group lost their quorum: of the " + members + " of " + epoch +
-                  ", this rank did not reach " + list(action.missing) + " within " + waited(1) +
-                  ", and it may not go on without more than half of them.",
+                  ", this rank did not reach " + list(action.missing) + " within " +
+                  std::to_string(config_.quorum_wait_ms) + " ms, and it may not go on without more than half of them.",
           action.in_reach
               ? "look for the first error in each rank's log, and for ranks that are stopped; restart from a checkpoint"
               : "see whether those ranks run and this host reaches theirs; restart from a checkpoint");
@@ -1017,9 +1021,8 @@ void AgreementDriver::runJobs() noexcept {
           break;
       }
     } catch (const std::exception& exception) {
-      ErrorRecord record = recordOf(exception, "the next epoch of the elastic group cannot begin");
-      failWith(record);
-      inbox_->put(Failed{job.view.epoch, std::move(record), {}}); // the others need not wait for this member
+      failWith(recordOf(exception, "the next epoch of the elastic group cannot begin"));
+      inbox_->fail(); // in whatever epoch: the others need not wait for this member
     }
   }
 }

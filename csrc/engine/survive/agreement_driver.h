@@ -120,7 +120,7 @@ class AgreementDriver final : public Engine::Maker {
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
   [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
-  /// The same, and nothing begins.
+  /// Waits until the present members have met, also if they are too few: newcomers may wait for their state. Nothing begins. Throws as begin().
   [[nodiscard]] std::optional<Epoch> present(Deadline deadline);
   /// Begins an Admission, as begin() does a step, if one is due in this epoch; else nothing begins.
   [[nodiscard]] bool beginAdmission(uint64_t epoch);
@@ -179,8 +179,8 @@ class AgreementDriver final : public Engine::Maker {
   /// do: who has not got all of it is not admitted, and gets the reason if it is the time. One is not begun for which no time is left, if it
   /// takes as long as those before: members stop for it again.
   void give(std::string_view bytes);
-  /// There is no state for them, and this is why.
-  void refuse(const std::string& why);
+  /// There is no state for them, and this is why; but for the first `keep`, who wait on.
+  void refuse(const std::string& why, size_t keep = 0);
 
   // ---- any thread
 
@@ -337,7 +337,7 @@ class AgreementDriver final : public Engine::Maker {
   void sealNow(const Job& job);
   static void endOperations(Group& group, ErrorRecord why);
   void meetNow(const Job& job);
-  void findWitnessNow(const MemberHandle& process) noexcept;
+  void findWitnessNow(const MemberHandle& process);
   void show(State state);
   void askNow(const std::vector<std::string>& handles) noexcept;
   void writePeers(const std::vector<std::string>& handles, uint64_t epoch); ///< also the thread of open()
@@ -362,10 +362,13 @@ class AgreementDriver final : public Engine::Maker {
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
-  [[nodiscard]] bool awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline);
-  void launch(); ///< with mutex_
+  [[nodiscard]] bool awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline, size_t members);
+  void launch(elastic::Round round); ///< with mutex_
+  [[nodiscard]] bool arePresent(size_t members) const noexcept { ///< at least so many; with mutex_
+    return !over_ && present_ && view_.members.size() >= members;
+  }
   [[nodiscard]] bool mayBegin() const noexcept { ///< with mutex_
-    return !over_ && present_ && view_.members.size() >= config_.min_ranks;
+    return arePresent(config_.min_ranks);
   }
   template <typename Ready>
   [[nodiscard]] bool waitFor(std::unique_lock<std::mutex>& lock, Deadline deadline, const Ready& ready) {

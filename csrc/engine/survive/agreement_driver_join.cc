@@ -120,7 +120,6 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
     giver_ = from;
     state_nbytes_ = static_cast<size_t>(*nbytes);
     state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 5, words.end()}, ""};
-    state_.bytes.reserve(state_nbytes_);
     return true;
   }
   if (words[1] == kStatePart && giver_ == from && words[2].size() <= state_nbytes_ - state_.bytes.size()) {
@@ -442,7 +441,7 @@ bool AgreementDriver::findWitness(Member& member) {
   return true;
 }
 
-void AgreementDriver::findWitnessNow(const MemberHandle& process) noexcept {
+void AgreementDriver::findWitnessNow(const MemberHandle& process) {
   Witnessed witnessed{incarnationOf(process.incarnation), nullptr};
   try {
     witnessed.witness = std::make_shared<Witness>(Witness::of(
@@ -453,6 +452,7 @@ void AgreementDriver::findWitnessNow(const MemberHandle& process) noexcept {
   } catch (const std::exception& error) {
     log(LogLevel::Info, "the end of " + process.who() + " will not be certified: " + error.what());
   }
+  PYCOMM_FAULT_POINT("survive.witness");
   inbox_->put(std::move(witnessed));
 }
 
@@ -757,11 +757,22 @@ void AgreementDriver::give(std::string_view bytes) {
   });
 }
 
-void AgreementDriver::refuse(const std::string& why) {
+void AgreementDriver::refuse(const std::string& why, size_t keep) {
+  Giving kept;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto first_refused = served_.to.begin() + static_cast<std::ptrdiff_t>(std::min(keep, served_.to.size()));
+    kept = served_;
+    kept.to.assign(served_.to.begin(), first_refused);
+    served_.to.erase(served_.to.begin(), first_refused);
+    kept.ranks -= served_.to.size();
+  }
   giveEach([&](const MemberHandle& to, const Giving& /*giving*/, const AbortToken& /*abort*/) {
     refuseOne(to, why);
     return record(ErrorCode::PeerLeft, why, "");
   });
+  const std::lock_guard<std::mutex> lock(mutex_);
+  served_ = std::move(kept);
 }
 
 void AgreementDriver::stopGiving(const ErrorRecord& why) {

@@ -81,17 +81,24 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
     leaving_ = true;
     ring();
   }
+  /// This process can take no part any more, and may have no memory to say more.
+  void fail() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failed_ = true;
+    ring();
+  }
 
   struct Taken {
     std::deque<Event> events;
     bool retiring = false; ///< before these events
+    bool failed = false; ///< likewise
     bool leaving = false; ///< behind them
   };
   [[nodiscard]] Taken take() {
     uint64_t rung = 0;
     (void)::read(wake_.get(), &rung, sizeof rung);
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(events_, {}), retiring_, leaving_};
+    return {std::exchange(events_, {}), retiring_, failed_, leaving_};
   }
   [[nodiscard]] int fd() const noexcept {
     return wake_.get();
@@ -120,6 +127,7 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
   size_t state_nbytes_ = 0; ///< when it is complete
   std::deque<Event> events_;
   bool retiring_ = false;
+  bool failed_ = false;
   bool leaving_ = false;
 };
 

@@ -662,7 +662,7 @@ void World::forward(int p) {
   Process& process = of(p);
   process.admitting = process.admitting || process.ledger.admissionIsDue();
   if (process.admitting) {
-    if (!mayBegin(process)) {
+    if (process.over) {
       return; // it waits for the next view
     }
     process.admitting = false;
@@ -699,7 +699,7 @@ void World::launchAll(int p, Round round) {
   process.round = round;
   process.results.assign(bucketsOf(round), 0);
   oracle_.begins(p, process.agreement->view(), step, round, process.position);
-  process.ledger.launch();
+  process.ledger.launch(round);
   if (round == Round::Admission) {
     ++report_.admissions;
     after(jitter(plan_.delay_us / 4), Event::Kind::EnterCommit, p, -1, process.view, step);
@@ -771,13 +771,7 @@ void World::installs(int p, const View& view) {
     case StepLedger::Outcome::Redo:
       ++report_.redone;
       oracle_.redoes(p, view, process.ledger.state().committed + 1);
-      if (!process.agreement->mayBegin()) {
-        break;
-      }
-      if (process.round == Round::Admission) { // all go on without it
-        process.ledger.drop();
-        goAhead(p);
-      } else {
+      if (process.agreement->mayBegin()) {
         launchAll(p, process.round);
       }
       break;

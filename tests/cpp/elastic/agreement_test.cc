@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 
 /// Members that exchange messages at once, in order. `down` gets and sends nothing.
 struct Group {
-  explicit Group(int size, size_t min_ranks = 1) : founders(static_cast<size_t>(size)) {
+  explicit Group(int size, size_t min_ranks = 1, int dead_after_ms = 3000) : founders(static_cast<size_t>(size)) {
     View first;
     for (int i = 0; i < size; ++i) {
       first.members.push_back(idOf(i));
@@ -26,6 +26,7 @@ struct Group {
       Agreement::Config config;
       config.self = idOf(i);
       config.min_ranks = min_ranks;
+      config.dead_after_ms = dead_after_ms;
       members.emplace_back(config, first, now);
     }
     installed.resize(members.size());
@@ -604,6 +605,18 @@ TEST(Agreement, AQuorumThatDoesNotAgreeRaisesInTheEnd) {
   ASSERT_TRUE(group.raised[0]);
   EXPECT_EQ(group.raised[0]->error, Error::QuorumLost);
   EXPECT_EQ(group.raised[0]->missing, ids({2}));
+}
+
+TEST(Agreement, ALongPauseThatIsShorterThanASilenceCostsALivingQuorumNothing) {
+  Group group(3, 1, 60'000);
+  group.down[1] = group.down[2] = true;
+  group.members[0].certified(Group::idOf(2), group.records[2], group.now);
+  group.pass(35'000);
+  group.down[1] = false;
+  group.pass(40'000);
+  EXPECT_FALSE(group.raised[0]);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  EXPECT_EQ(group.installed[0][0].members, ids({0, 1}));
 }
 
 // Rank 1 has answered, and is found silent later: with rank 2, which has not, too many are gone.

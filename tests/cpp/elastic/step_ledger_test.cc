@@ -23,7 +23,7 @@ View viewOf(uint64_t epoch, int64_t step) {
 
 /// One whole round of epoch 0.
 Committed make(StepLedger& ledger, Round round, const Wish& all) {
-  ledger.launch();
+  ledger.launch(round);
   EXPECT_TRUE(ledger.finish(0, round));
   return ledger.commit(0, all);
 }
@@ -86,7 +86,7 @@ TEST(StepLedger, ARankLeavesWithAStepAndNotBetweenSteps) {
   StepLedger ledger;
   ledger.leave();
   for (const Round round : {Round::BetweenSteps, Round::Admission}) {
-    ledger.launch();
+    ledger.launch(round);
     EXPECT_FALSE(ledger.finish(0, round).value().leaves);
     EXPECT_FALSE(ledger.leaves());
     EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn);
@@ -151,14 +151,25 @@ TEST(StepLedger, AnAdmissionThatNotAllWantAnyMoreStopsNobody) {
   EXPECT_FALSE(ledger.admissionIsDue());
 }
 
-TEST(StepLedger, NothingIsLaunchedOnceAnAdmissionIsDropped) {
+TEST(StepLedger, AnAdmissionWhoseEpochEndsIsNotMadeAgain) {
+  for (const bool finished : {false, true}) {
+    StepLedger ledger;
+    (void)make(ledger, Round::Step, kAdmits);
+    ledger.launch(Round::Admission);
+    EXPECT_EQ(finished && ledger.finish(0, Round::Admission), finished);
+    EXPECT_EQ(ledger.state(), (StepState{1, false, finished})); // nothing that members would wait for
+    EXPECT_EQ(ledger.install(viewOf(1, 1)), Outcome::Nothing);
+    EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
+    EXPECT_FALSE(ledger.finish(1, Round::Admission));
+  }
+}
+
+TEST(StepLedger, AnAdmissionThatAllHaveFinishedCounts) {
   StepLedger ledger;
   (void)make(ledger, Round::Step, kAdmits);
-  ledger.launch();
-  EXPECT_EQ(ledger.install(viewOf(1, 1)), Outcome::Redo);
-  ledger.drop();
-  EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
-  EXPECT_EQ(ledger.install(viewOf(2, 1)), Outcome::Nothing);
+  ledger.launch(Round::Admission);
+  EXPECT_TRUE(ledger.finish(0, Round::Admission));
+  EXPECT_EQ(ledger.install(viewOf(1, 2)), Outcome::Commit);
 }
 
 TEST(StepLedger, NoAdmissionIsDueInTheNextEpoch) {

@@ -588,7 +588,55 @@ TEST(AgreementDriver, AMemberThatStopsAfterItsAnswerIsFoundSilent) {
       EXPECT_EQ(verdict.value().again.value().members, (std::vector<int>{1, 2, 3}));
     }
   });
-  EXPECT_WITHIN_MS(testing::elapsedMs(began), 7000); // 12000, if it is waited for in each of its parts
+  EXPECT_WITHIN_MS(testing::elapsedMs(began), 9000); // 12000, if it is waited for in each of its parts
+}
+
+// A member's last word may be as old as the time after which it sends the next one, when the pause begins.
+TEST(AgreementDriver, APauseThatIsShorterThanASilenceCostsNobodyItsPlace) {
+  const Members group(4, {}, 2000);
+  (void)group.begin();
+  elastic::Message suspicion = suspicionIn(group.firstView());
+  suspicion.from = group.name(0);
+  elastic::Message pong = suspicion;
+  pong.kind = elastic::Message::Kind::Pong;
+  pong.nonce = 1; // of the first agreement
+  const auto say = [&] {
+    for (const size_t to : {1U, 2U, 3U}) {
+      Outbox outbox(group.handle(to), group.visitor(0));
+      bring(outbox, suspicion);
+      bring(outbox, pong);
+    }
+  };
+  {
+    const Stopped stopped(group.engine(0));
+    say();
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(2400)); // the next word is due after 0.6 s, and the pause takes 1.8
+    say();
+  }
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_EQ(verdict.again.value().members, (std::vector<int>{0, 1, 2, 3}));
+  }
+}
+
+TEST(AgreementDriver, AProcessThatWasStoppedReadsWhatHasComeBeforeItFindsOthersSilent) {
+  const Members group(2, {}, 2000);
+  const auto first = group.begin();
+  elastic::Message word = suspicionIn(group.firstView());
+  word.from = group.name(1);
+  Outbox outbox(group.handle(0), group.visitor(1));
+  {
+    const Stopped stopped(group.engine(1));
+    const ArmedFaults stops("survive.stop_giving:1:hold"); // where the agreement of member 0 begins
+    breakConnection(first[0]);
+    ArmedFaults::waitUntilStruck();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+    bring(outbox, word);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1100)); // just longer than a silence since the last heartbeat
+  }
+  for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
+    EXPECT_EQ(verdict.again.value().members, (std::vector<int>{0, 1}));
+  }
 }
 
 TEST(AgreementDriver, AMemberSpeaksForItselfOnly) {
@@ -882,8 +930,8 @@ TEST(AgreementDriver, ARankThatSkipsAnEpochKnowsWhoCameAndWent) {
   EXPECT_EQ(epoch->changes, (elastic::Changes{.left = 0, .lost = 1, .joined = 1}));
 }
 
-/// Whether member 0 has begun no step, as it says once member 1 has gone.
-bool nothingIsUnderWay(const Members& group) {
+/// Whether no member has begun a step, as they say once this has ended the epoch.
+bool nothingIsUnderWay(const Members& group, const std::function<void()>& end_epoch) {
   static std::mutex mutex;
   static std::string lines;
   lines.clear();
@@ -893,12 +941,12 @@ bool nothingIsUnderWay(const Members& group) {
         lines += std::string(line) + "\n";
       },
       LogLevel::Info);
-  group.drivers[1]->close();
+  const std::string step = "step " + std::to_string(group.drivers[0]->steps() + 1);
+  end_epoch();
   const auto has = [](const std::string& text) {
     const std::lock_guard<std::mutex> lock(mutex);
     return lines.find(text) != std::string::npos;
   };
-  const std::string step = "step " + std::to_string(group.drivers[0]->steps() + 1);
   for (const Deadline end = soon(); !has(step + " is ") && !end.expired();) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -913,14 +961,14 @@ TEST(AgreementDriver, AnAdmissionWhoseEpochEndsIsDroppedAndNothingIsUnderWay) {
   const Members& group = joining.group;
   stepUntilAnAdmissionIsDue(group);
   const AgreementDriver::Epoch last = beginAdmission(group);
-  breakConnection(last);
+  EXPECT_TRUE(nothingIsUnderWay(group, [&] { breakConnection(last); }));
   group.onAll([&](size_t i) {
     const auto verdict = group.drivers[i]->verdict(last.number, soon(), elastic::Round::Admission);
     ASSERT_TRUE(verdict);
     EXPECT_FALSE(verdict->counts);
     EXPECT_FALSE(verdict->again);
   });
-  EXPECT_TRUE(nothingIsUnderWay(group));
+  EXPECT_TRUE(nothingIsUnderWay(group, [&] { group.drivers[1]->close(); }));
 }
 
 TEST(AgreementDriver, AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin) {
@@ -937,13 +985,84 @@ TEST(AgreementDriver, AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin) {
   ASSERT_EQ(epoch.number, last + 1);
   EXPECT_FALSE(member.beginAdmission(last));
   EXPECT_FALSE(member.beginAdmission(epoch.number));
-  EXPECT_TRUE(nothingIsUnderWay(group));
+  EXPECT_TRUE(nothingIsUnderWay(group, [&] { group.drivers[1]->close(); }));
+}
+
+AgreementDriver::Config withAtLeast(size_t ranks) {
+  AgreementDriver::Config config;
+  config.min_ranks = ranks;
+  return config;
+}
+
+TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasUnderWay) {
+  const Joining joining(2, withAtLeast(2));
+  AgreementDriver& member = *joining.group.drivers[0];
+  stepUntilAnAdmissionIsDue(joining.group);
+  const uint64_t last = member.present(soon()).value().number;
+  EXPECT_TRUE(member.beginAdmission(last));
+  joining.group.drivers[1]->close();
+  const auto verdict = member.verdict(last, soon(), elastic::Round::Admission);
+  ASSERT_TRUE(verdict);
+  EXPECT_FALSE(verdict->counts || verdict->again);
+  EXPECT_EQ(member.newcomers(), 1U);
+  EXPECT_EQ(codeOf([&] { (void)member.begin(Deadline::after(500)); }), std::nullopt);
+}
+
+TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasDue) {
+  const Joining joining(2, withAtLeast(2));
+  AgreementDriver& member = *joining.group.drivers[0];
+  stepUntilAnAdmissionIsDue(joining.group);
+  const uint64_t last = member.present(soon()).value().number;
+  joining.group.drivers[1]->close();
+  std::optional<AgreementDriver::Epoch> epoch;
+  for (const Deadline end = soon(); !end.expired() && (!epoch || epoch->number == last);) {
+    epoch = member.present(Deadline::after(100)); // which waits for no newcomers
+  }
+  ASSERT_TRUE(epoch);
+  EXPECT_EQ(epoch->members, std::vector<int>{0});
+  EXPECT_FALSE(member.begin(Deadline::after(100)));
+  EXPECT_EQ(member.newcomers(), 1U);
+}
+
+// The others would wait for each of its next groups.
+TEST(AgreementDriver, AMemberWithoutMemoryForItsOwnWorkLeavesTheOthers) {
+  const ArmedFaults memory("survive.witness:1:nomem");
+  const Joining joining(2); // of which the members look for a record
+  size_t raised = 0;
+  size_t alone = 0;
+  for (const Deadline end = soon(); (raised == 0 || alone == 0) && !end.expired();) {
+    raised = alone = 0;
+    for (const auto& driver : joining.group.drivers) {
+      const auto error = codeOf([&] {
+        const auto epoch = driver->begin(Deadline::after(100));
+        alone += epoch && epoch->members.size() == 1 ? 1 : 0;
+      });
+      raised += error ? 1 : 0;
+    }
+  }
+  EXPECT_EQ(raised, 1U);
+  EXPECT_EQ(alone, 1U);
+}
+
+TEST(AgreementDriver, ALengthOfAStateOfWhichNothingComesTakesNoMemory) {
+  const Joining joining(1);
+  Alone other;
+  const MemberHandle to = joining.stranger.members.visitor().self;
+  const Visitor from = other.members.visitor();
+  const AbortToken none;
+  const Dialed dialed = dial(to, from, soon(), none);
+  ASSERT_NE(dialed.link, nullptr) << dialed.why;
+  const auto ask = [&](const std::vector<std::string_view>& words) {
+    return askEndpoint(*dialed.link, words, soon(), none).front();
+  };
+  const std::string self = from.self.text();
+  EXPECT_EQ(ask({endpoint_request::kGive, to.incarnation, from.self.incarnation, self}), endpoint_answer::kHere);
+  EXPECT_EQ(ask({endpoint_request::kState, "begin", "0", "0", "4611686018427387904", "0"}), endpoint_answer::kHere);
+  EXPECT_EQ(ask({endpoint_request::kState, "part", "bytes"}), endpoint_answer::kHere);
 }
 
 TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {
-  AgreementDriver::Config config;
-  config.min_ranks = 2;
-  const Joining joining(2, config);
+  const Joining joining(2, withAtLeast(2));
   AgreementDriver& member = *joining.group.drivers[0];
   joining.group.drivers[1]->close();
   for (const Deadline end = soon(); member.newcomers() == 0;) { // it waits for them as one rank is too few
@@ -955,9 +1074,7 @@ TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {
 
 // Too few members wait for a second newcomer, while the first one holds the state: both will be ranks.
 TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewcomers) {
-  AgreementDriver::Config config;
-  config.min_ranks = 3;
-  const Joining joining(3, config);
+  const Joining joining(3, withAtLeast(3));
   AgreementDriver& member = *joining.group.drivers[0];
   Alone other;
   const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
@@ -977,6 +1094,29 @@ TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewco
     ASSERT_EQ(member.ranksWithNewcomers(), 3U) << i;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
+  second->close();
+}
+
+TEST(AgreementDriver, OfTwoThatWaitOneIsRefusedAndTheOtherOneGetsTheState) {
+  const Joining joining(3, withAtLeast(3));
+  AgreementDriver& member = *joining.group.drivers[0];
+  Alone other;
+  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  joining.group.drivers[1]->close();
+  joining.group.drivers[2]->close();
+  for (const Deadline end = soon(); member.newcomers() != 2U;) {
+    ASSERT_FALSE(end.expired());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  member.refuse("no share", 1);
+  EXPECT_EQ(member.ranksWithNewcomers(), 2U);
+  member.give("a state");
+  size_t states = 0;
+  for (const auto& newcomer : {joining.newcomer, second}) {
+    const auto raised = codeOf([&] { states += newcomer->arrive(soon()).state ? 1 : 0; });
+    EXPECT_TRUE(!raised || raised == ErrorCode::JoinRefused);
+  }
+  EXPECT_EQ(states, 1U);
   second->close();
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import random
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from step_logs import Job, RankLog
 
 from pycomm.balance.balanced_sampler import BalancedSampler
 from pycomm.balance.deal import epoch_order
+from pycomm.ddp import joining
 from pycomm.errors import ConfigMismatchError
 
 
@@ -30,8 +32,8 @@ def train(job: Job, sizes: Sequence[int], seconds: float = 1.0) -> None:
     job.returned()
 
 
-def state_of(sampler: BalancedSampler, ranks: int = 2) -> Any:
-    return json.loads(json.dumps(sampler.state_for(ranks)))
+def state_of(sampler: BalancedSampler) -> Any:
+    return json.loads(json.dumps(sampler.state_for_others()))
 
 
 def test_a_rank_that_joins_has_a_share_lookahead_batches_later() -> None:
@@ -152,13 +154,54 @@ def test_a_rank_that_joins_begins_with_the_members_epoch() -> None:
     theirs.set_epoch(5)  # once it trains, as ever
 
 
-def test_more_ranks_than_shares_are_refused() -> None:
+class Stopped:
+    """Members that have stopped for newcomers, as ``joining`` sees them."""
+
+    def __init__(self, members: int, waiting: int) -> None:
+        self.members = members
+        self.waiting = waiting
+        self.refused = 0
+        self.given: int | None = None
+
+    def newcomers(self) -> int:
+        return self.waiting
+
+    def ranks_with_newcomers(self) -> int:
+        return self.members + self.waiting
+
+    def refuse(self, why: str, keep: int = 0) -> None:
+        assert "BalancedSampler" in why
+        self.refused = self.waiting - keep
+        self.waiting = keep
+
+    def give(self, state: object) -> None:
+        self.given = self.waiting
+
+
+@pytest.mark.parametrize(("members", "refused"), [(2, 0), (3, 1), (4, 2)])
+def test_of_two_that_join_as_many_do_as_have_a_share(
+    members: int, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(1)
+    mine = sampler_of(job.logs[0], 24, global_batch=8, lookahead=2, min_batch=2)
+    next(iter(mine))
+    stopped = Stopped(members, 2)
+    model = types.SimpleNamespace(
+        _can_be_joined=lambda: True,
+        reducer=types.SimpleNamespace(admit_newcomers=lambda at_join_point: True),
+        _agreement=stopped,
+        _most_ranks=mine.most_ranks,
+    )
+    monkeypatch.setattr(joining, "_packed", lambda *_: memoryview(b"a state"))
+    joining._admit(model, at_join_point=False)
+    assert (stopped.refused, stopped.given) == (refused, 2 - refused or None)
+
+
+def test_more_ranks_than_shares_are_too_many() -> None:
     job = Job(2)
     mine = sampler_of(job.logs[0], 24, global_batch=8, lookahead=2, min_batch=2)
     next(iter(mine))
-    mine.state_for(4)
-    with pytest.raises(ValueError, match=r"global_batch=8 .* too small for 5 ranks, .* least 2"):
-        mine.state_for(5)
+    assert mine.most_ranks() == 4
 
 
 def test_nobody_joins_between_two_epochs() -> None:
@@ -369,8 +412,7 @@ class Walk:
         if len(self.job.members) + number > 5:
             return
         states = {
-            json.dumps(self.samplers[member].state_for(len(self.job.members) + number))
-            for member in self.job.members
+            json.dumps(self.samplers[member].state_for_others()) for member in self.job.members
         }
         assert len(states) == 1
         state = states.pop()

@@ -111,6 +111,63 @@ def check_newcomer(process: dict[str, Any], steps: dict[int, dict[str, Any]], pl
         assert set(mine) <= set(steps[step["step"]]["counted"])
 
 
+def is_alone_midway(
+    rank: int, world_size: int, folder: str, join: bool, balanced: bool
+) -> tuple[str, ...]:
+    """How it ends if rank 1 of two dies when rank 0 has made the first of the two passes of a step,
+    with ``accumulate`` or in ``no_sync()``, and a process waits for the state then."""
+    import pycomm
+
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options: dict[str, Any] = {"weight": "samples", "accumulate": 2} if balanced else {}
+    ended = []
+    try:
+        model = pycomm.DistributedDataParallel(
+            net,
+            elastic=pycomm.Elastic(
+                min_ranks=2,
+                quorum_wait=12.0,
+                peers=f"{folder}/peers",
+                state=[optimizer],
+                join=join,
+                join_wait=14.0,
+            ),
+            **options,
+        )
+        batches: Any = [[number] for number in range(40)]
+        if balanced:
+            batches = pycomm.BalancedSampler(range(1000), global_batch=2, lookahead=4, model=model)
+        for number, batch in enumerate(batches):
+            if not join and number == 11:
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                mark("alone")
+                while model._agreement.newcomers() == 0:
+                    time.sleep(0.02)
+            with contextlib.nullcontext() if balanced or number % 2 else model.no_sync():
+                model(torch.tensor(batch).reshape(-1, 1) / 1000).sum().backward()
+    except pycomm.errors.PycommError as error:
+        ended.append(type(error).__name__)
+    return tuple(ended)
+
+
+@pytest.mark.parametrize("balanced", [True, False], ids=["accumulate", "no_sync"])
+def test_nobody_joins_in_the_middle_of_a_step(balanced: bool, tmp_path: Path) -> None:
+    """A process would have none of its first passes. So nobody comes in time."""
+    given = {"preload": TORCH_DDP, "pg_options": SHARED}
+    args = (str(tmp_path), False, balanced)
+    with start_ranks(2, is_alone_midway, args=args, **given) as running:
+        running.wait_for_mark(0, "alone")
+        args = (str(tmp_path), True, balanced)
+        with start_ranks(1, is_alone_midway, args=args, **given) as newcomer:
+            (joined,) = newcomer.collect(60)
+            results = running.collect(60)
+    text = joined.describe() + results.describe()
+    assert results[0].value == ("QuorumLostError",), text
+    assert joined.value == ("RendezvousTimeoutError",), text
+
+
 def goes_on_in_place(rank: int, world_size: int, folder: str, join: bool) -> tuple[Any, ...]:
     import pycomm
 

@@ -52,6 +52,17 @@ def test_processes_join_where_the_program_says(options: dict[str, Any], tmp_path
     assert changes and all(step % EVERY == 0 for step in changes), changes
 
 
+def test_two_behind_one_step_let_a_process_in_at_the_first(tmp_path: Path) -> None:
+    """It has passed neither, and the members call the second one behind its state."""
+    plan = at_points(tmp_path, 2, point_times=(-1, 2))
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    values = check(results)
+    assert values[2]["steps"][0]["step"] % EVERY == 0
+
+
 def test_a_state_takes_three_times_as_long_as_a_pause_would(tmp_path: Path) -> None:
     """With that join_pause it is refused, and at a join_point() it joins."""
     pause_s = 0.3
@@ -116,8 +127,8 @@ def test_a_member_dies_within_it(who: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fault_build")
 def test_members_that_wait_for_it_at_other_places_have_called_it_as_often(tmp_path: Path) -> None:
-    """A death leaves too few. Rank 0 is in it when a process joins, and rank 1 still in the step
-    before, of which it did not know that it counts."""
+    """A death leaves too few. Rank 0 waits in it for a process that joins. Rank 1 comes later: it
+    learns from the next members only that the step before counts."""
     settings = (("join_pause", None), ("min_ranks", 3), ("quorum_wait", 60.0))
     plan = at_points(tmp_path, 3, points=10, settings=settings, late=1)
     with start_with_faults(3, tmp_path / "store", plan) as running:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import rings
 import torch
+import torch.distributed as dist
 from elastic_joining import Plan, start, trains_with_faults
 from elastic_training import SHARED, TCP
 from ranks import TORCH_DDP, RankResult, Ranks, run_ranks, start_ranks
@@ -479,6 +480,26 @@ def test_rank_0_is_interrupted_while_it_gives(tmp_path: Path) -> None:
         took_s = time.monotonic() - sent_s
     assert "KeyboardInterrupt" in result.stderr, result.describe()
     assert_within(took_s, 10.0)
+
+
+def tries_in_vain(rank: int, world_size: int, peers: str) -> int:
+    """How many groups it leaves behind."""
+    import pycomm
+
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        elastic = pycomm.Elastic(peers=peers, state=[optimizer], join=True, join_wait=0.2)
+        with pytest.raises(pycomm.errors.RendezvousTimeoutError):
+            pycomm.DistributedDataParallel(net, elastic=elastic)
+    return len(groups) - before
+
+
+def test_a_process_that_tries_in_vain_leaves_no_groups(tmp_path: Path) -> None:
+    peers = str(tmp_path / "peers")
+    assert run_ranks(1, tries_in_vain, args=(peers,), preload=TORCH_DDP).values() == [0]
 
 
 @pytest.mark.usefixtures("fault_build")

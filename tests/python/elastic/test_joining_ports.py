@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from test_joining_hosts import Trainer, two_hosts
 from time_bound import assert_within
 
 from pycomm._group import secrets
+from pycomm.ddp import joining as joining_module
 
 pytestmark = [
     pytest.mark.ci,
@@ -313,3 +315,17 @@ def test_a_host_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
     values: list[dict[str, Any]] = check(ended)  # type: ignore[arg-type]
     assert values[0]["steps"][-1]["members"] == (0, 1)
     assert_within(joined_s, 20.0)
+
+
+def test_a_process_listens_at_the_port_before_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks names up, which may take seconds."""
+    calls: list[str] = []
+    agreement = types.SimpleNamespace(pull=lambda: calls.append("is admitted"))
+    model = types.SimpleNamespace(
+        _elastic=types.SimpleNamespace(peers_port=at(29600)), _own_group=None
+    )
+    monkeypatch.setattr(joining_module, "offer_port", lambda *_: calls.append("listens"))
+    joining_module.pull(agreement, model)
+    assert calls == ["listens", "is admitted"]

@@ -10,16 +10,21 @@ import random
 import signal
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
+import fault_ranks
 import pytest
 import rings
 import torch
+import torch.distributed as dist
 from ddp_rig import wrap
 from elastic_rig import Net, batch_of
 from elastic_training import SHARED, TCP, Plan, start
 from ranks import TORCH_DDP, RankResults, mark, start_ranks
 from time_bound import assert_within
+
+from pycomm._native import loader
 
 pytestmark = [
     pytest.mark.ci,
@@ -195,6 +200,47 @@ def _raised(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def leads_after(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Whether it leads after the step with which rank 0 leaves, and after a confirmation.
+
+    Rank 3 ends before the commit round of that step, which all have finished.
+    """
+    fault_ranks.use_fault_build()
+    dist.init_process_group(
+        "pycomm", init_method=f"file://{path}", rank=rank, world_size=world_size
+    )
+    import pycomm
+
+    model = wrap(Net(), elastic=pycomm.Elastic())
+    if rank == 3:
+        loader.load().arm_fault_points("survive.finished:3:kill")
+    for step in range(3):
+        if rank == 0 and step == 2:
+            model.elastic.leave()
+        model.zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+    leads = model.elastic.leader
+    return {"leads": leads, "left": model.elastic.left, "confirms": model.elastic.confirm()}
+
+
+@pytest.mark.usefixtures("fault_build")
+def test_one_rank_leads_after_the_step_with_which_rank_0_leaves(tmp_path: Path) -> None:
+    with start_ranks(
+        4,
+        leads_after,
+        args=(str(tmp_path / "store"),),
+        destroy=False,
+        init="none",
+        only_pycomm=True,
+    ) as running:
+        results = running.collect(60)
+    assert all(result.ok for result in results if result.rank != 3), results.describe()
+    values = [results[rank].value for rank in range(3)]
+    assert [value["leads"] for value in values] == [True, False, False]
+    assert [value["left"] for value in values] == [True, False, False]
+    assert [value["confirms"] for value in values] == [False, True, False]
 
 
 @pytest.mark.time_bound

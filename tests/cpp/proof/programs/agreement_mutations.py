@@ -282,8 +282,8 @@ MUTATIONS = [
         "M8",
         "a quorum that answers gets no more time",
         "agreement.cc",
-        "reachesQuorum() ? kMostQuorumWaits : 1",
-        "1",
+        "reachesQuorum() ? longestWait() : milliseconds",
+        "milliseconds",
         survives="the simulation's detector finds a member that stops after it has answered; "
         "Agreement.AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing has none",
     ),
@@ -363,8 +363,8 @@ MUTATIONS = [
         "S2",
         "launched counts as finished",
         "step_ledger.cc",
-        "  state_.launched = true;\n  state_.finished = false;\n",
-        "  state_.launched = true;\n  state_.finished = true;\n",
+        "  state_.launched = round != Round::Admission;\n  state_.finished = false;\n",
+        "  state_.launched = round != Round::Admission;\n  state_.finished = true;\n",
     ),
     Mutation(
         "S2",
@@ -398,8 +398,8 @@ MUTATIONS = [
         "M3",
         "an operation ends well after the seal",
         "step_ledger.cc",
-        "  const bool counts = !sealed_ && epoch == epoch_ && state_.launched;\n",
-        "  const bool counts = epoch == epoch_ && state_.launched;\n",
+        "  const bool counts = !sealed_ && epoch == epoch_ && round_.has_value();\n",
+        "  const bool counts = epoch == epoch_ && round_.has_value();\n",
         survives="the planes have failed all operations by then; "
         "StepLedger.NothingCountsAfterTheSeal notices it",
     ),
@@ -457,9 +457,9 @@ MUTATIONS = [
     Mutation(
         "R1",
         "an admission that fails is made again",
-        "world.cc",
-        "      if (process.round == Round::Admission) { // all go on without it\n",
-        "      if (false) {\n",
+        "step_ledger.cc",
+        "  if (round_ == Round::Admission) { // all go on without it\n",
+        "  if (false) {\n",
     ),
     Mutation(
         "R1",

@@ -208,10 +208,23 @@ MUTATIONS = [
     _rule(
         "a member that has answered is never silent",
         _DRIVER,
-        "      member->second.silent_at = answers ? now + "
-        "milliseconds(members_.config().dead_after_ms) : TimePoint::max();\n",
-        "      member->second.silent_at = answers ? TimePoint::max() : TimePoint::max();\n",
+        "answers ? now + dead_after + dead_after / 2 : TimePoint::max();\n",
+        "answers ? TimePoint::max() : TimePoint::max();\n",
         "AgreementDriver.AMemberThatStopsAfterItsAnswerIsFoundSilent",
+    ),
+    _rule(
+        "a member that pauses just before its next word is due is silent",
+        _DRIVER,
+        "answers ? now + dead_after + dead_after / 2 : TimePoint::max();\n",
+        "answers ? now + dead_after : TimePoint::max();\n",
+        "AgreementDriver.APauseThatIsShorterThanASilenceCostsNobodyItsPlace",
+    ),
+    _rule(
+        "a process that was stopped suspects before it has read what has come",
+        _DRIVER,
+        "    if (now > member.silent_at + dead_after / 30) {",
+        "    if (now > member.silent_at + dead_after / 4) {",
+        "AgreementDriver.AProcessThatWasStoppedReadsWhatHasComeBeforeItFindsOthersSilent",
     ),
     _rule(
         "a member that closes decides a view of itself alone",
@@ -219,6 +232,13 @@ MUTATIONS = [
         "        agreement_->retire();\n",
         "",
         "AgreementDriver.AMemberThatClosesDuringAMeetingLeavesNobodyBehind",
+    ),
+    _rule(
+        "a member without memory for its own work stays",
+        _DRIVER,
+        "      inbox_->fail(); // in whatever epoch",
+        "      // in whatever epoch",
+        "AgreementDriver.AMemberWithoutMemoryForItsOwnWorkLeavesTheOthers",
     ),
     # ---- messages
     _rule(

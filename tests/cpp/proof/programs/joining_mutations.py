@@ -167,11 +167,25 @@ MUTATIONS = [
         "AgreementDriver.AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin",
     ),
     _rule(
+        "members that wait for each other wait for newcomers, too",
+        "agreement_driver.cc",
+        "awaitPresent(lock, deadline, 1) ?",
+        "awaitPresent(lock, deadline, config_.min_ranks) ?",
+        "AgreementDriver.TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasDue",
+    ),
+    _rule(
+        "too few members raise at once in place of an admission",
+        "step_ledger.cc",
+        "  state_.launched = round != Round::Admission;\n",
+        "  state_.launched = true;\n",
+        "AgreementDriver.TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasUnderWay",
+    ),
+    _rule(
         "waiting for the next members begins a step",
         "agreement_driver.cc",
-        "  return awaitPresent(lock, deadline) ? present_ : std::nullopt;\n",
-        "  const bool here = awaitPresent(lock, deadline);\n"
-        "  here ? launch() : void();\n"
+        "  return awaitPresent(lock, deadline, 1) ? present_ : std::nullopt;\n",
+        "  const bool here = awaitPresent(lock, deadline, 1);\n"
+        "  here ? launch(elastic::Round::Step) : void();\n"
         "  return here ? present_ : std::nullopt;\n",
         "AgreementDriver.AnAdmissionThatIsNotDueInTheNextEpochDoesNotBegin",
     ),
