@@ -175,7 +175,11 @@ Verdict Bucket::judge() {
 }
 
 at::Tensor Bucket::sums() const {
-  return memory_.sparse() ? memory_.home._values() : memory_.travelling();
+  if (!memory_.sparse()) {
+    return memory_.travelling();
+  }
+  const at::Tensor& sums = memory_.home.defined() ? memory_.home : slots().front().param.grad();
+  return sums.defined() && sums.is_sparse() ? sums._values() : sums;
 }
 
 bool Bucket::canWrite() const {

@@ -69,7 +69,7 @@ class Bucket {
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group) const;
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
-  /// After judge() or takeResult(): the elements that were reduced.
+  /// After judge() or takeResult(): the elements that were reduced. Of sparse gradients that are written, those of .grad; undefined: there are none.
   [[nodiscard]] at::Tensor sums() const;
   /// Whether write() can follow now: the bucket is on the CPU, and judge() would accept the sums.
   [[nodiscard]] bool canWrite() const;

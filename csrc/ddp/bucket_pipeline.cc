@@ -269,6 +269,9 @@ void BucketPipeline::write(size_t index, const IsUsed& is_used) {
 
 void BucketPipeline::lookAt(const at::Tensor& sums) {
   const at::NoGradGuard no_grad;
+  if (!sums.defined()) { // of sparse gradients that no rank had
+    return;
+  }
   if (!sums.is_cpu()) {
     finite_on_device_.push_back(at::isfinite(sums).all());
   } else if (sums.scalar_type() == at::kFloat && sums.is_contiguous()) {

@@ -305,7 +305,7 @@ def other_numbers_of_callbacks(rank: int, world_size: int) -> None:
 
 def half_of(text: str, rank: int) -> str:
     """How the error calls that rank's operation."""
-    mine, theirs = text.split("; that one waits in ")
+    mine, theirs = text.split("[code=")[0].split("; that one waits in ")
     first = int(mine.split("Rank ")[1].split()[0])
     return mine.split(" waits in ")[1] if first == rank else theirs
 
