@@ -126,8 +126,9 @@ class BalancedSampler(Sampler[list[int]]):
         UnsupportedError: The model has lost ranks, with which to compare arguments, or others have
             joined; or with ``Elastic(peers=)`` it has another ``BalancedSampler``.
 
-    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
-    the model makes more passes than batches were dealt, or if only some ranks drop a pass.
+    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, or
+    if the model makes more passes than batches were dealt. If only some ranks drop a pass, it or
+    the next ``forward()`` does.
 
     Threads: use it from one, which is the loader's: workers do not call it.
 
@@ -434,8 +435,9 @@ class BalancedSampler(Sampler[list[int]]):
         return not self._deals.has(now, self._plan.decided(now), self._plan.losses)
 
     def _shares_of(self, batch: int) -> Change:
-        """Reads steps only if they are needed: several at once take little longer than one."""
+        """Reads steps only if it needs them: several at once take little longer than one."""
         log, plan = self._log, self._plan
+        # A step has one pass, or more.
         least = plan.trained + (log.steps - self._next_step) + log.pending_passes
         if least <= batch and (shares := plan.shares_of(batch)) is not None:
             return shares

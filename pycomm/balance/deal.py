@@ -34,10 +34,6 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.T
     return torch.randperm(length, generator=generator)
 
 
-_KEPT = 64
-"""Batches of which more is kept than is needed, as forgetting each on its own takes longer."""
-
-
 class Left(NamedTuple):
     """The rest of an epoch's list."""
 
@@ -62,8 +58,7 @@ class Dealt(NamedTuple):
         if member not in members:
             return []
         at = members.index(member)
-        begin = sum(shares[:at])
-        return self.indices(begin, begin + shares[at])
+        return self.indices(sum(shares[:at]), sum(shares[: at + 1]))
 
     def indices(self, begin: int, end: int) -> list[int]:
         """Those from ``begin`` to ``end`` of the whole batch's."""
@@ -186,8 +181,6 @@ class Deals:
 
     def forget(self, batch: int) -> None:
         """Nobody asks for what was dealt before this batch, but for the position."""
-        if len(self._left) < _KEPT:
-            return
         batch = min(batch, self._next)
         for kept in (self._left, self._dealt):
             for earlier in [each for each in kept if each < batch]:

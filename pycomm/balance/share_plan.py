@@ -24,13 +24,7 @@ from typing import Any, NamedTuple
 
 from pycomm.balance.step_log import StepRecord
 from pycomm.balance.step_times import Fit, StepTimes
-from pycomm.balance.whole_shares import (
-    Limits,
-    best_shares,
-    can_end_within,
-    even_shares,
-    step_seconds,
-)
+from pycomm.balance.whole_shares import Limits, best_shares, can_end, even_shares, step_seconds
 
 LEAST_GAIN = 0.02
 """Shares change for a predicted gain above this, so that each batch size is met rarely."""
@@ -41,7 +35,7 @@ the one that seems slowest is expected to be that far off."""
 
 _BUSY = 16
 _QUIET = 3
-"""Shares are decided in every third step, as that takes 50 µs per rank. But in every step from a
+"""Shares are decided in every third step, as that takes 25 µs per rank. But in every step from a
 change of speeds or shares on, until so many steps with these shares are known; and at first."""
 
 
@@ -263,7 +257,7 @@ class SharePlan:
         # 2 ln N is 1.4 log2 N, which needs no logarithm that another C library may round otherwise.
         errors = _ERRORS + math.sqrt(1.4 * (len(fits) - 1).bit_length())
         least = LEAST_GAIN + errors * max(fit.error for fit in fits)
-        if not can_end_within(fits, self._limits, (1.0 - least) * now):
+        if not can_end(fits, self._limits, (1.0 - least) * now):
             return  # as nearly always, and the best shares take longer to find
         shares = best_shares(fits, self._reachable(fits))
         if 1.0 - step_seconds(fits, shares) / now > least:

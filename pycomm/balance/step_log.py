@@ -88,8 +88,9 @@ class StepLog(Protocol):
         """
 
     def follow(self, reader: StepReader) -> None:
-        """Calls ``reader.read_steps()`` before records are dropped that it has not seen, between
-        backward passes, on the thread that trains. Keeps no reference to it that counts.
+        """Calls ``reader.read_steps()`` before records are dropped that it has not seen, and after
+        a step for which the ranks have used up different numbers of batches; between backward
+        passes, on the thread that trains. Keeps no reference to it that counts.
 
         Raises:
             UnsupportedError: Processes may join, and another reader follows already.

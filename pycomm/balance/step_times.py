@@ -140,8 +140,11 @@ class StepTimes:
         return Fit(fixed, slope, error, max(self._most, _FURTHEST * largest))
 
 
-def _mean_size(points: Sequence[tuple[float, float, int]]) -> float:
-    """Of the steps: a point is a size, seconds, and of how many steps."""
+Points = Sequence[tuple[float, float, int]]
+"""Sizes, the seconds of each, and of how many steps."""
+
+
+def _mean_size(points: Points) -> float:
     count = sum(each for _, _, each in points)
     return math.fsum(size * each for size, _, each in points) / count
 
@@ -208,9 +211,7 @@ def _square(value: float) -> float:
     return value * value
 
 
-def _line(
-    points: Sequence[tuple[float, float, int]], mean_samples: float, fixed_samples: float
-) -> tuple[float, float]:
+def _line(points: Points, mean_samples: float, fixed_samples: float) -> tuple[float, float]:
     """The fixed part and the slope that fit (samples, seconds, count) best, neither negative.
 
     Least squares of fixed + slope * samples, and of fixed - slope * fixed_samples with a small

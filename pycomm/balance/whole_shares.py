@@ -83,7 +83,7 @@ def step_seconds(fits: Sequence[Fit], shares: Sequence[int]) -> float:
     return max(fit.seconds(share) for fit, share in zip(fits, shares, strict=True))
 
 
-def can_end_within(fits: Sequence[Fit], limits: Limits, seconds: float) -> bool:
+def can_end(fits: Sequence[Fit], limits: Limits, seconds: float) -> bool:
     """Whether a step may be so short. Never False if it may: it allows a billionth more."""
     return sum(_within(fits, limits, seconds * (1.0 + 1e-9))) >= limits.total
 
