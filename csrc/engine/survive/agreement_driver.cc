@@ -833,6 +833,7 @@ void AgreementDriver::install(const View& view) {
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
+  PYCOMM_FAULT_POINT("survive.install");
   if (meeting != nullptr) {
     meeting->abort(end.why);
   }

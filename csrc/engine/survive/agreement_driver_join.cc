@@ -689,7 +689,10 @@ void AgreementDriver::showNewcomers() {
 size_t AgreementDriver::newcomers() {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  (void)waitFor(lock, Deadline::after(kBoundaryMs), [this] { return stops_ == 0 || error_; });
+  // A round that was dropped has told the next view before its newcomers are shown.
+  (void)waitFor(lock, Deadline::after(kBoundaryMs), [this] {
+    return (stops_ == 0 && giving_.view == view_.id()) || error_;
+  });
   const std::pair<int64_t, uint64_t> here(ledger_.state().committed, giving_.view);
   if (std::exchange(given_at_, here) != here) {
     given_.clear();

@@ -1000,6 +1000,7 @@ TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasUnderWay) {
   stepUntilAnAdmissionIsDue(joining.group);
   const uint64_t last = member.present(soon()).value().number;
   EXPECT_TRUE(member.beginAdmission(last));
+  const ArmedFaults slow("survive.install:1+:delay=300"); // the program goes on before the newcomer is shown
   joining.group.drivers[1]->close();
   const auto verdict = member.verdict(last, soon(), elastic::Round::Admission);
   ASSERT_TRUE(verdict);
