@@ -53,7 +53,7 @@ def join(backend: str, folder: str, rank: int, size: int, **options: Any) -> Any
 
 
 def recorded(group: Any = None) -> list[str]:
-    """What has run over pycomm so far."""
+    """Operations over pycomm so far."""
     import pycomm
 
     return [one.op for one in pycomm.flight_record(group).operations]

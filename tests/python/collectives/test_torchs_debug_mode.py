@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.ci]
 DETAIL: dict[str, Any] = {
     "env": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     "only_pycomm": False,
-    "preload": TORCH_DDP,
 }
 
 
@@ -53,7 +52,9 @@ def everything(rank: int, size: int) -> None:
     part = torch.empty(1)
     dist.reduce_scatter_tensor(part, mine)
     assert part.item() == total
-    dist.scatter(part, [torch.full((1,), float(each)) for each in range(size)] if not rank else None)
+    dist.scatter(
+        part, [torch.full((1,), float(each)) for each in range(size)] if not rank else None
+    )
     assert part.item() == rank
     dist.gather(part, [torch.empty(1) for _ in range(size)] if rank == 0 else None)
     dist.broadcast(mine, 1)
@@ -91,7 +92,7 @@ def everything(rank: int, size: int) -> None:
 
 
 def test_everything_works() -> None:
-    run_ranks(3, everything, **DETAIL)
+    run_ranks(3, everything, preload=TORCH_DDP, **DETAIL)
 
 
 def caught(call: Any) -> Any:

@@ -46,9 +46,12 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) in ("self", "cls")
+        ):
+            yield node.attr
 
 
 TORCHS = {
@@ -70,8 +73,8 @@ def used(tree: ast.AST) -> Iterator[tuple[str, str]]:
             names = (node.module or "").split(".") + [alias.name for alias in node.names]
             yield from (("torch", name) for name in names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            if isinstance(node.args[1], ast.Constant):
-                yield ast.unparse(node.args[0]), str(node.args[1].value)
+            of, name = node.args[:2]
+            yield ast.unparse(of), name.value if isinstance(name, ast.Constant) else ""
 
 
 def names_in_python() -> set[str]:
