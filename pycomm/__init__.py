@@ -3,7 +3,7 @@
     torch.distributed.init_process_group("pycomm")
 
 Importing this package registers the backend; its native part is loaded when a group is made. What
-it does to a process: docs/options.md.
+it does to a process: docs/contract.md.
 """
 
 from __future__ import annotations
