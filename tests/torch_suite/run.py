@@ -180,9 +180,9 @@ def page(results: dict[str, dict[str, Outcomes]], minutes: float) -> str:
         "",
         f"Written by `make torch_suite ARGS=--write` on {date.today()} at commit {commit()}, with",
         f"torch {torch.__version__}, over the default transport (shared memory on one host).",
-        f"Its {2 * len(results)} runs, one per row of the table, took {minutes:.0f} minutes on "
-        f"{os.cpu_count()} cores. `make torch_suite` runs the first row",
-        "alone, and compares it with what gloo is recorded to pass.",
+        f"That is {2 * len(results)} runs, one per row of the table: {minutes:.0f} minutes on "
+        f"{os.cpu_count()} cores. `make torch_suite` is the first",
+        "row alone, compared with what gloo is recorded to pass.",
         "",
         "PyTorch tests its backends with `DistributedTest`, which ships in the wheel. No test is",
         "copied or edited by hand. For both backends alike,",
