@@ -224,7 +224,7 @@ MUTATIONS = [
     Mutation(
         "a control goodbye does not wait for the bulk link",
         "leaving.cc",
-        "awaiting_it != nullptr && row.reading == Reading::Ended;",
+        "awaiting_it != nullptr && (row.reading == Reading::Ended || lacksCredit(tables, peer));",
         "awaiting_it != nullptr;",
     ),
     Mutation(
