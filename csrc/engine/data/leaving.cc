@@ -221,7 +221,9 @@ void decide(Tables& tables, int peer, Suspicion suspicion, TimePoint now) {
   if (owing(tables, peer) == nullptr) {
     const bool due = awaiting(tables, peer) != nullptr;
     if (!due) {
-      lose(tables, peer, suspicion.record, suspicion.due + kLinkWithin);
+      if (tables.peer(peer).presence != Presence::Left) { // else another rank has served the receive that waited for its link
+        lose(tables, peer, suspicion.record, suspicion.due + kLinkWithin);
+      }
       return;
     }
     // The peer's link may be on its way, or still bring what is due. But the peer may wait for credit that went on the broken link.

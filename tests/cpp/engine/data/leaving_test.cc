@@ -373,6 +373,22 @@ TEST_F(LeavingTest, AReceiveFromAnyRankWaits3SecondsForALinkThatHasNotCome) {
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
 
+TEST_F(LeavingTest, ARankThatLeftStaysSoIfAnotherServesTheReceiveThatWaitedForItsLink) {
+  receivesFromAnyone();
+  leaving::saidGoodbye(tables, 2, at(0));
+  leaving::saidGoodbye(tables, 1, at(1));
+  ASSERT_EQ(leaving::nextTick(tables), at(3001));
+  link(2) = Reading::Open; // and brings the message
+  tables.receives.clear();
+  tables.receives_from_any = 0;
+  leaving::tick(tables, at(3001));
+  EXPECT_TRUE(quiet());
+  EXPECT_EQ(leaving::nextTick(tables), TimePoint::max());
+  sends(second, 1);
+  leaving::posted(tables, &with_rank_1, false, at(4000));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
 TEST_F(LeavingTest, OnlyAReceiveMakesAReceiveFromAnyRankGiveUpOnALostPeer) {
   leaving::saidGoodbye(tables, 2, at(0));
   leaving::writingBroke(tables, 1, peerDead(1), at(0));
