@@ -412,7 +412,7 @@ void DataPlane::take(Action& action) {
       break;
     case Action::Kind::MaySend:
       if (const OperationRow* const row = tables_.find(action.op_id); row != nullptr && row->transfer != nullptr) {
-        row->transfer->sendFrames(action.peer);
+        row->transfer->roomCame(action.peer);
       }
       break;
     case Action::Kind::Fail:

@@ -291,7 +291,7 @@ void Transfer::sendFramesOf(size_t edge_index) {
   }
 }
 
-void Transfer::sendFrames(int peer) {
+void Transfer::roomCame(int peer) {
   if (const EdgeRow* const edge = row_.to(peer)) {
     sendFramesOf(indexOf(row_.outgoing, *edge));
   }

@@ -76,7 +76,7 @@ struct WorkingRank {
         frame.header = action.header;
         wire.push_back({action.peer, std::move(frame)});
       } else if (action.kind == Action::Kind::MaySend) {
-        tables.find(action.op_id)->transfer->sendFrames(action.peer);
+        tables.find(action.op_id)->transfer->roomCame(action.peer);
       }
     }
   }
