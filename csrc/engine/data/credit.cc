@@ -135,7 +135,7 @@ void shown(Tables& tables, OperationRow& row, int peer) {
   }
 }
 
-const char* arrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager) {
+const char* headerArrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager) {
   PeerRow& pool = tables.peer(peer);
   const bool was_crowded = crowded(tables, peer);
   if (eager) {

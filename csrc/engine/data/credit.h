@@ -31,7 +31,7 @@ void ended(Tables& tables, OperationRow& row);
 void forget(Tables& tables, OperationRow& row) noexcept;
 /// The header of a data frame has arrived; `row` is null if its operation is not entered here. Null, or why no peer that keeps to the
 /// protocol sends it.
-[[nodiscard]] const char* arrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager);
+[[nodiscard]] const char* headerArrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager);
 /// The bytes of one data frame have been used and their memory is free again. Called for frames of 0 bytes, too.
 void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool eager);
 /// The peer has granted credit, of the operation or of its pool. Null, or why no peer that keeps to the protocol grants it.

@@ -267,7 +267,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
     watched_.recall(header);
     row = watched_.host() != nullptr ? tables_.find(header.op_id) : nullptr;
   }
-  const matching::Verdict verdict = matching::arrived(tables_, row, peer, header, now);
+  const matching::Verdict verdict = matching::headerArrived(tables_, row, peer, header, now);
   act();
   switch (verdict) {
     case matching::Verdict::Accept:

@@ -31,7 +31,7 @@ namespace pycomm {
 /// functions over the tables say (matching.h, credit.h, waiting.h, leaving.h); this class does what they list.
 ///
 /// Example: a frame arrives. Its operation's row is looked up. If it is a message's, Messages starts a receive that waits for it.
-/// matching::arrived() compares the descriptor. Transfers names the step and where the payload goes. When the payload is complete, the
+/// matching::headerArrived() compares the descriptor. Transfers names the step and where the payload goes. When the payload is complete, the
 /// row is looked up again, the step runs, and credit.cc lists a grant, which leaves by PeerLinks.
 ///
 /// How it ends: ends.cc. It never decides that the group has failed. It reports what it notices to `noticed`, the control plane agrees

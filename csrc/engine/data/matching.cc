@@ -113,7 +113,7 @@ std::map<uint64_t, UnexpectedRow>::node_type take(Tables& tables, uint64_t op_id
 
 Verdict dataArrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
   const bool eager = (header.aux & kEagerFlag) != 0;
-  if (const char* const refused = credit::arrived(tables, row, peer, header.payload_nbytes, eager)) {
+  if (const char* const refused = credit::headerArrived(tables, row, peer, header.payload_nbytes, eager)) {
     violated(tables, peer, header, refused);
     return Verdict::Ignore;
   }
@@ -242,7 +242,7 @@ void passed(Tables& tables, const OperationId& id, const Descriptor& descriptor)
 
 // ---- frames
 
-Verdict arrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
+Verdict headerArrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
   if (tables.failed) {
     return Verdict::Ignore;
   }

@@ -74,7 +74,7 @@ struct TransfersTest : ::testing::Test {
     return header;
   }
   [[nodiscard]] matching::Verdict arrived(const FrameHeader& header) {
-    return matching::arrived(tables, tables.find(header.op_id), 0, header, now);
+    return matching::headerArrived(tables, tables.find(header.op_id), 0, header, now);
   }
   [[nodiscard]] size_t unexpectedFrames(uint64_t op_id) const {
     const UnexpectedRow* const unexpected = tables.findUnexpected(op_id);
