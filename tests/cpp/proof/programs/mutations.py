@@ -117,7 +117,7 @@ MUTATIONS = [
     Mutation(
         "no merge window",
         "membership.cc",
-        "const TimePoint due = now + (doubtful(record) ? kGoodbyeWithin : merge);",
+        "const TimePoint due = now + (mayHaveLeft(record) ? kGoodbyeWithin : merge);",
         "const TimePoint due = now + 0 * merge;",
     ),
     Mutation(
@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation(
         "a reset is a death at once",
         "membership.cc",
-        "(doubtful(record) ? kGoodbyeWithin : merge)",
+        "(mayHaveLeft(record) ? kGoodbyeWithin : merge)",
         "merge",
         kept=1500000027443,
     ),
