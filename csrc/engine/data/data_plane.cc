@@ -415,8 +415,8 @@ void DataPlane::take(Action& action) {
         row->transfer->roomCame(action.peer);
       }
       break;
-    case Action::Kind::Fail:
     case Action::Kind::Notice:
+    case Action::Kind::NoticeAndStop:
       notice(std::move(action.record));
       break;
     case Action::Kind::Doubt:

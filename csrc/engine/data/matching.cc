@@ -197,7 +197,7 @@ OperationRow& entered(
     }
   } catch (...) { // nobody would look at its deadline
     const auto first = tables.actions.begin() + actions;
-    const auto fails = [](const Action& action) { return action.kind == Action::Kind::Fail; };
+    const auto fails = [](const Action& action) { return action.kind == Action::Kind::NoticeAndStop; };
     const auto found = std::find_if(first, tables.actions.end(), fails); // a mismatch is one without the row, too
     if (found != tables.actions.end()) {
       std::iter_swap(first, found);
@@ -356,7 +356,7 @@ void fail(Tables& tables, ErrorRecord record) {
     return; // the first error wins
   }
   Action& action = tables.actions.emplace_back();
-  action.kind = Action::Kind::Fail;
+  action.kind = Action::Kind::NoticeAndStop;
   action.record = std::move(record);
   tables.failed = true;
 }
