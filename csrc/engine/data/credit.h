@@ -40,7 +40,7 @@ void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool 
 [[nodiscard]] const char* gaveRoomBack(Tables& tables, int peer, int64_t nbytes);
 /// The peer has sent something about an operation that is entered here, so it has entered that, too.
 void shown(Tables& tables, OperationRow& row, int peer);
-void sent(Tables& tables, EdgeRow& edge, int64_t nbytes, Permission used);
+void queued(Tables& tables, EdgeRow& edge, int64_t nbytes, Permission used);
 
 // ---- questions
 [[nodiscard]] Permission maySend(const Tables& tables, const EdgeRow& edge, int64_t nbytes);

@@ -286,7 +286,7 @@ void Transfer::sendFramesOf(size_t edge_index) {
     frame.header.aux = permission == credit::Permission::Eager ? kEagerFlag : 0;
     frame.payload = outgoing(index);
     frame.step = index;
-    credit::sent(tables_, edge, nbytes, permission);
+    credit::queued(tables_, edge, nbytes, permission);
     send_frame_(edge.peer, std::move(frame));
   }
 }

@@ -90,7 +90,7 @@ class RankTables {
     return credit::grantedAhead(tables, *matching::keep(tables, peer, header, TimePoint()), peer, limit);
   }
   void sent(uint64_t op_id, int peer, int64_t nbytes, Permission used) {
-    credit::sent(tables, *tables.find(op_id)->to(peer), nbytes, used);
+    credit::queued(tables, *tables.find(op_id)->to(peer), nbytes, used);
   }
   void tick(TimePoint now) {
     waiting::tick(tables, now);
