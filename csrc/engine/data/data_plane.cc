@@ -275,7 +275,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
         sink = transfers_.place(*row, peer, header, now);
       }
       break;
-    case matching::Verdict::Hold:
+    case matching::Verdict::Keep:
       sink = transfers_.placeUnexpected(header);
       break;
     case matching::Verdict::Ignore:

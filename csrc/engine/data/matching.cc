@@ -126,7 +126,7 @@ Verdict dataArrived(Tables& tables, OperationRow* row, int peer, const FrameHead
     return Verdict::Ignore;
   }
   ++ahead->frames;
-  return Verdict::Hold;
+  return Verdict::Keep;
 }
 
 void creditArrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {

@@ -16,7 +16,7 @@ namespace pycomm::matching {
 
 enum class Verdict {
   Accept, ///< data of an operation that is entered here
-  Hold, ///< data of an operation that is not entered here yet: an unexpected frame. Keep it, it fits the pool
+  Keep, ///< data of an operation that is not entered here yet: an unexpected frame, which fits the pool
   Ignore, ///< nothing more to do; drop a payload
 };
 

@@ -170,7 +170,7 @@ TEST(Matching, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
 TEST(Matching, EagerDataIsHeldUntilItsOperationIsPosted) {
   RankTables leaf(protocolConfig(1, 2));
   const Posted small = broadcastOf(1, 1, 2, 0, 100);
-  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Hold);
+  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Keep);
   post(leaf, small);
   EXPECT_FALSE(leaf.failed());
 }
@@ -184,7 +184,7 @@ TEST(Matching, ACrowdedPoolGivesPostedOperationsCredit) {
     const Posted other = broadcastOf(i, 1, 2, 0, 16 << 10);
     EXPECT_EQ(
         leaf.arrived(0, frameOf(other, FrameType::Data, 64 << 10, kEagerFlag), Clock::now()),
-        RankTables::Verdict::Hold);
+        RankTables::Verdict::Keep);
   }
   const auto credits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_FALSE(credits.empty());
@@ -625,7 +625,7 @@ TEST(Matching, EmptyFramesFillThePool) {
     ASSERT_EQ(sender.maySend(posted.id.id, 1, 0), RankTables::Permission::Eager) << i;
     sender.sent(posted.id.id, 1, 0, RankTables::Permission::Eager);
     ASSERT_EQ(
-        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Hold);
+        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Keep);
   }
   const Posted more = barrierOf(most + 1, 0, 2);
   post(sender, more);
