@@ -490,7 +490,7 @@ void DataPlane::tick(TimePoint now) {
     return; // the owner may be gone
   }
   guarded(-1, [&] {
-    turn_left_ = kTurnNbytes;
+    turn_left_ = kWorkNbytes;
     waiting::tick(tables_, now);
     act();
     messages_.tick(now);

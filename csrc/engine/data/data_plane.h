@@ -138,7 +138,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
  private:
   /// What this rank copies and computes between two looks at the sockets: in this event or those before it, and as much again in the tick
   /// that ends the loop's turn. With the last slice of each that is 1 MiB, some 100 us; asking the kernel again costs 1 us.
-  static constexpr int64_t kTurnNbytes = 448 << 10;
+  static constexpr int64_t kWorkNbytes = 448 << 10;
   static constexpr size_t kLargeNbytes = 1 << 20; ///< of a schedule: to release it takes 60 us
   /// The error of an operation that ends with others. The row is null if it is not entered.
   using Why = std::function<ErrorRecord(const Operation&, const OperationRow*)>;
@@ -234,7 +234,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   WatchedOperations watched_;
   std::deque<OutFrame> to_self_; ///< between a send to this rank and its receive
   std::vector<Question> questions_; ///< for control links, that have not left yet
-  int64_t turn_left_ = kTurnNbytes; ///< bytes that work() may read and write until the next tick
+  int64_t turn_left_ = kWorkNbytes; ///< bytes that work() may read and write until the next tick
   std::vector<int> looked_; ///< scratch of look()
 
   // The end.
