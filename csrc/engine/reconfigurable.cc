@@ -426,7 +426,7 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     }
     if (plan.rank == 0) {
       for (const Deadline end = Deadline::after(kStayMs); !instance->allTold() && !end.expired();) {
-        (void)::poll(nullptr, 0, end.remainingMs(kStaySliceMs));
+        (void)::poll(nullptr, 0, end.remainingMs(kShortPauseMs));
       }
     }
     if (place != nullptr) {

@@ -18,7 +18,6 @@ using std::chrono::milliseconds;
 constexpr milliseconds kWay{2000}; // for a way to an endpoint: a lost packet is sent again in that time
 constexpr milliseconds kAnswer{3000};
 constexpr milliseconds kPause{50}; // after the last way
-constexpr milliseconds kAgain{5}; // after a connection that had worked
 constexpr milliseconds kIdle{10000};
 constexpr size_t kAnswerNbytes = 4 << 10; // answers are short
 constexpr size_t kMostAnswer = 1 << 10;
@@ -65,7 +64,7 @@ void Outbox::lost(TimePoint now) noexcept {
     return;
   }
   hangUp();
-  not_before_ = now + kAgain;
+  not_before_ = now + milliseconds(kShortPauseMs);
 }
 
 void Outbox::open(TimePoint now) {
