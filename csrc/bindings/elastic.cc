@@ -146,8 +146,9 @@ py::object ask(const c10::intrusive_ptr<c10d::Backend>& backend, const Whom& who
   std::string missing;
   const auto notice = [&] {
     const WithoutGil no_gil;
-    return raising(
-        [&] { return AgreementDriver::ask(whom, pycomm->reconfigurable()->visitor(), Deadline::after(timeout_ms), missing); });
+    return raising([&] {
+      return AgreementDriver::ask(whom, pycomm->reconfigurable()->visitor(), Deadline::after(timeout_ms), missing);
+    });
   }();
   if (!notice) {
     return py::str(missing);

@@ -201,7 +201,8 @@ void PycommBackend::shutdown() {
   std::shared_ptr<Group> group;
   std::shared_ptr<CudaDevices> devices;
   {
-    const EpochLock lock = reconfigurable_ == nullptr ? EpochLock(epoch_mutex_, std::defer_lock) : EpochLock(epoch_mutex_);
+    const EpochLock lock =
+        reconfigurable_ == nullptr ? EpochLock(epoch_mutex_, std::defer_lock) : EpochLock(epoch_mutex_);
     group = group_;
     devices = devices_;
   }

@@ -221,7 +221,8 @@ void decide(Tables& tables, int peer, Suspicion suspicion, TimePoint now) {
   if (owing(tables, peer) == nullptr) {
     const bool due = awaiting(tables, peer) != nullptr;
     if (!due) {
-      if (tables.peer(peer).presence != Presence::Left) { // else another rank has served the receive that waited for its link
+      if (tables.peer(peer).presence !=
+          Presence::Left) { // else another rank has served the receive that waited for its link
         lose(tables, peer, suspicion.record, suspicion.due + kLinkWithin);
       }
       return;

@@ -761,7 +761,8 @@ TEST(Matching, ManyCollectivesAheadTakeNoPlacesOfMessages) {
   EXPECT_EQ(slow.usage().unexpected, places) << "and so many are kept";
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(2 * places + i, Collective::Send), Clock::now()));
-    ASSERT_FALSE(slow.failed()) << i << ": " << of(ActionKind::NoticeAndStop, slow.takeActions()).front().record.summary;
+    ASSERT_FALSE(slow.failed()) << i << ": "
+                                << of(ActionKind::NoticeAndStop, slow.takeActions()).front().record.summary;
   }
   EXPECT_EQ(slow.usage().unexpected, 2 * places);
 }

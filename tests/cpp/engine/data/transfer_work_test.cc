@@ -110,7 +110,8 @@ size_t runInSlices(const std::vector<std::shared_ptr<Operation>>& operations, si
         from->wire.pop_front();
         WorkingRank& to = *ranks[static_cast<size_t>(on.peer)];
         OperationRow* const row = to.tables.find(kId);
-        if (matching::headerArrived(to.tables, row, from->identity.rank, on.frame.header, now) == matching::Verdict::Accept) {
+        if (matching::headerArrived(to.tables, row, from->identity.rank, on.frame.header, now) ==
+            matching::Verdict::Accept) {
           Sink sink = to.transfers.place(*row, from->identity.rank, on.frame.header, now);
           if (sink.into.nbytes > 0) {
             std::memcpy(sink.into.ptr, on.frame.payload.ptr, sink.into.nbytes);
