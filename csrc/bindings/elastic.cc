@@ -146,8 +146,9 @@ py::object ask(const c10::intrusive_ptr<c10d::Backend>& backend, const Whom& who
   std::string missing;
   const auto notice = [&] {
     const WithoutGil no_gil;
-    return raising(
-        [&] { return AgreementDriver::ask(whom, pycomm->members()->visitor(), Deadline::after(timeout_ms), missing); });
+    return raising([&] {
+      return AgreementDriver::ask(whom, pycomm->reconfigurable()->visitor(), Deadline::after(timeout_ms), missing);
+    });
   }();
   if (!notice) {
     return py::str(missing);
@@ -185,10 +186,10 @@ std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPo
   const WithoutGil no_gil;
   return raising([&] {
     std::vector<std::pair<std::string, std::string>> offers;
-    for (const Endpoint::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
+    for (const Endpoint::Offer& offer : pycomm->reconfigurable()->offer({hosts, port}, Deadline::after(timeout_ms))) {
       offers.emplace_back(offer.address.text(), offer.busy);
     }
-    HostIdentity host = pycomm->members()->visitor().self.host;
+    HostIdentity host = pycomm->reconfigurable()->visitor().self.host;
     host.hostname.clear();
     return std::make_pair(host.wireText(), offers);
   });

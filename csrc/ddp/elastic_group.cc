@@ -53,7 +53,7 @@ bool isOfMembers(const std::exception_ptr& error) {
 
 ElasticGroup::ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group)
     : backend_(std::move(backend)), group_(std::move(group)) {
-  if (backend_->members() == nullptr) {
+  if (backend_->reconfigurable() == nullptr) {
     throw Error(
         ErrorCode::InvalidArgument, "An elastic group needs one that can be reconfigured.", "pycomm.Reconfigurable()");
   }
@@ -68,7 +68,7 @@ ElasticGroup::ElasticGroup(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const AgreementDriver::Config& config)
     : ElasticGroup(std::move(backend), std::move(group)) {
-  driver_ = AgreementDriver::open(*backend_->members(), present_.met, config, [&] {
+  driver_ = AgreementDriver::open(*backend_->reconfigurable(), present_.met, config, [&] {
     Group::Call barrier;
     barrier.schedule.kind = Collective::Barrier;
     if (const auto failure = run(barrier, nullptr)) {
@@ -89,7 +89,7 @@ std::shared_ptr<ElasticGroup> ElasticGroup::join(
     members.push_back(MemberHandle::parse(handle));
   }
   std::shared_ptr<ElasticGroup> joining(new ElasticGroup(std::move(backend), std::move(group)));
-  joining->driver_ = AgreementDriver::join(*joining->backend_->members(), members, config);
+  joining->driver_ = AgreementDriver::join(*joining->backend_->reconfigurable(), members, config);
   joining->backend_->closeFirst(joining->driver_);
   return joining;
 }
@@ -135,7 +135,7 @@ ElasticGroup::~ElasticGroup() {
   if (driver_ == nullptr) {
     return;
   }
-  if (!backend_->members()->belongsToThisProcess()) {
+  if (!backend_->reconfigurable()->belongsToThisProcess()) {
     // In a child of fork() the threads do not exist for which close() waits.
     (void)new std::shared_ptr<AgreementDriver>(std::move(driver_)); // NOLINT: never freed
     return;

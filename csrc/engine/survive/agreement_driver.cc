@@ -25,12 +25,10 @@ constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer tha
 constexpr int kQuickMeetings =
     3; // the same members meet so often with this patience; then it doubles, up to the last time
 constexpr int kMostMeetings = 6;
-constexpr int kSealMs = 300; // for a failure to reach both planes
-constexpr milliseconds kGoodbyes{300};
+constexpr int kEndWithinMs = 300; // for a failure to reach both planes, the disk to be through, or goodbyes to be taken
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
 constexpr int kLongestTurnMs = 60000;
 constexpr int kFirstPeersMs = 2000; // for a disk
-constexpr int kLastPeersMs = 300;
 
 /// `peer`: a place in the view, -1 for none.
 bool blamesPeer(int peer, const View& view, int self) noexcept {
@@ -224,7 +222,7 @@ void AgreementDriver::close() noexcept {
   if (groups_thread_.joinable()) {
     groups_thread_.join();
   }
-  peers_.close(Deadline::after(kLastPeersMs));
+  peers_.close(Deadline::after(kEndWithinMs));
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
   guarded([&] { closeRest(); });
   inbox_->leave();
@@ -967,7 +965,7 @@ void AgreementDriver::farewell(TimePoint now) {
   catchUp(); // whether it leaves in order
   agreement_->close(now);
   act();
-  const TimePoint end = now + kGoodbyes;
+  const TimePoint end = now + milliseconds(kEndWithinMs);
   for (auto& [name, member] : members_by_name_) {
     member.witness.reset();
   }
@@ -1047,9 +1045,9 @@ void AgreementDriver::sealNow(const Job& job) {
 }
 
 void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
-  if (!group.fail(why, Deadline::after(kSealMs))) {
+  if (!group.fail(why, Deadline::after(kEndWithinMs))) {
     why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
-    if (!group.fail(why, Deadline::after(kSealMs))) {
+    if (!group.fail(why, Deadline::after(kEndWithinMs))) {
       group.close();
     }
   }

@@ -39,8 +39,7 @@ constexpr int kLongestAskMs = 60000; // of all
 constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
 constexpr int kNewWitnessMs = 300; // a process that has just answered
 constexpr int kBoundaryMs = 2000; // for the agreement's thread
-constexpr milliseconds kAskEvery{1000};
-constexpr milliseconds kFirstJoinBackOff{1000};
+constexpr milliseconds kAskEvery{1000}; // nor is a newcomer that failed to join looked at sooner
 constexpr milliseconds kLongestJoinBackOff{60000};
 constexpr std::string_view kStateBegins = "begin"; // step, id of the members' view, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
@@ -495,7 +494,7 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
     if (const auto found = members_by_name_.find(lost->to); found != members_by_name_.end()) {
       Member& member = found->second;
-      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kFirstJoinBackOff, kLongestJoinBackOff);
+      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kAskEvery, kLongestJoinBackOff);
       member.not_before = now + member.back_off;
       dropNewcomer(lost->to, lost->why.code, now);
     }
