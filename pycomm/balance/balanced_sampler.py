@@ -216,6 +216,10 @@ class BalancedSampler(Sampler[list[int]]):
         were trained and ``set_epoch`` was not called since, the next epoch begins.
         """
         now = self._now()
+        if self._begin is not None and now < self._begin:
+            # Of a loaded state: the passes that waited before it were not loaded with the model.
+            self._deals.resume(now, self._order(), *self._deals.left(self._begin, ()))
+            self._begin = now
         if self._is_complete(now):
             if self._deal_nothing:
                 self._deal_nothing = self._just_loaded = False
@@ -270,7 +274,7 @@ class BalancedSampler(Sampler[list[int]]):
         even = even_shares(plan.limits)
         return SamplerStats(
             epoch=self._epoch,
-            cursor=self._cursor(),
+            cursor=max(0, self._cursor()),
             batches=plan.trained,
             changes=plan.changes,
             members=members,
@@ -334,12 +338,14 @@ class BalancedSampler(Sampler[list[int]]):
         self._start(epoch)
         now = self._plan.trained
         self._begin = now - cursor
-        self._deals.resume(now, self._order(), Left(tuple(first), skipped), returned)
+        next_batch = max(now, self._begin)
+        self._deals.resume(next_batch, self._order(), Left(tuple(first), skipped), returned)
         self._loaded_epoch = epoch
         # Passes that wait for a reduction may complete it: only the wrapper's state has them.
         self._just_loaded = True
         if not self._is_complete(now):
-            self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
+            whole = Left((*returned, *first), skipped)
+            self._deals.resume(next_batch, self._order(), whole, ())
 
     def most_ranks(self) -> int:
         """For the model, to which processes join: how many ranks a batch has samples for."""
@@ -399,11 +405,11 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _left(self) -> list[Any]:
         """The rest of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
-        batch = min(self._plan.trained, self._deals.next_batch)
-        if self._begin is not None:
-            batch = max(batch, self._begin)  # passes of the epoch before may wait for a reduction
-        left, returned = self._deals.left(batch, self._plan.losses)
-        first, skipped = Left() if self._begin is None else left
+        if self._begin is None:  # its batches follow those that wait for a reduction
+            first = self._deals.next_left(self._now(), self._plan.losses)
+            return [list(first), 0, []]
+        batch = max(self._begin, min(self._plan.trained, self._deals.next_batch))
+        (first, skipped), returned = self._deals.left(batch, self._plan.losses)
         return [list(first), skipped, returned]
 
     def _start(self, epoch: int) -> None:
@@ -418,9 +424,11 @@ class BalancedSampler(Sampler[list[int]]):
         return self._plan.trained + self._log.pending_passes
 
     def _cursor(self) -> int:
+        """Batches of the epoch that are on record. Below 0: as many passes of the epoch before wait
+        for a reduction, and the first batch comes behind them."""
         if self._begin is None:
-            return 0
-        return max(0, min(self._plan.trained, self._deals.next_batch) - self._begin)
+            return -self._log.pending_passes
+        return min(self._plan.trained, self._deals.next_batch) - self._begin
 
     def _is_complete(self, now: int) -> bool:
         if self._begin is None:

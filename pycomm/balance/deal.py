@@ -173,11 +173,13 @@ class Deals:
     def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
         """What ``resume()`` continues from before this batch, and parts of earlier batches that
         nobody has trained, and that are not back in the list yet."""
-        returned = [*self._carried]
-        for loss in losses:
-            if loss.until > batch:
-                returned += self._untrained(loss, batch)
-        return self._before(batch, losses), returned
+        return self._before(batch, losses), [*self._carried, *self._to_return(batch, losses)]
+
+    def next_left(self, batch: int, losses: Sequence[Loss]) -> tuple[int, ...]:
+        """What a next epoch begins with that ``start()`` would begin at this batch, or later."""
+        batch = min(batch, self._next)
+        returned = self._before(batch, losses).returned
+        return (*self._to_return(batch, losses), *returned, *self._carried)
 
     def forget(self, batch: int) -> None:
         """Nobody asks for what was dealt before this batch, but for the position."""
@@ -199,6 +201,14 @@ class Deals:
             if each.until == batch:
                 left = Left((*self._untrained(each, batch), *left.returned), left.skipped)
         return left
+
+    def _to_return(self, batch: int, losses: Sequence[Loss]) -> list[int]:
+        return [
+            index
+            for loss in losses
+            if loss.until > batch
+            for index in self._untrained(loss, batch)
+        ]
 
     def _untrained(self, loss: Loss, until: int) -> list[int]:
         """Their parts of the batches before ``until``, which nobody has trained."""
