@@ -289,11 +289,17 @@ class Weighed(TorchDDP):
         With ``sync_every`` the step of a host without any samples has no averages: ``.grad`` stays
         as it was. So it does with ``elastic`` if a lost rank was the only one with a batch.
 
+        It stands for one ``forward()`` and one ``backward()``. If the others make several forward
+        passes for one backward pass: ``pycomm.no_batch()``.
+
         Raises:
             ValueError: No rank has any samples; without ``sync_every``, and with ``elastic`` until
                 a rank is lost, as that one may have had them.
             UnsupportedError: The wrapper has no ``weight="samples"``.
         """
+        no_batch(self)
+
+    def _check_no_batch(self) -> None:
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
@@ -302,6 +308,9 @@ class Weighed(TorchDDP):
                 "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
                 "one: give every rank a batch in each step, or use another normalization"
             )
+
+    def _forward_without_batch(self) -> None:
+        """Takes part in what a forward pass of the other ranks exchanges."""
         if self._before_forward is not None:
             self._before_forward(self, ())
         self._check_sampler()
@@ -312,7 +321,6 @@ class Weighed(TorchDDP):
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._hand_over_buffers()
         self._forward_began()
-        self.reducer.pass_without_batch(self.require_backward_grad_sync)
 
     @property
     def step_log(self) -> StepLog | None:
@@ -440,3 +448,36 @@ class Weighed(TorchDDP):
         if self._weight is None:
             return None, 0.0
         return weighed_of(state), float(state.get("weight_unsynced", 0.0))
+
+
+def no_batch(*wrappers: Weighed) -> None:
+    """``model.no_batch()`` where one ``backward()`` goes through several forward passes.
+
+    Give the wrapper of each ``forward()`` that the other ranks call before ``backward()``, in their
+    order. Averages of all of them are in ``.grad`` then. Collective; blocks. ::
+
+        if batch is None:
+            pycomm.no_batch(generator, discriminator)
+        else:
+            loss_of(discriminator(generator(batch))).backward()
+
+    Args:
+        wrappers: One is named as often as its ``forward()`` is called. Over one process group the
+            other ranks' backward has to reach the wrappers in the reverse order, as it does unless
+            the graph is an unusual one.
+
+    Raises:
+        TypeError: Something else than a pycomm.DistributedDataParallel, or nothing, is given.
+        Exception: As ``model.no_batch()``.
+    """
+    if not wrappers or not all(isinstance(each, Weighed) for each in wrappers):
+        raise TypeError("no_batch() takes the wrappers whose forward() the other ranks call")
+    for each in dict.fromkeys(wrappers):
+        each._check_no_batch()
+    for each in wrappers:
+        each._forward_without_batch()
+    # The order in which backward reaches them on the other ranks.
+    backward = dict.fromkeys(reversed(wrappers))
+    wrappers[0].reducer.pass_without_batch(
+        [(each.reducer, each.require_backward_grad_sync) for each in backward]
+    )

@@ -711,6 +711,48 @@ def test_what_happens_now_and_then_is_no_compute_time() -> None:
             assert each < sum(clock_s[max(0, step - 1) : step + 1]) + 0.3, (step, seconds, clock_s)
 
 
+class Sleeps(nn.Module):
+    """And computes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.net, self.seconds = make_net(), seconds
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.net(batch)
+
+
+FORWARDS = ("one", "two", "chained", "two, then two of backward", "one after a dropped one", "one")
+
+
+def several_forwards(rank: int, world_size: int) -> list[float]:
+    """The seconds of rank 0's steps, of which a forward pass takes 0.2."""
+    model = wrap(Sleeps(0.2 if rank == 0 else 0.0), weight="samples")
+    for step, what in enumerate([*FORWARDS, "one"]):
+        model.zero_grad()
+        outputs = [model(batch_of(rank, step))]
+        if what == "chained":
+            outputs = [model(torch.cat([batch_of(rank, step)[:, 2:], outputs[0]], 1))]
+        elif what == "one after a dropped one":
+            outputs[0] = model(batch_of(rank, step))
+        elif what.startswith("two"):
+            outputs.append(model(batch_of(rank, step)))
+        losses = [output.square().mean() for output in outputs]
+        if what != "two, then two of backward":
+            losses = [sum(losses[1:], losses[0])]
+        for loss in losses:
+            loss.backward()
+    return [record.last_seconds[0] for record in model.step_log.records(1)]
+
+
+def test_all_forward_passes_of_a_step_are_in_its_time() -> None:
+    found = ranks.run_ranks(2, several_forwards, timeout_s=60, preload=ranks.TORCH_DDP).values()
+    for seconds in found:
+        counts = [int(each / 0.19) for each in seconds]
+        assert counts == [1, 2, 2, 2, 0, 1, 1], seconds  # two of backward are two steps
+
+
 class Waits(nn.Module):
     """Computes so long; both ranks average something in forward, and so wait for each other."""
 
