@@ -315,7 +315,7 @@ class Indices:
         waiting = len(self.returned(all_of_them=True)) + len(self.back) + len(self.rest)
         dealt = (self.epoch + 1) * self._length
         assert sum(self.trained.values()) == dealt - waiting - self.remainders
-        assert max(self.trained.values()) <= self.epoch + 1
+        assert max(self.trained.values(), default=0) <= self.epoch + 1
         assert set(self.trained) <= set(range(self._length))
 
 

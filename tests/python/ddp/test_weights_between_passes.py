@@ -800,6 +800,37 @@ def test_compute_times_have_the_optimizer_in_them_and_no_waits(normed: bool) -> 
         assert min(fast) < 0.06, steps
 
 
+class WaitsElsewhere(Waits):
+    """In a way that pycomm's clock of waits does not see."""
+
+    def __init__(self, seconds: float, how: str) -> None:
+        super().__init__(seconds)
+        self.how = how
+        self.group = dist.new_group(backend="gloo") if how == "gloo" else None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        work = dist.all_reduce(torch.ones(1), group=self.group, async_op=True)
+        assert work is not None
+        work.wait() if self.how == "gloo" else work.get_future().wait()
+        return self.net(batch)
+
+
+def with_other_waits(rank: int, world_size: int, how: str) -> list[float]:
+    model = wrap(WaitsElsewhere(0.1 if rank == 0 else 0.0, how), weight="samples")
+    for step in range(6):
+        model.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+    return [record.last_seconds[1] for record in model.step_log.records(3)]
+
+
+@pytest.mark.parametrize("how", ["gloo", "future"])
+def test_waits_that_are_not_known_count_as_computing(how: str) -> None:
+    found = ranks.run_ranks(2, with_other_waits, args=(how,), timeout_s=60, preload=ranks.TORCH_DDP)
+    for seconds in found.values():
+        assert min(seconds) > 0.08, seconds
+
+
 def over_a_load(rank: int, world_size: int) -> tuple[float, float]:
     """A pass that accumulates, and that another wrapper goes on after. Its seconds; a clock's."""
     model = wrap(Waits(0.5 if rank == 0 else 0.0), weight="samples")
