@@ -285,7 +285,9 @@ def stop(rank: int, ranks: int, part: float) -> dict[str, Any]:
 
 
 def search(
-    shares: Iterable[int], total: int, by_hand: Callable[[int], tuple[nn.Module, Iterable[list[int]]]]
+    shares: Iterable[int],
+    total: int,
+    by_hand: Callable[[int], tuple[nn.Module, Iterable[list[int]]]],
 ) -> dict[int, float]:
     """Milliseconds of all first shares around the best one. All ranks find the same."""
     tried: dict[int, float] = {}
@@ -302,9 +304,7 @@ def search(
 
 def smoothed(tried: Mapping[int, float], share: int) -> float:
     """Milliseconds of this share, and of its neighbours if they were tried."""
-    return statistics.fmean(
-        tried[each] for each in (share - 1, share, share + 1) if each in tried
-    )
+    return statistics.fmean(tried[each] for each in (share - 1, share, share + 1) if each in tried)
 
 
 def loss(rank: int, ranks: int, by: int, number: int) -> dict[str, Any]:
@@ -376,7 +376,9 @@ def medians(blocks: Mapping[str, Sequence[float]], *names: str) -> dict[str, flo
 
 
 def show_shares() -> bool:
-    print("ranks slowed by fixed |  ms equal   best   mine  best/mine [95 %]     | after the change")
+    print(
+        "ranks slowed by fixed |  ms equal   best   mine  best/mine [95 %]     | after the change"
+    )
     ratios: list[float] = []
     worst: dict[int, tuple[float, str]] = {}
     for ranks, slowed in ((2, 1), (4, 2)):
@@ -424,7 +426,9 @@ def show_stop() -> bool:
     for part in (0.5, 0.75):
         found = run("stop", 2, part)
         ms = medians(found, "even", "best", "kept", "followed")
-        kept, followed = (paired_ratio("best", found[n], found["best"]) for n in ("kept", "followed"))
+        kept, followed = (
+            paired_ratio("best", found[n], found["best"]) for n in ("kept", "followed")
+        )
         good = good and min(kept.ratio, followed.ratio) >= LEAST
         tried = {share: round(each, 1) for share, each in sorted(found["tried"])}
         least = min(tried.values())
@@ -442,7 +446,9 @@ def show_stop() -> bool:
 
 def show_loss() -> bool:
     good = True
-    print("slowed by  seconds of torch, of pycomm with equal batches, of shares that follow [range]")
+    print(
+        "slowed by  seconds of torch, of pycomm with equal batches, of shares that follow [range]"
+    )
     for by in (2, 4):
         rounds = [run("loss", 2, by, number) for number in range(ROUNDS)]
         seconds = {name: sorted(each[name][0] for each in rounds) for name in rounds[0]}

@@ -67,7 +67,9 @@ def compare(
         return 0
     for key, value in header(table, sys.argv[1:]).items():
         print(f"{key}: {value}")
-    print(f"{'width':>6}{'transport':>10}{rows.heading:>9}{'None ms':>10}{option + ' ms':>12}", end="")
+    print(
+        f"{'width':>6}{'transport':>10}{rows.heading:>9}{'None ms':>10}{option + ' ms':>12}", end=""
+    )
     print(f"  {option} / None [95 %]  wrong")
     wrong = 0
     for width, transport, value in itertools.product(options.width, ("auto", "tcp"), rows.values):
@@ -110,9 +112,7 @@ def measure(options: argparse.Namespace, trial: Trial) -> dict[str, object]:
     (width,) = options.width
     layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(4)]
     net = nn.Sequential(*(layer for pair in layers for layer in pair))
-    models = [
-        pycomm.DistributedDataParallel(copy.deepcopy(net), **each) for each in trial.variants
-    ]
+    models = [pycomm.DistributedDataParallel(copy.deepcopy(net), **each) for each in trial.variants]
     batch = torch.randn(32, width, generator=torch.Generator().manual_seed(rank))
     said: list[int | None] = [None, None if trial.samples is None else trial.samples[rank % 2]]
 
@@ -135,7 +135,9 @@ def measure(options: argparse.Namespace, trial: Trial) -> dict[str, object]:
         block(which)
     tolerance = 0.0
     if trial.samples is not None:
-        share = trial.samples[rank % 2] / sum(trial.samples[each % 2] for each in range(options.ranks))
+        share = trial.samples[rank % 2] / sum(
+            trial.samples[each % 2] for each in range(options.ranks)
+        )
         models[0].zero_grad()
         (options.ranks * share * models[0](batch).square().mean()).backward()
         tolerance = 1e-5

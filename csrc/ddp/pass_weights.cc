@@ -113,7 +113,7 @@ void PassWeights::marked(ForwardMark& mark) {
   }
 }
 
-double PassWeights::weightOf(ForwardMark& mark) const {
+double PassWeights::takeWeight(ForwardMark& mark) {
   if (set_ != nullptr && set_->after == mark.number && (mark.number == forwards_ || mark.said == nullptr)) {
     mark.said = set_;
   }
@@ -181,7 +181,7 @@ void PassWeights::giveBackEarly() {
 }
 
 void PassWeights::enter(ForwardMark& mark, const std::vector<bool>& trained) {
-  const double now = weightOf(mark);
+  const double now = takeWeight(mark);
   enter(Entered{now, mark.said, mark.number, /*marked=*/true, /*begun=*/false, mark.began}, trained);
 }
 

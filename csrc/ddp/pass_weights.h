@@ -113,7 +113,7 @@ class PassWeights {
   /// As enter(), of a rank without a batch: the pass has no weight, no forward pass and no gradients, and takes no time.
   void enterWithoutBatch(const std::vector<bool>& trained);
   /// The weight of a backward pass through its graph. Throws if what was set for it has counted for another forward pass.
-  [[nodiscard]] double weightOf(ForwardMark& mark) const;
+  [[nodiscard]] double takeWeight(ForwardMark& mark);
   /// The backward pass that came through enter() is over: a pass that begins now is another one.
   void leave() noexcept {
     entered_.reset();

@@ -266,7 +266,7 @@ WHOLE = 256  # of a batch, in the recipes
 
 
 def assert_dealt_alike(values: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
-    """Of two ranks, by epoch: all batches of the recipe, whatever the real times of this machine."""
+    """Of two ranks, by epoch: all batches of the recipe, however fast this machine is."""
     for of_ranks in zip(*values, strict=True):
         steps = list(zip(*of_ranks, strict=True))
         dealt = [index for step in steps for batch in step for index in batch]

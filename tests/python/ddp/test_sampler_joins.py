@@ -225,7 +225,7 @@ class Indices:
         self.rest = self._order()
         self.parts: list[dict[int, list[int]]] = []  # of each batch, as it was dealt
         self.first = dict.fromkeys(range(members), 0)  # each member's first batch
-        self.last: dict[int, tuple[int, int]] = {}  # of those that are gone: see Loss
+        self.last: dict[int, tuple[int, int]] = {}  # of those that are gone: see Departure
         self.before: list[tuple[list[int], list[int]]] = []  # each batch: what was left
         self.trained: collections.Counter[int] = collections.Counter()
         self.remainders = 0

@@ -9,7 +9,7 @@ import collections
 import json
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import rings
@@ -146,7 +146,11 @@ class Program:
 
 
 def dealt(passes: list[Pass], epoch: int) -> list[list[int]]:
-    return [sum(each.batches, []) for each in passes if each.epoch == epoch]
+    return [
+        [index for batch in each.batches for index in batch]
+        for each in passes
+        if each.epoch == epoch
+    ]
 
 
 def check(seed: int) -> int:

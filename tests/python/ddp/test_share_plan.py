@@ -19,7 +19,7 @@ from pycomm.balance import share_plan, step_times, whole_shares
 from pycomm.balance.share_plan import SharePlan
 from pycomm.balance.step_log import StepRecord
 from pycomm.balance.step_times import Fit
-from pycomm.balance.whole_shares import Limits, best_shares, step_seconds
+from pycomm.balance.whole_shares import Limits, batch_seconds, best_shares
 
 LOOKAHEAD = 12
 EACH = 32  # samples of an equal share
@@ -65,9 +65,9 @@ class Run:
             change = self.plan.shares_of(step)
             assert change is not None
             shares = change.shares
-            best = step_seconds(true, best_shares(true, limits))
+            best = batch_seconds(true, best_shares(true, limits))
             self.shares.append(shares)
-            self.quality.append(best / step_seconds(true, shares))
+            self.quality.append(best / batch_seconds(true, shares))
             took = [
                 fit.seconds(share) * max(0.5, random_.gauss(1.0, noise))
                 for fit, share in zip(true, shares, strict=True)
@@ -152,10 +152,10 @@ class Kneed(Fit):
 @pytest.mark.parametrize("by", [2, 4])
 def test_times_with_a_knee(by: int, fixed: int) -> None:
     true = [Kneed(*fit) for fit in world(2, 1, by, fixed)]
-    best = min(step_seconds(true, (share, 2 * EACH - share)) for share in range(1, 2 * EACH))
+    best = min(batch_seconds(true, (share, 2 * EACH - share)) for share in range(1, 2 * EACH))
     for seed in SEEDS:
         shares = Run([(0, true)], 200, noise=0.01, seed=seed).shares
-        quality = [best / step_seconds(true, each) for each in shares]
+        quality = [best / batch_seconds(true, each) for each in shares]
         assert min(quality[LOOKAHEAD + 30 :]) >= 0.92, (by, fixed, quality)
         assert min(quality[100:]) >= 0.95, (by, fixed, quality)
 

@@ -41,7 +41,9 @@ def test_the_first_program_trains(tmp_path: Path) -> None:
 
 def test_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     program, *others = blocks(read("docs/unequal-machines.md"), "python")
-    save, load = (block for block in others if "sampler.state_dict" in block or "torch.load" in block)
+    save, load = (
+        block for block in others if "sampler.state_dict" in block or "torch.load" in block
+    )
     made, _, loop = program.partition(LOOP)
     saves = f"if sampler.stats().cursor == 5:\n{save}break\n"
     loop = loop.partition("print(")[0] + "".join(f"        {line}\n" for line in saves.splitlines())
