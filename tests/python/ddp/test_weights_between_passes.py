@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import time
 from typing import Any
 
@@ -749,8 +750,9 @@ def several_forwards(rank: int, world_size: int) -> list[float]:
 def test_all_forward_passes_of_a_step_are_in_its_time() -> None:
     found = ranks.run_ranks(2, several_forwards, timeout_s=60, preload=ranks.TORCH_DDP).values()
     for seconds in found:
-        counts = [int(each / 0.19) for each in seconds]
-        assert counts == [1, 2, 2, 2, 0, 1, 1], seconds  # two of backward are two steps
+        counts = [1, 2, 2, 2, 0, 1, 1]  # two of backward are two steps
+        assert all(map(operator.ge, seconds, (0.19 * count for count in counts))), seconds
+        assert seconds[4] < 0.19 and seconds[5] < 0.39, seconds  # none twice, and none dropped
 
 
 class Waits(nn.Module):
