@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -263,6 +264,11 @@ void installFutures(Reducer& reducer, const std::vector<PythonFuture>& futures) 
   raising([&] { reducer.installPostBackwardFutures(std::move(inner)); });
 }
 
+void passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes) {
+  const WithoutGil no_gil;
+  raising([&] { Reducer::passWithoutBatch(passes); });
+}
+
 /// `group`: of the hook's collectives, as far as it is known; None: the reducer's.
 void registerPythonHook(
     Reducer& reducer,
@@ -364,7 +370,7 @@ void bindReducer(py::module_& m) {
       .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("set_largest", blocking(&Reducer::setLargest), py::arg("largest"))
       .def("pending_weight", blocking(&Reducer::pendingWeight))
-      .def("pass_without_batch", blocking(&Reducer::passWithoutBatch), py::arg("reduces"))
+      .def_static("pass_without_batch", torch::wrap_pybind_function(passWithoutBatch), py::arg("passes"))
       .def("step_rows", stepRows, py::arg("since"))
       .def("weighed", blocking(weighed))
       .def("weighed_steps", blocking(&Reducer::weighedSteps))

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/wait_clock.h"
 #include "c10d/torch_compat.h"
 #include "ddp/reducer_options.h"
 
@@ -115,6 +116,7 @@ struct ForwardMark {
   double weight = 1.0; ///< as the batch was counted: see PassWeights
   std::shared_ptr<SaidWeight> said; ///< what counts in its place, if the program has said something
   int64_t number = 0; ///< of the forward passes of one PassWeights, from 1
+  WaitClock::Instant began; ///< when it began to compute, if PassWeights follows it
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
 };
 

@@ -111,8 +111,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// None: the forward pass says it after all.
   void setWeight(std::optional<double> weight);
   [[nodiscard]] std::optional<double> pendingWeight();
-  /// A pass of a rank without a batch: of weight 0, and averages are written as on the others. `reduces`: see markForward().
-  void passWithoutBatch(bool reduces);
+  /// The passes of a rank without a batch through which one backward() goes on the others: of weight 0, and averages are written as there.
+  /// With each reducer, whether it reduces: see markForward(). They begin in this order.
+  static void passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes);
   /// The rows of the steps from `since` on: see PassWeights.
   [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
   /// See PassWeights::unsynced().
@@ -258,6 +259,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
+  static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers);
+  static void leaveAll(const std::vector<std::shared_ptr<Reducer>>& reducers);
+  [[nodiscard]] bool beginWithoutBatch(bool reduces);
   [[nodiscard]] std::optional<bool> finish(bool looks);
   [[nodiscard]] bool keepsResiduals();
   void checkNested();

@@ -49,6 +49,10 @@ constexpr const char* kSharedGroup =
     "another DistributedDataParallel wrapper of this process has the same process group: if a backward pass goes through both, or two threads "
     "train them, gradients have to come in the same order on all ranks. Try: a group of its own for each, process_group=dist.new_group()";
 
+constexpr const char* kWithoutBatch =
+    "a call of model.no_batch() stands for one forward pass: where other ranks call forward() of several wrappers, or several times, before "
+    "backward(), a rank without a batch calls pycomm.no_batch(first, second, ...) with the wrapper of each of these calls";
+
 std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const std::vector<size_t>& indices) {
   std::vector<std::string> names;
   for (const size_t index : indices) {
@@ -97,10 +101,15 @@ void Reducer::enter(ForwardMark& mark) {
       if (weights_->hasEarly()) {
         weights_->begin(forward_weight_, trained(), /*reduces=*/false);
       }
+    } else if (weights_.has_value()) {
+      weights_->alsoEnters(mark);
     }
     return;
   }
   if (marks_.reduces()) {
+    if (weights_.has_value()) {
+      weights_->alsoEnters(mark);
+    }
     return;
   }
   const bool begun = marks_.beganHere(); // also if it only accumulates: it has been counted
@@ -116,6 +125,8 @@ void Reducer::enter(ForwardMark& mark) {
   const std::vector<size_t> before = marks_.takeNoted();
   if (weights_.has_value() && !marks_.isLocal()) { // else the last forward pass of the loss, one of no_sync(), counts
     weights_->enter(mark, trained());
+  } else if (weights_.has_value()) {
+    weights_->alsoEnters(mark);
   }
   if (!pass_.hasStaticGraph()) {
     pass_.setUnreachable(mark.unreachable);
@@ -307,7 +318,7 @@ void Reducer::beginPass() {
   } else {
     shareState();
     if (weights_.has_value()) {
-      weights_->launch(*group_.get(), group_.device());
+      weights_->launch(*group_.get(), group_.device(), options_.wrapper_number);
     }
   }
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
@@ -462,6 +473,10 @@ void Reducer::finishCall() {
     }
     return now;
   });
+  finishAll(std::move(reducers));
+}
+
+void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers) {
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
@@ -473,9 +488,7 @@ void Reducer::finishCall() {
   bool others = false; // there is one whose averages are not
   for (const std::shared_ptr<Reducer>& each : reducers) {
     if (failed) {
-      if (each->agreement_ != nullptr && each->mutex_.inPass()) {
-        each->leave(); // the others would wait for this rank until it calls forward again
-      }
+      leaveAll({each});
       continue;
     }
     try {
@@ -494,6 +507,15 @@ void Reducer::finishCall() {
   }
   if (first != nullptr) {
     std::rethrow_exception(first);
+  }
+}
+
+// The others would wait for this rank until it calls forward again.
+void Reducer::leaveAll(const std::vector<std::shared_ptr<Reducer>>& reducers) {
+  for (const std::shared_ptr<Reducer>& each : reducers) {
+    if (each->agreement_ != nullptr && each->mutex_.inPass()) {
+      each->leave();
+    }
   }
 }
 
@@ -576,8 +598,24 @@ bool Reducer::launchWeighed() {
   }
 }
 
-void Reducer::passWithoutBatch(bool reduces) {
-  raising([&] {
+void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes) {
+  std::vector<std::shared_ptr<Reducer>> begun;
+  try {
+    for (const auto& [reducer, reduces] : passes) {
+      if (reducer->beginWithoutBatch(reduces)) {
+        begun.push_back(reducer);
+      }
+    }
+  } catch (const std::exception&) {
+    leaveAll(begun);
+    throw;
+  }
+  finishAll(std::move(begun));
+}
+
+// False if it only accumulates.
+bool Reducer::beginWithoutBatch(bool reduces) {
+  return raising([&] {
     const Turn turn(*this);
     throwIfUnfinished();
     followTrained();
@@ -585,13 +623,13 @@ void Reducer::passWithoutBatch(bool reduces) {
     weights().enterWithoutBatch(trained());
     if (!reduces || buckets_.all().empty()) {
       weights_->begin(0.0, trained(), /*reduces=*/false);
-      return;
+      return false;
     }
     recorder_.begin(buckets_.all().size());
     try {
       beginPass();
       if (!pass_.reducing()) {
-        return;
+        return false;
       }
       for (const size_t index : pass_.missing(trained())) {
         markReady(index, /*came=*/false);
@@ -600,7 +638,7 @@ void Reducer::passWithoutBatch(bool reduces) {
       fail("a rank without a batch took part in a reduction", error);
       throw;
     }
-    static_cast<void>(endStep(/*looks=*/true)); // on other ranks it may be of one call with others
+    return true;
   });
 }
 
@@ -737,7 +775,13 @@ std::optional<std::string> Reducer::difference() {
     const PassLock::Interval others(mutex_);
     auto known = reports.trainedDifference(trained_now, params_, world_size);
     known = known ? known : reports.partsDifference(parts, failure, world_size, kReportsTimeout);
-    return known || !use_.isShared() ? known : std::optional<std::string>(kSharedGroup);
+    if (!known && use_.isShared()) {
+      known = kSharedGroup;
+    }
+    if (weights_.has_value() && (!known || known == kSharedGroup)) {
+      known = (known ? *known + ". " : "") + kWithoutBatch;
+    }
+    return known;
   }();
   if (why.has_value() && failure_.any() && failures_ == failure + 1) {
     failure_.explain(*why);

@@ -68,7 +68,7 @@ void Reducer::launchFirst() {
     return;
   }
   try {
-    weights_->launch(*group_.get(), group_.device());
+    weights_->launch(*group_.get(), group_.device(), options_.wrapper_number);
   } catch (const std::exception& error) {
     lose(error);
   }

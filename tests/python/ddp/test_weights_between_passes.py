@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import time
 from typing import Any
 
@@ -711,6 +712,49 @@ def test_what_happens_now_and_then_is_no_compute_time() -> None:
             assert each < sum(clock_s[max(0, step - 1) : step + 1]) + 0.3, (step, seconds, clock_s)
 
 
+class Sleeps(nn.Module):
+    """And computes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.net, self.seconds = make_net(), seconds
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.net(batch)
+
+
+FORWARDS = ("one", "two", "chained", "two, then two of backward", "one after a dropped one", "one")
+
+
+def several_forwards(rank: int, world_size: int) -> list[float]:
+    """The seconds of rank 0's steps, of which a forward pass takes 0.2."""
+    model = wrap(Sleeps(0.2 if rank == 0 else 0.0), weight="samples")
+    for step, what in enumerate([*FORWARDS, "one"]):
+        model.zero_grad()
+        outputs = [model(batch_of(rank, step))]
+        if what == "chained":
+            outputs = [model(torch.cat([batch_of(rank, step)[:, 2:], outputs[0]], 1))]
+        elif what == "one after a dropped one":
+            outputs[0] = model(batch_of(rank, step))
+        elif what.startswith("two"):
+            outputs.append(model(batch_of(rank, step)))
+        losses = [output.square().mean() for output in outputs]
+        if what != "two, then two of backward":
+            losses = [sum(losses[1:], losses[0])]
+        for loss in losses:
+            loss.backward()
+    return [record.last_seconds[0] for record in model.step_log.records(1)]
+
+
+def test_all_forward_passes_of_a_step_are_in_its_time() -> None:
+    found = ranks.run_ranks(2, several_forwards, timeout_s=60, preload=ranks.TORCH_DDP).values()
+    for seconds in found:
+        counts = [1, 2, 2, 2, 0, 1, 1]  # two of backward are two steps
+        assert all(map(operator.ge, seconds, (0.19 * count for count in counts))), seconds
+        assert seconds[4] < 0.19 and seconds[5] < 0.39, seconds  # none twice, and none dropped
+
+
 class Waits(nn.Module):
     """Computes so long; both ranks average something in forward, and so wait for each other."""
 
@@ -756,6 +800,44 @@ def test_compute_times_have_the_optimizer_in_them_and_no_waits(normed: bool) -> 
         slow, fast = zip(*steps, strict=True)
         assert 0.22 <= min(slow) < 0.33, steps
         assert min(fast) < 0.06, steps
+
+
+class WaitsElsewhere(Waits):
+    """In a way that pycomm's clock of waits does not see."""
+
+    def __init__(self, seconds: float, how: str) -> None:
+        super().__init__(seconds)
+        self.how = how
+        self.group = dist.new_group(backend="gloo") if how == "gloo" else None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        work = dist.all_reduce(torch.ones(1), group=self.group, async_op=True)
+        assert work is not None
+        work.wait() if self.how == "gloo" else work.get_future().wait()
+        return self.net(batch)
+
+
+def with_other_waits(rank: int, world_size: int, how: str) -> list[float]:
+    model = wrap(WaitsElsewhere(0.1 if rank == 0 else 0.0, how), weight="samples")
+    for step in range(6):
+        model.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+    return [record.last_seconds[1] for record in model.step_log.records(3)]
+
+
+@pytest.mark.parametrize("how", ["gloo", "future"])
+def test_waits_that_are_not_known_count_as_computing(how: str) -> None:
+    found = ranks.run_ranks(
+        2,
+        with_other_waits,
+        args=(how,),
+        timeout_s=60,
+        only_pycomm=how != "gloo",
+        preload=ranks.TORCH_DDP,
+    )
+    for seconds in found.values():
+        assert min(seconds) > 0.08, seconds
 
 
 def over_a_load(rank: int, world_size: int) -> tuple[float, float]:
