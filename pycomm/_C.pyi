@@ -53,6 +53,7 @@ __all__: list[str] = [
     "is_reconfigurable",
     "last_error",
     "list_interfaces",
+    "look_up",
     "mix_ids",
     "name_collected",
     "named_done_callback",
@@ -400,6 +401,7 @@ def host_identity() -> str: ...
 def is_reconfigurable(backend: torch._C._distributed_c10d.Backend) -> bool: ...
 def last_error(backend: torch._C._distributed_c10d.Backend) -> typing.Any: ...
 def list_interfaces() -> list[typing.Any]: ...
+def look_up(hosts: collections.abc.Sequence[str], timeout_ms: int) -> list[str]: ...
 def mix_ids(ids: torch.Tensor) -> torch.Tensor: ...
 def name_collected(
     all: torch.Future[typing.Any],
@@ -413,10 +415,7 @@ def named_then(
     future: torch.Future[typing.Any], callback: typing.Any, promise: Promise
 ) -> torch.Future[typing.Any]: ...
 def offer_port(
-    backend: torch._C._distributed_c10d.Backend,
-    hosts: collections.abc.Sequence[str],
-    port: int,
-    timeout_ms: int,
+    backend: torch._C._distributed_c10d.Backend, addresses: collections.abc.Sequence[str], port: int
 ) -> tuple[str, list[tuple[str, str]]]: ...
 def post_notice(
     store: torch.distributed.distributed_c10d.Store,

@@ -174,18 +174,33 @@ py::object askPort(
   return ask(backend, FixedPort{hosts, port}, timeout_ms);
 }
 
+// All addresses of these hosts, without one for a name that has none.
+std::vector<std::string> lookUp(const std::vector<std::string>& hosts, int timeout_ms) {
+  const WithoutGil no_gil;
+  return raising([&] {
+    const FixedPort at{hosts, 0};
+    const Deadline deadline = Deadline::after(timeout_ms);
+    std::vector<std::string> addresses;
+    for (const std::string& host : hosts) {
+      for (const SocketAddress& address : at.addressesOf(host, deadline)) {
+        addresses.push_back(address.ip());
+      }
+    }
+    return addresses;
+  });
+}
+
 // This host's network, and by address at which this process is to be found there: why it is not yet, or "". Containers with names of their own
-// may share a network, and so its ports.
+// may share a network, and so its ports. `addresses`: of the hosts on which members are found.
 std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPort(
     const c10::intrusive_ptr<c10d::Backend>& backend,
-    const std::vector<std::string>& hosts,
-    uint16_t port,
-    int timeout_ms) {
+    const std::vector<std::string>& addresses,
+    uint16_t port) {
   const auto pycomm = ours(backend);
   const WithoutGil no_gil;
   return raising([&] {
     std::vector<std::pair<std::string, std::string>> offers;
-    for (const Endpoint::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
+    for (const Endpoint::Offer& offer : pycomm->members()->offer({addresses, port}, Deadline::after(0))) {
       offers.emplace_back(offer.address.text(), offer.busy);
     }
     HostIdentity host = pycomm->members()->visitor().self.host;
@@ -269,7 +284,8 @@ void bindElastic(py::module_& m) {
       py::arg("joins") = py::none());
   m.def("ask_members", &askMembers, py::arg("backend"), py::arg("handles"), py::arg("timeout_ms"));
   m.def("ask_port", &askPort, py::arg("backend"), py::arg("hosts"), py::arg("port"), py::arg("timeout_ms"));
-  m.def("offer_port", &offerPort, py::arg("backend"), py::arg("hosts"), py::arg("port"), py::arg("timeout_ms"));
+  m.def("look_up", &lookUp, py::arg("hosts"), py::arg("timeout_ms"));
+  m.def("offer_port", &offerPort, py::arg("backend"), py::arg("addresses"), py::arg("port"));
 }
 
 } // namespace pycomm

@@ -39,6 +39,13 @@ _OTHER_PORT = (
 )
 
 
+def look_up(peers: str) -> tuple[str, ...]:
+    """The addresses of all hosts of ``pycomm://``. Waits for name servers."""
+    at = peers_port(peers)
+    assert at is not None
+    return tuple(loader.native.look_up(at.hosts, _LOOK_UP_MS))
+
+
 def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
     """Handles of the members, as one of them has said.
 
@@ -139,8 +146,8 @@ Offer = tuple[str, Sequence[tuple[str, str]]]
 or ""."""
 
 
-def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
-    """Lets others find this process at the port, if it runs on one of the hosts.
+def offer_port(group: Any, peers: str, addresses: Sequence[str]) -> tuple[Offer, str]:
+    """Lets others find this process at the port, if one of the addresses is its host's.
 
     Of a port that another process has, this one takes it when that ends. The second: why it may
     have none at all.
@@ -148,7 +155,7 @@ def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
     at = peers_port(peers)
     assert at is not None
     try:
-        return loader.native.offer_port(native_backend(group), at.hosts, at.port, _LOOK_UP_MS), ""
+        return loader.native.offer_port(native_backend(group), addresses, at.port), ""
     except InvalidArgumentError as error:
         return ("", ()), f"Elastic.peers={peers!r}: {error}"
 
@@ -206,22 +213,22 @@ def _read(path: str) -> tuple[list[str], str]:
     return [line for line in lines if line and not line.startswith("#")], f"{path} has no handles"
 
 
-def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
+def pull(agreement: Any, model: Any, addresses: Sequence[str]) -> Mapping[str, Any]:
     """Blocks until this process is a member. Returns what the reducer takes over.
+
+    ``addresses``: of ``look_up()``, where it listens then. Before, it could answer nobody there,
+    and would keep the port from a member.
 
     Raises:
         JoinRefusedError: The state does not fit, or did not come within ``join_pause``.
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
     """
     shared: Mapping[str, Any] = {}
-    peers = model._elastic.peers_port
-    # While nobody waits for this process: it looks names up.
-    offered = None if peers is None else offer_port(model._own_group, peers)
     while (state := agreement.pull()) is not None:
         shared = _load(state, model)
         agreement.loaded()
-    if offered is not None:
-        _be_found(model._own_group, peers, offered)
+    if (peers := model._elastic.peers_port) is not None:
+        _be_found(model._own_group, peers, offer_port(model._own_group, peers, addresses))
     return shared
 
 
