@@ -255,10 +255,6 @@ void bindElastic(py::module_& m) {
           "loaded", [](ElasticGroup& group) { raising([&] { group.loaded(); }); }, py::call_guard<WithoutGil>())
       .def("steps", [](ElasticGroup& group) { return raising([&] { return group.steps(); }); })
       .def(
-          "newcomers",
-          [](ElasticGroup& group) { return raising([&] { return group.newcomers(); }); },
-          py::call_guard<WithoutGil>())
-      .def(
           "ranks_with_newcomers",
           [](const ElasticGroup& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
       .def("give", &give, py::arg("state"))

@@ -178,18 +178,23 @@ void ElasticGroup::entitle() const {
 }
 
 bool ElasticGroup::begin() {
-  return takeOver(&AgreementDriver::begin);
+  return takeOver(await(&AgreementDriver::begin));
 }
 
 bool ElasticGroup::awaitMembers() {
-  return takeOver(&AgreementDriver::present);
+  return takeOver(await(&AgreementDriver::present));
 }
 
-bool ElasticGroup::takeOver(std::optional<AgreementDriver::Epoch> (AgreementDriver::*waits)(Deadline)) {
+size_t ElasticGroup::newcomers() {
+  return await(&AgreementDriver::newcomers);
+}
+
+template <typename Found>
+Found ElasticGroup::await(std::optional<Found> (AgreementDriver::*waits)(Deadline)) {
   for (;;) {
     beforeWait();
-    if (const auto epoch = ((*driver_).*waits)(Deadline::after(kSignalCheckMs))) {
-      return takeOver(*epoch);
+    if (const auto found = ((*driver_).*waits)(Deadline::after(kSignalCheckMs))) {
+      return *found;
     }
     checkSignals();
   }

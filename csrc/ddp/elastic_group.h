@@ -19,7 +19,7 @@ namespace pycomm {
 /// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
 ///
 /// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
-/// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() that of rank 0.
+/// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() the members'.
 class ElasticGroup final : public StepAgreement {
  public:
   /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
@@ -51,6 +51,7 @@ class ElasticGroup final : public StepAgreement {
     return driver_->admissionIsDue();
   }
   [[nodiscard]] bool admit() override;
+  [[nodiscard]] size_t newcomers() override;
   void joinPoint() override {
     points_ = {driver_->steps(), joinPoints() + 1};
   }
@@ -73,10 +74,7 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] int64_t steps() const {
     return driver_->steps();
   }
-  /// See AgreementDriver: newcomers(), ranksWithNewcomers() and give().
-  [[nodiscard]] size_t newcomers() {
-    return driver_->newcomers();
-  }
+  /// See AgreementDriver: ranksWithNewcomers() and give().
   [[nodiscard]] size_t ranksWithNewcomers() const {
     return driver_->ranksWithNewcomers();
   }
@@ -95,8 +93,9 @@ class ElasticGroup final : public StepAgreement {
   }
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
-  /// The same, of the epoch that `waits` returns. A signal handler that raises ends the wait.
-  bool takeOver(std::optional<AgreementDriver::Epoch> (AgreementDriver::*waits)(Deadline));
+  /// What `waits` returns once it is not nullopt. A signal handler that raises ends the wait.
+  template <typename Found>
+  [[nodiscard]] Found await(std::optional<Found> (AgreementDriver::*waits)(Deadline));
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;

@@ -142,10 +142,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
   /// step throws; after that the reducer has failed.
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
-  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached. Collective then; throws
-  /// what a step throws. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a forward pass.
-  /// False between the passes of a step: no process gets the state there.
-  bool admitNewcomers(bool at_join_point);
+  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached, or if they are too few for a
+  /// step. Collective then; throws what a step throws. Returns how many newcomers wait for the state of this rank, which gives it to them and
+  /// calls this again; 0: the program may go on. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a
+  /// forward pass, or a further call. Between the passes of a step it does not wait: no process gets the state there.
+  [[nodiscard]] size_t admitNewcomers(bool at_join_point);
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;

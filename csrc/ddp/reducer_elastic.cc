@@ -195,9 +195,9 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
 }
 
 // Between the passes of a step, where a mean may have made it due or a death has left too few, newcomers wait for the next step: they have none
-// of those passes.
-bool Reducer::admitNewcomers(bool at_join_point) {
-  return raising([&] {
+// of those passes. So they do in a forward pass that backward repeats.
+size_t Reducer::admitNewcomers(bool at_join_point) {
+  return raising([&]() -> size_t {
     const Turn turn(*this);
     if (agreement_ != nullptr && at_join_point) {
       if (midway()) {
@@ -208,22 +208,22 @@ bool Reducer::admitNewcomers(bool at_join_point) {
       }
       agreement_->joinPoint();
     }
-    if (agreement_ == nullptr || midway()) {
-      return false;
-    }
-    if (!agreement_->admissionIsDue()) {
-      return true;
+    if (agreement_ == nullptr || midway() || marks_.repeatsForward()) {
+      return 0;
     }
     throwIfUnfinished();
     try {
       const int64_t before = nowNs();
-      changed_ = agreement_->admit() || changed_;
+      if (agreement_->admissionIsDue()) {
+        changed_ = agreement_->admit() || changed_;
+      }
+      const size_t waiting = agreement_->newcomers();
       stats_.agreeing_ns += nowNs() - before;
+      return waiting;
     } catch (const std::exception& error) {
       fail("the members were stopping for a process that joins", error);
       throw;
     }
-    return true;
   });
 }
 

@@ -280,7 +280,7 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def give_state(model: Any, args: object) -> None:
-    """Before a forward with gradients: gives newcomers the state of all members, if rank 0."""
+    """Before a forward with gradients: members that stop for newcomers, or are too few, wait."""
     if not torch.is_grad_enabled():
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
@@ -297,12 +297,15 @@ def admit_at_join_point(model: Any) -> None:
 def _admit(model: Any, *, at_join_point: bool) -> None:
     if not model._can_be_joined():
         return
-    if not model.reducer.admit_newcomers(at_join_point):
-        return
+    waiting = model.reducer.admit_newcomers(at_join_point)
+    while waiting > 0:  # on rank 0, which is another one after its death
+        _give(model, waiting)
+        waiting = model.reducer.admit_newcomers()
+
+
+def _give(model: Any, waiting: int) -> None:
+    """Gives so many newcomers the state of all members."""
     agreement = model._agreement
-    waiting = agreement.newcomers()
-    if waiting == 0:
-        return
     most = model._most_ranks()
     keep = waiting if most is None else most - agreement.ranks_with_newcomers() + waiting
     if keep < waiting:

@@ -532,7 +532,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             if self._elastic.join and self._elastic.peers_port is not None:
                 from pycomm.ddp.joining import look_up
 
-                addresses = look_up(self._elastic.peers_port)  # later, members wait for this process
+                # Later, members wait for this process.
+                addresses = look_up(self._elastic.peers_port)
             agreement = _elastic.make_agreement(self._own_group, self._elastic, self._description)
             self._agreement = agreement
             if self._elastic.join:
