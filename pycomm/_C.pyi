@@ -15,7 +15,7 @@ import typing_extensions
 __all__: list[str] = [
     "CODEC_BLOCK",
     "DdpLogger",
-    "ElasticGroup",
+    "ElasticSteps",
     "ExactSums",
     "IdMap",
     "IssueChain",
@@ -122,7 +122,7 @@ class StepAgreement:
     def leave(self) -> None: ...
     def members(self) -> list[int]: ...
 
-class ElasticGroup(StepAgreement):
+class ElasticSteps(StepAgreement):
     def give(self, state: typing_extensions.Buffer) -> None: ...
     def loaded(self) -> None: ...
     def pull(self) -> typing.Any: ...
@@ -466,7 +466,7 @@ def step_agreement(
     peers_path: str = "",
     has_port: bool = False,
     joins: collections.abc.Sequence[str] | None = None,
-) -> ElasticGroup: ...
+) -> ElasticSteps: ...
 def sum_decoded(
     codec: str,
     codes: collections.abc.Sequence[torch.Tensor],

@@ -11,7 +11,7 @@
 #include "c10d/process_end.h"
 #include "c10d/raising.h"
 #include "c10d/without_gil.h"
-#include "ddp/elastic_group.h"
+#include "ddp/elastic_steps.h"
 #include "ddp/step_agreement.h"
 
 namespace py = pybind11;
@@ -110,7 +110,7 @@ c10::intrusive_ptr<PycommBackend> ours(const c10::intrusive_ptr<c10d::Backend>& 
 }
 
 // `joins`: handles of members of the group that this process wants to join; none: it is a founding member.
-std::shared_ptr<ElasticGroup> open(
+std::shared_ptr<ElasticSteps> open(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     size_t min_ranks,
@@ -134,8 +134,8 @@ std::shared_ptr<ElasticGroup> open(
     config.description = std::move(description);
     config.peers_path = std::move(peers_path);
     config.has_port = has_port;
-    return joins ? ElasticGroup::join(std::move(pycomm), group, *joins, config)
-                 : std::make_shared<ElasticGroup>(std::move(pycomm), group, config);
+    return joins ? ElasticSteps::join(std::move(pycomm), group, *joins, config)
+                 : std::make_shared<ElasticSteps>(std::move(pycomm), group, config);
   });
 }
 
@@ -209,7 +209,7 @@ std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPo
   });
 }
 
-py::object pull(ElasticGroup& group) {
+py::object pull(ElasticSteps& group) {
   const auto state = [&] {
     const WithoutGil no_gil;
     return raising([&] { return group.pull(); });
@@ -217,7 +217,7 @@ py::object pull(ElasticGroup& group) {
   return state ? py::object(py::bytes(*state)) : py::none();
 }
 
-void give(ElasticGroup& group, const py::buffer& state) {
+void give(ElasticSteps& group, const py::buffer& state) {
   const py::buffer_info info = state.request();
   const std::string_view bytes(static_cast<const char*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
   const WithoutGil no_gil;
@@ -249,18 +249,18 @@ void bindElastic(py::module_& m) {
             return std::tuple(changes.left, changes.lost, changes.joined);
           })
       .def("close", [](StepAgreement& steps) { steps.close(); }, py::call_guard<WithoutGil>());
-  py::class_<ElasticGroup, StepAgreement, std::shared_ptr<ElasticGroup>>(m, "ElasticGroup")
+  py::class_<ElasticSteps, StepAgreement, std::shared_ptr<ElasticSteps>>(m, "ElasticSteps")
       .def("pull", &pull)
       .def(
-          "loaded", [](ElasticGroup& group) { raising([&] { group.loaded(); }); }, py::call_guard<WithoutGil>())
-      .def("steps", [](ElasticGroup& group) { return raising([&] { return group.steps(); }); })
+          "loaded", [](ElasticSteps& group) { raising([&] { group.loaded(); }); }, py::call_guard<WithoutGil>())
+      .def("steps", [](ElasticSteps& group) { return raising([&] { return group.steps(); }); })
       .def(
           "ranks_with_newcomers",
-          [](const ElasticGroup& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
+          [](const ElasticSteps& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
       .def("give", &give, py::arg("state"))
       .def(
           "refuse",
-          [](ElasticGroup& group, const std::string& why, size_t keep) { raising([&] { group.refuse(why, keep); }); },
+          [](ElasticSteps& group, const std::string& why, size_t keep) { raising([&] { group.refuse(why, keep); }); },
           py::arg("why"),
           py::arg("keep") = 0,
           py::call_guard<WithoutGil>());

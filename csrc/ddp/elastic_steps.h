@@ -20,23 +20,23 @@ namespace pycomm {
 ///
 /// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
 /// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() the members'.
-class ElasticGroup final : public StepAgreement {
+class ElasticSteps final : public StepAgreement {
  public:
   /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
   /// members. Throws Error(InvalidArgument), and what AgreementDriver::open() does.
-  ElasticGroup(
+  ElasticSteps(
       c10::intrusive_ptr<PycommBackend> backend,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const AgreementDriver::Config& config);
   /// Of a newcomer. `backend` has this process as its only member so far; `asked`: members of the group, as ask() returned them.
-  [[nodiscard]] static std::shared_ptr<ElasticGroup> join(
+  [[nodiscard]] static std::shared_ptr<ElasticSteps> join(
       c10::intrusive_ptr<PycommBackend> backend,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const std::vector<std::string>& asked,
       const AgreementDriver::Config& config);
-  ~ElasticGroup() override;
-  ElasticGroup(const ElasticGroup&) = delete;
-  ElasticGroup& operator=(const ElasticGroup&) = delete;
+  ~ElasticSteps() override;
+  ElasticSteps(const ElasticSteps&) = delete;
+  ElasticSteps& operator=(const ElasticSteps&) = delete;
 
   [[nodiscard]] bool begin() override;
   [[nodiscard]] bool awaitMembers() override;
@@ -85,7 +85,7 @@ class ElasticGroup final : public StepAgreement {
   }
 
  private:
-  ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ElasticSteps(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// How many join_point()s this rank has passed since the last round. None behind a round behind which a process has come: that has not passed
   /// those before its place in the program, and others may have.
   [[nodiscard]] int64_t joinPoints() const {
