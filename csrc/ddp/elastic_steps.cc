@@ -89,7 +89,7 @@ std::shared_ptr<ElasticSteps> ElasticSteps::join(
     members.push_back(MemberHandle::parse(handle));
   }
   std::shared_ptr<ElasticSteps> joining(new ElasticSteps(std::move(backend), std::move(group)));
-  joining->driver_ = AgreementDriver::join(*joining->backend_->members(), members, config);
+  joining->driver_ = AgreementDriver::askToJoin(*joining->backend_->members(), members, config);
   joining->backend_->closeFirst(joining->driver_);
   return joining;
 }

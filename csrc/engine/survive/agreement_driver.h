@@ -75,7 +75,7 @@ class AgreementDriver final : public Engine::Maker {
       const Config& config,
       const std::function<void()>& wait_for_all);
   /// Of a newcomer, which asks these members to admit it: see arrive(). Throws Error(ShutDown).
-  [[nodiscard]] static std::shared_ptr<AgreementDriver> join(
+  [[nodiscard]] static std::shared_ptr<AgreementDriver> askToJoin(
       Reconfigurable& members,
       const std::vector<MemberHandle>& asked,
       const Config& config);

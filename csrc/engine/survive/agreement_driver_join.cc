@@ -244,7 +244,7 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
   return std::nullopt;
 }
 
-std::shared_ptr<AgreementDriver> AgreementDriver::join(
+std::shared_ptr<AgreementDriver> AgreementDriver::askToJoin(
     Reconfigurable& members,
     const std::vector<MemberHandle>& asked,
     const Config& config) {

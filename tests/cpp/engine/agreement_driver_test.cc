@@ -891,7 +891,7 @@ struct Joining {
     for (size_t i = 0; i < group.drivers.size(); ++i) {
       handles.push_back(group.handle(i));
     }
-    newcomer = AgreementDriver::join(stranger.members, handles, config);
+    newcomer = AgreementDriver::askToJoin(stranger.members, handles, config);
   }
   ~Joining() {
     newcomer->close();
@@ -1050,7 +1050,7 @@ TEST(AgreementDriver, TooFewMembersWaitForAProcessThatComesLater) {
   group.drivers[1]->close();
   waitUntilAlone(member);
   Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0)}, config);
+  const auto newcomer = AgreementDriver::askToJoin(stranger.members, {group.handle(0)}, config);
   EXPECT_EQ(member.newcomers(soon()), 1U);
   newcomer->close();
 }
@@ -1142,7 +1142,7 @@ TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewco
   const Joining joining(3, withAtLeast(3));
   AgreementDriver& member = *joining.group.drivers[0];
   Alone other;
-  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  const auto second = AgreementDriver::askToJoin(other.members, {joining.group.handle(0)}, joining.config);
   joining.group.drivers[1]->close();
   joining.group.drivers[2]->close();
   for (const Deadline end = soon(); member.newcomers(Deadline::after(100)) != 2U;) {
@@ -1164,7 +1164,7 @@ TEST(AgreementDriver, OfTwoThatWaitOneIsRefusedAndTheOtherOneGetsTheState) {
   const Joining joining(3, withAtLeast(3));
   AgreementDriver& member = *joining.group.drivers[0];
   Alone other;
-  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  const auto second = AgreementDriver::askToJoin(other.members, {joining.group.handle(0)}, joining.config);
   joining.group.drivers[1]->close();
   joining.group.drivers[2]->close();
   for (const Deadline end = soon(); member.newcomers(Deadline::after(100)) != 2U;) {
@@ -1230,7 +1230,7 @@ TEST(AgreementDriver, AFormerMemberIsNoNewcomer) {
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   EXPECT_EQ(links(), 0);
   Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0)}, config);
+  const auto newcomer = AgreementDriver::askToJoin(stranger.members, {group.handle(0)}, config);
   for (const Deadline end = soon(); links() == 0 && !end.expired();) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
