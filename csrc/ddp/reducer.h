@@ -285,7 +285,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void leave() const;
   [[nodiscard]] bool sumAll();
   void redo();
-  void takeOver();
+  void writeAverages();
 
   void fail(const std::string& doing, const std::exception& error);
   [[nodiscard]] std::optional<std::string> difference();

@@ -547,7 +547,7 @@ std::optional<bool> Reducer::endStep(bool looks) {
     giveUpWeightless();
     return std::nullopt;
   }
-  agreement_ != nullptr ? takeOver() : finishBuckets();
+  agreement_ != nullptr ? writeAverages() : finishBuckets();
   if (looks && options_.drops_nonfinite_steps) {
     pipeline_->lookAtAll();
   }
@@ -635,7 +635,7 @@ bool Reducer::isUsed(size_t index) {
 }
 
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in takeOver(), just before.
+// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before.
 void Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();

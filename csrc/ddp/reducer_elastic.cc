@@ -1,8 +1,8 @@
 // A step that survives deaths: a transaction, which is committed by all members or summed again by those that are left.
 //
-//     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> takeOver() -> commit()
+//     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> writeAverages() -> commit()
 //
-// Redo is packing again. Until takeOver() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
+// Redo is packing again. Until writeAverages() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
 #include <ATen/core/grad_mode.h>
 
@@ -295,7 +295,7 @@ void Reducer::redo() {
 }
 
 // All members have all sums, so from here on the step changes what the program and the next step see.
-void Reducer::takeOver() {
+void Reducer::writeAverages() {
   const at::NoGradGuard no_grad;
   try {
     pipeline_->writeAll([this](size_t param) { return isUsed(param); });
