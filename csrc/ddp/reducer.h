@@ -282,7 +282,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void transact(const std::function<void()>& sum, const std::function<void()>& again, StepAgreement::Round round);
   [[nodiscard]] bool midway() const;
   [[nodiscard]] bool beginNext();
-  void leave() const;
+  void abandonMembers() const;
   [[nodiscard]] bool sumAll();
   void redo();
   void writeAverages();

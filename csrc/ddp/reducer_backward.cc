@@ -474,7 +474,7 @@ void Reducer::finishCall() {
   for (const std::shared_ptr<Reducer>& each : reducers) {
     if (failed) {
       if (each->agreement_ != nullptr && each->mutex_.inPass()) {
-        each->leave(); // the others would wait for this rank until it calls forward again
+        each->abandonMembers(); // the others would wait for this rank until it calls forward again
       }
       continue;
     }
@@ -711,7 +711,7 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
   if (agreement_ != nullptr) {
     if (!all_know) {
-      leave();
+      abandonMembers();
     }
     return;
   }
@@ -762,7 +762,7 @@ void Reducer::throwIfUnfinished() const {
     return;
   }
   if (agreement_ != nullptr) {
-    leave();
+    abandonMembers();
   }
   const std::vector<size_t> missing = pass_.missing(trained());
   if (missing.empty()) {

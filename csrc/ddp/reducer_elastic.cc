@@ -274,7 +274,7 @@ bool Reducer::sumAll() {
 }
 
 // This rank alone has failed: the others go on at once, without it.
-void Reducer::leave() const {
+void Reducer::abandonMembers() const {
   const WithoutGil no_gil; // it waits for threads
   agreement_->close();
 }
