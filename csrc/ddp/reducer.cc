@@ -74,7 +74,7 @@ Reducer::Reducer(
 
 Reducer::~Reducer() {
   if (agreement_ != nullptr) {
-    leave();
+    abandonMembers();
   }
 }
 

@@ -143,10 +143,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
   /// step throws; after that the reducer has failed.
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
-  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached. Collective then; throws
-  /// what a step throws. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a forward pass.
-  /// False between the passes of a step: no process gets the state there.
-  bool admitNewcomers(bool at_join_point);
+  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached, or if they are too few for a
+  /// step. Collective then; throws what a step throws. Returns how many newcomers wait for the state of this rank, which gives it to them and
+  /// calls this again; 0: the program may go on. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a
+  /// forward pass, or a further call. Between the passes of a step it does not wait: no process gets the state there.
+  [[nodiscard]] size_t admitNewcomers(bool at_join_point);
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;
@@ -260,7 +261,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void queueFinish();
   static void finishCall();
   static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers);
-  static void leaveAll(const std::vector<std::shared_ptr<Reducer>>& reducers);
+  static void abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers);
   [[nodiscard]] bool beginWithoutBatch(bool reduces);
   [[nodiscard]] std::optional<bool> finish(bool looks);
   [[nodiscard]] bool keepsResiduals();
@@ -285,10 +286,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void transact(const std::function<void()>& sum, const std::function<void()>& again, StepAgreement::Round round);
   [[nodiscard]] bool midway() const;
   [[nodiscard]] bool beginNext();
-  void leave() const;
+  void abandonMembers() const;
   [[nodiscard]] bool sumAll();
   void redo();
-  void takeOver();
+  void writeAverages();
 
   void fail(const std::string& doing, const std::exception& error);
   [[nodiscard]] std::optional<std::string> difference();

@@ -488,7 +488,7 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers) {
   bool others = false; // there is one whose averages are not
   for (const std::shared_ptr<Reducer>& each : reducers) {
     if (failed) {
-      leaveAll({each});
+      abandonAll({each});
       continue;
     }
     try {
@@ -511,10 +511,10 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers) {
 }
 
 // The others would wait for this rank until it calls forward again.
-void Reducer::leaveAll(const std::vector<std::shared_ptr<Reducer>>& reducers) {
+void Reducer::abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers) {
   for (const std::shared_ptr<Reducer>& each : reducers) {
     if (each->agreement_ != nullptr && each->mutex_.inPass()) {
-      each->leave();
+      each->abandonMembers();
     }
   }
 }
@@ -569,7 +569,7 @@ std::optional<bool> Reducer::endStep(bool looks) {
     giveUpWeightless();
     return std::nullopt;
   }
-  agreement_ != nullptr ? takeOver() : finishBuckets();
+  agreement_ != nullptr ? writeAverages() : finishBuckets();
   if (looks && options_.drops_nonfinite_steps) {
     pipeline_->lookAtAll();
   }
@@ -607,7 +607,7 @@ void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reduc
       }
     }
   } catch (const std::exception&) {
-    leaveAll(begun);
+    abandonAll(begun);
     throw;
   }
   finishAll(std::move(begun));
@@ -673,7 +673,7 @@ bool Reducer::isUsed(size_t index) {
 }
 
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in takeOver(), just before.
+// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before.
 void Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
@@ -749,7 +749,7 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
   if (agreement_ != nullptr) {
     if (!all_know) {
-      leave();
+      abandonMembers();
     }
     return;
   }
@@ -806,7 +806,7 @@ void Reducer::throwIfUnfinished() const {
     return;
   }
   if (agreement_ != nullptr) {
-    leave();
+    abandonMembers();
   }
   const std::vector<size_t> missing = pass_.missing(trained());
   if (missing.empty()) {

@@ -390,7 +390,6 @@ bool AgreementDriver::committed(uint64_t epoch, const Wish& all) {
   undelivered_ = false;
   if (committed != Committed::GoesOn) {
     over_ = true; // no step begins before the next view
-    stops_ = epoch;
     inbox_->put(Boundary{epoch, committed == Committed::Admits});
   }
   if (ledger_.hasLeft()) {
@@ -466,6 +465,7 @@ void AgreementDriver::failWith(ErrorRecord record) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     error_ = error_ ? error_ : std::move(record);
+    stopGivingLocked(*error_);
   }
   changed_.notify_all();
   admitNobody();
@@ -652,7 +652,6 @@ void AgreementDriver::handle(Event event, TimePoint now) {
       pause_until_ = now + milliseconds(config_.join_pause_ms);
       agreement_->boundary(now, boundary->admits);
     }
-    knows_stop_ = true;
   } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {
     if (sealed->epoch == agreement_->view().epoch) {
       trace("is sealed");
@@ -794,14 +793,13 @@ void AgreementDriver::seal(const Agreement::Action& action) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
-    giving_.to.clear(); // nothing would end what begins now
+    endGiving(why);
     job.view = view_;
     if (present_) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
     meeting = meeting_;
   }
-  stopGiving(why);
   PYCOMM_FAULT_POINT("survive.stop_giving");
   if (meeting != nullptr) {
     meeting->abort(why); // without the lock, as it may wait for the planes of a group
@@ -820,6 +818,7 @@ void AgreementDriver::install(const View& view) {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
     over_ = false;
+    endGiving(end.why); // also if no seal has come before
     if (!before.members.empty()) { // a newcomer counts from its first view on
       changes_.count(before, view);
     }
@@ -831,6 +830,7 @@ void AgreementDriver::install(const View& view) {
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
+  pause_until_.reset();
   PYCOMM_FAULT_POINT("survive.install");
   if (meeting != nullptr) {
     meeting->abort(end.why);

@@ -163,8 +163,8 @@ class Stopped:
         self.refused = 0
         self.given: int | None = None
 
-    def newcomers(self) -> int:
-        return self.waiting
+    def admit_newcomers(self, at_join_point: bool = False) -> int:
+        return 0 if self.given is not None or self.refused else self.waiting
 
     def ranks_with_newcomers(self) -> int:
         return self.members + self.waiting
@@ -188,7 +188,7 @@ def test_of_two_that_join_as_many_do_as_have_a_share(
     stopped = Stopped(members, 2)
     model = types.SimpleNamespace(
         _can_be_joined=lambda: True,
-        reducer=types.SimpleNamespace(admit_newcomers=lambda at_join_point: True),
+        reducer=stopped,
         _agreement=stopped,
         _most_ranks=mine.most_ranks,
     )

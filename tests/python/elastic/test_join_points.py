@@ -101,13 +101,15 @@ def test_a_newcomer_dies_within_it(tmp_path: Path) -> None:
     assert values[0]["stats"]["lost_ranks"] == 0
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_member_dies_within_it(who: int, tmp_path: Path) -> None:
-    """The one that gives the state, or one that waits: the process joins at the next one.
+@pytest.mark.parametrize(("who", "least"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_a_member_dies_within_it(who: int, least: int, tmp_path: Path) -> None:
+    """The one that gives the state, or one that waits: the process joins at the next one, or at
+    this one if the members are too few.
 
     A process that is started then ends the training, so that no kill comes too late.
     """
-    plan = at_points(tmp_path, 3, reads_for=0.5)
+    settings = (("join_pause", None), ("min_ranks", least))
+    plan = at_points(tmp_path, 3, reads_for=0.5, settings=settings)
     if who == 0:
         plan = dataclasses.replace(plan, dies=(0, "gives"))
     with start(2, plan, SHARED) as running:
