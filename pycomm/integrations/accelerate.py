@@ -77,7 +77,7 @@ def make_accelerator(
     if ignored := [name for name in _WITHOUT_EFFECT if options.get(name) is not None]:
         raise ValueError(
             f"{ignored[0]}=…: on CPU Accelerate would train without it, and each rank has the "
-            "whole model. Try: leave it out, or torch's FSDP2 in a loop of your own"
+            "whole model. Try: leave it out, or torch's FSDP2 in your own loop"
         )
     arguments = group_arguments(group_options)
     accelerate = _optional.load(

@@ -72,7 +72,7 @@ def make_training_arguments(
         if options.get(name):
             raise ValueError(
                 f"{name}={options[name]!r}: on CPU Accelerate would train without it, and each "
-                "rank has the whole model. Try: leave it out, or torch's FSDP2 in a loop of your own"
+                "rank has the whole model. Try: leave it out, or torch's FSDP2 in your own loop"
             )
     # Accelerate would make the group with it; a parser always gives the default.
     seconds = options.get("ddp_timeout")
