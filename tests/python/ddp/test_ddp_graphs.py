@@ -520,6 +520,39 @@ def test_a_loss_of_derivatives_goes_through_the_output_that_they_are_of() -> Non
             assert off < 1e-12, (case, off)
 
 
+def derivatives_of_a_static_graph(rank: int, world_size: int) -> dict[tuple[str, str], str]:
+    """Passes up to the reduction, beginning with a loss of derivatives."""
+    found = {}
+    how: dict[str, dict[str, Any]] = {
+        "": {},
+        "accumulated": {"accumulate": 2},
+        "in no_sync": {},
+        "weighed": {"weight": "samples"},
+    }
+    for loss, (name, options) in itertools.product(LOSSES[:3], how.items()):
+        group = dist.new_group()
+        model = wrap(force_net(), static_graph=True, process_group=group, **options)
+        try:
+            if name == "in no_sync":
+                with model.no_sync():
+                    loss(model, force_batch(rank, 0)).backward()
+            for number in range(options.get("accumulate", 1)):
+                loss(model, force_batch(rank, number)).backward()
+            found[loss.__name__, name] = "no error"
+        except RuntimeError as error:
+            found[loss.__name__, name] = str(error)
+    return found
+
+
+def test_a_loss_of_derivatives_of_a_static_graph_is_an_error_that_says_so() -> None:
+    found = ranks.run_ranks(
+        2, derivatives_of_a_static_graph, timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    for values in found.values():
+        for case, text in values.items():
+            assert "leave static_graph=True out" in text, (case, text)
+
+
 def two_wrappers(rank: int, world_size: int) -> list[float]:
     """Of one module, in turn, the one's forward without a backward before the other's step."""
     module = TwoLayers()
