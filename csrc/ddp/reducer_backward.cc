@@ -88,9 +88,6 @@ void Reducer::followCall() {
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
-    if (!pass_.reducing() && !state_.now().unsynced) {
-      state_.change([](SharedValues& values) { values.unsynced = true; });
-    }
     const bool first = marks_.enterLocal() && !marks_.reduces();
     if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
@@ -200,6 +197,9 @@ void Reducer::takeGradient(size_t index, bool defined) {
     }
     if (defined && weights_.has_value() && !marks_.inPass()) {
       weights_->added(index);
+    }
+    if (defined && marks_.isLocal() && !state_.now().unsynced) {
+      state_.change([](SharedValues& values) { values.unsynced = true; });
     }
     marks_.note(index, call);
     if (call.may_begin) {
