@@ -318,7 +318,11 @@ void PassMarks::enterReducing(bool begun) {
 }
 
 bool PassMarks::repeatsForward() const {
-  return begun_ && call_.running() && get_current_graph_task_id() != kNoCall;
+  return reduces() && get_current_graph_task_id() != kNoCall;
+}
+
+bool PassMarks::isWithinForward() const {
+  return (reduces() || isLocal()) && get_current_graph_task_id() != kNoCall;
 }
 
 bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {

@@ -173,8 +173,10 @@ class PassMarks {
   }
   /// Whether a pass ended in a call that was nested in this one.
   [[nodiscard]] bool endedNested() const;
-  /// Whether a forward pass that comes now repeats that of the pass which has begun in this call, as a checkpoint with use_reentrant=False does.
+  /// Whether a forward pass that comes now repeats one whose pass this call reduces, as a checkpoint with use_reentrant=False does.
   [[nodiscard]] bool repeatsForward() const;
+  /// Whether one that comes now is a part of this call's pass, whose weight is known and whose time has begun.
+  [[nodiscard]] bool isWithinForward() const;
   /// Whether this call is a pass: it goes through a marked graph, or began one without.
   [[nodiscard]] bool inPass() const {
     return reduces() || isLocal() || beganHere();

@@ -351,7 +351,12 @@ PassWeights& Reducer::weights() {
 
 bool Reducer::forwardBegan() {
   const Turn turn(*this);
-  return !marks_.repeatsForward() && weights().forwardBegan();
+  return weights().forwardBegan();
+}
+
+bool Reducer::isWithinForward() {
+  const Turn turn(*this);
+  return marks_.isWithinForward();
 }
 
 void Reducer::setWeight(std::optional<double> weight) {

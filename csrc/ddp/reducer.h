@@ -107,6 +107,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   // Weights. All throw unless options().weighs.
   /// What the forward pass waits for is over: it begins to compute. See PassWeights::forwardBegan().
   [[nodiscard]] bool forwardBegan();
+  /// Whether a forward pass that begins now is a part of the backward pass under way, as a checkpoint repeats it: it changes neither weight nor time.
+  [[nodiscard]] bool isWithinForward();
   /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.
   /// None: the forward pass says it after all.
   void setWeight(std::optional<double> weight);
