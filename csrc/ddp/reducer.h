@@ -357,7 +357,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   BackwardPass pass_;
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
-  bool armed_by_mark_ = false; ///< the last forward pass outside no_sync() has a marked graph
+  bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed
