@@ -364,6 +364,7 @@ void bindReducer(py::module_& m) {
       .def("prepare_for_forward", blocking(&Reducer::prepareForForward))
       .def("mark_forward", blocking(&Reducer::markForward), py::arg("outputs"), py::arg("reduces"), py::arg("weight"))
       .def("forward_began", blocking(&Reducer::forwardBegan))
+      .def("is_within_forward", blocking(&Reducer::isWithinForward))
       .def("set_weight", blocking(&Reducer::setWeight), py::arg("weight"))
       .def("used_here", blocking(&Reducer::usedHere))
       .def("weight_unsynced", blocking(&Reducer::weightUnsynced))

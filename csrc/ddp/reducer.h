@@ -107,6 +107,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   // Weights. All throw unless options().weighs.
   /// What the forward pass waits for is over: it begins to compute. See PassWeights::forwardBegan().
   [[nodiscard]] bool forwardBegan();
+  /// Whether a forward pass that begins now is a part of the backward pass under way, as a checkpoint repeats it: it changes neither weight nor time.
+  [[nodiscard]] bool isWithinForward();
   /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.
   /// None: the forward pass says it after all.
   void setWeight(std::optional<double> weight);
@@ -360,7 +362,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   BackwardPass pass_;
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
-  bool armed_by_mark_ = false; ///< the last forward pass outside no_sync() has a marked graph
+  bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed

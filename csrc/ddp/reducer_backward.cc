@@ -92,9 +92,6 @@ void Reducer::followCall() {
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
-    if (!pass_.reducing() && !state_.now().unsynced) {
-      state_.change([](SharedValues& values) { values.unsynced = true; });
-    }
     const bool first = marks_.enterLocal() && !marks_.reduces();
     if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
@@ -212,6 +209,9 @@ void Reducer::takeGradient(size_t index, bool defined) {
     if (defined && weights_.has_value() && !marks_.inPass()) {
       weights_->added(index);
     }
+    if (defined && marks_.isLocal() && !state_.now().unsynced) {
+      state_.change([](SharedValues& values) { values.unsynced = true; });
+    }
     marks_.note(index, call);
     if (call.may_begin) {
       queueUnmarked();
@@ -241,9 +241,13 @@ bool Reducer::beginsPass(size_t index) const {
   if (buckets_.all().empty()) {
     return false;
   }
-  // A mark may still come, of this forward pass, of an earlier one, or of one in no_sync(): it says whether the pass reduces, and its weight.
-  const bool marked = armed_by_mark_ && !marks_.expectsAnyGraph();
-  return marks_.pending() || (!marked && callOf(index).may_begin);
+  if (marks_.pending()) {
+    return true;
+  }
+  // A mark may still come, of this forward pass, of an earlier one, of one in no_sync(), or of another wrapper's: it says whether the pass
+  // reduces, whose it is, and its weight.
+  const auto awaits_mark = [&] { return armed_by_mark_ || marks_.isContested(params_[index].tensor); };
+  return callOf(index).may_begin && (marks_.expectsAnyGraph() || !awaits_mark());
 }
 
 void Reducer::queueUnmarked() {
@@ -263,8 +267,14 @@ void Reducer::beginUnmarked() {
     if (pass_.phase() != BackwardPass::Phase::Armed || marks_.inPass() || marks_.endedWithin()) {
       return;
     }
+    const std::vector<size_t> before = marks_.takeNoted();
+    if (std::none_of(before.begin(), before.end(), [this](size_t param) {
+          return marks_.mayBeginUnmarked(params_[param].tensor);
+        })) {
+      return;
+    }
     try {
-      beginPassWith(marks_.takeNoted());
+      beginPassWith(before);
     } catch (const std::exception& error) {
       fail("gradients of a backward pass beside forward's outputs were being reduced", error);
       throw;
@@ -311,6 +321,7 @@ void Reducer::beginPass() {
   }
   show();
   if (!pass_.reducing()) {
+    marks_.disarm();
     return;
   }
   if (agreement_ != nullptr) {

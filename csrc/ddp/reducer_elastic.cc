@@ -6,6 +6,7 @@
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -227,9 +228,15 @@ size_t Reducer::admitNewcomers(bool at_join_point) {
   });
 }
 
-// Passes of this rank wait for a reduction, and all members have made as many.
+// Passes of this rank wait for a reduction, and all members have made as many. zero_grad() forgets those in no_sync().
 bool Reducer::midway() const {
-  return state_.now().accumulated > 0 || state_.now().unsynced || (weights_.has_value() && weights_->passes() > 0);
+  const auto holds = [this] {
+    return std::any_of(params_.begin(), params_.end(), [](const ReducedParam& each) {
+      return each.tensor.requires_grad() && each.tensor.grad().defined();
+    });
+  };
+  return state_.now().accumulated > 0 || (weights_.has_value() && weights_->passes() > 0) ||
+      (state_.now().unsynced && holds());
 }
 
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow

@@ -163,7 +163,7 @@ UNSUPPORTED = (
 def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
     plain = "prepare_for_forward forward_began check_hook_may_be_set _rebuild_buckets "
     plain += "_set_static_graph _delay_all_reduce shadow_backward _remove_autograd_hooks "
-    plain += "_check_reducer_finalized _reset_state"
+    plain += "_check_reducer_finalized _reset_state is_within_forward"
     return {
         **dict.fromkeys(plain.split(), ()),
         "mark_forward": ([], True, 1.0),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -675,6 +676,75 @@ def test_zero_grad_of_a_part_is_an_error_that_names_two_parameters() -> None:
             assert f".grad of '{forgets}." in results[forgets]
             assert f"that of '{other}." in results[forgets]
             assert "Call model.zero_grad()" in results[forgets]
+
+
+# A checkpoint that repeats the whole wrapper's forward
+
+
+class Repeated(nn.Module):
+    """It is slow only when the program calls it. The gradient of `last` comes before backward
+    repeats anything, and the one of `first` after that."""
+
+    SLOW_S = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.ones(9)) for _ in range(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() < 0:
+            time.sleep(self.SLOW_S)
+        out = batch * self.first
+        return out + self.last if self.last.requires_grad else out
+
+
+REPEATS = tuple(itertools.product((True, False), repeat=2))
+
+
+def backward_repeats(model: Any, batch: torch.Tensor, *, whole: bool) -> None:
+    with set_checkpoint_early_stop(not whole):
+        checkpoint(model, batch, use_reentrant=False).mean().backward()
+
+
+def repeated_times(rank: int, world_size: int) -> list[float]:
+    """Of a step of two passes, in seconds."""
+    found = []
+    for whole, early in REPEATS:
+        model = wrap(Repeated(), weight="samples")
+        model.module.last.requires_grad_(early)
+        with model.no_sync():
+            backward_repeats(model, torch.ones(3, 9), whole=whole)
+        backward_repeats(model, torch.ones(3, 9), whole=whole)
+        found.append(model.reducer.last_compute_ns() / 1e9)
+    return found
+
+
+def test_the_time_of_a_checkpointed_wrapper_has_the_forward_that_was_called() -> None:
+    found = ranks.run_ranks(2, repeated_times, timeout_s=60, preload=ranks.TORCH_DDP)
+    for seconds in itertools.chain(*found.values()):
+        assert seconds > 2 * Repeated.SLOW_S
+
+
+def repeated_without_share(rank: int, world_size: int) -> list[list[float]]:
+    """Rank 1 has a share of a BalancedSampler from the second step on."""
+    found = []
+    for (whole, early), said in itertools.product(REPEATS, (True, False)):
+        model = wrap(Repeated(), weight="samples")
+        model.module.last.requires_grad_(early)
+        for step in range(2):
+            has_share = rank == 0 or step > 0
+            model._has_share = lambda has_share=has_share: has_share
+            if said:
+                model.samples = 3 + rank
+            backward_repeats(model, torch.ones(3 + rank, 9), whole=whole)
+            ((_, _, rows, _),) = model.reducer.step_rows(step)
+            found.append([samples for samples, *_ in rows])
+    return found
+
+
+def test_a_checkpointed_wrapper_without_a_share_counts_from_its_first_share_on() -> None:
+    found = ranks.run_ranks(2, repeated_without_share, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert found.values() == [[[3.0, 0.0], [3.0, 4.0]] * 8] * 2
 
 
 # Compute times
