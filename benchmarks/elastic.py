@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
-from wrapper_cost import Rows, compare
+from wrapper_cost import Rows, Trial, compare
 
 
-def wrappers(options: argparse.Namespace) -> list[dict[str, Any]]:
+def trial(options: argparse.Namespace) -> Trial:
     import pycomm
 
     wire = {"wire_dtype": options.wire_dtype}
-    return [wire | {"elastic": elastic} for elastic in (None, pycomm.Elastic())]
+    return Trial([wire | {"elastic": elastic} for elastic in (None, pycomm.Elastic())])
 
 
 if __name__ == "__main__":
     WIRES = Rows("--wire-dtype", str, "wire", ("fp32", "fp16", "int8"))
-    sys.exit(compare("elastic", __doc__ or "", "elastic", WIRES, wrappers))
+    sys.exit(compare("elastic", __doc__ or "", "elastic", WIRES, trial))

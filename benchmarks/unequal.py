@@ -7,19 +7,24 @@ sleep instead. Loaders have no workers, so the lookahead is 4; by default it is 
     shares  The time of a step once shares have settled, beside the best whole shares for the true
             times, which are dealt by hand: from 30 steps behind the lookahead on. Then the slowed
             ranks and the others change places: the same from 20 steps behind the lookahead on.
-    equal   Ranks of equal speed, beside equal shares dealt by hand, in turn: the median ratio of
-            neighbouring blocks and its 95 % interval. A block's time is the mean of all its steps,
-            since the sampler does most of its work in one step of three.
+    equal   Ranks of equal speed, beside equal shares dealt by hand. A block's time is the mean of
+            all its steps, since the sampler does most of its work in one step of three. The fixed
+            cost is that of an equal share's samples, and the wrapper by hand has weights, too.
     stop    One of two ranks is stopped and continued by signals, a half or three quarters of the
             time, while it computes a fixed number of matrix products per sample. How long it is
             stopped varies from one time to the next: a fixed period would favour the shares whose
-            steps are a multiple of it. Which shares are the best is not known here: all around the
-            sampler's and the expected ones are dealt by hand, in turn with the sampler, which goes
-            on to follow. A step may take half as long again as the next one, so the time of shares
-            is the mean of theirs and of both neighbours', and the best ones are not the luckiest.
-            Ratios are those of `equal`, over the turns.
+            steps are a multiple of it. Which shares are the best is not known here, so they are
+            searched first, from those around the sampler's and the expected ones outwards, until
+            the shortest time has longer ones on both sides. In the search a time is the mean over
+            three neighbouring shares, since a step may take half as long again as the next one, and
+            the best ones are not to be the luckiest. Then they are measured anew.
     loss    Seconds to a loss, beside torch's wrapper over gloo and beside pycomm's, both with equal
-            batches. All have the same samples in each step.
+            batches. All have the same samples in each step, and all steps count. The three take
+            turns as to who is first; the median of three runs, and their range.
+
+In all parts but `loss` the ways to deal take turns in blocks of steps on the same ranks. A ratio is
+the median over neighbouring blocks, with its 95 % interval. In `shares` and `stop` a block's time
+is without its slowest and fastest tenth.
 """
 
 from __future__ import annotations
@@ -48,14 +53,17 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 EACH = 32  # samples of an equal share
 EACH_S = 0.010  # which a rank that is not slowed takes for them
 LOOKAHEAD = 4
-SETTLED, FOLLOWED, MEASURED = 30, 20, 30  # steps
+SETTLED, FOLLOWED = 30, 20  # steps
 LENGTH = 200_000
 WIDTH = 24
 PAIRS = 30  # of blocks, in which equal ranks take turns
 STOP_EVERY_S = 0.020  # in the mean
-TURNS = 12  # around all shares that are tried
+SEARCHES = 6  # turns around all shares that are tried
+TURNS = 12
+ROUNDS = 3  # of `loss`
 BLOCK = 10  # steps of one turn
-LIMIT_S = 170  # of a run
+LOSS = 0.0185
+LIMIT_S = 300  # of a run
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -132,9 +140,9 @@ def per_step(seconds: Sequence[float]) -> float:
 
 
 class World:
-    """The true seconds of all ranks, which change at a step of this rank's."""
+    """The true seconds of all ranks, before a change and after it."""
 
-    def __init__(self, ranks: int, slowed: int, by: int, fixed: int, change_at: int = -1) -> None:
+    def __init__(self, ranks: int, slowed: int, by: int, fixed: int) -> None:
         from pycomm.balance.step_times import Fit
 
         each = EACH_S / EACH
@@ -142,23 +150,21 @@ class World:
         self.fits = [Fit(fixed * EACH_S, each * speed) for speed in speeds]
         # As many are slowed after it as before; of equal numbers, the others.
         self.after = [Fit(fixed * EACH_S, each * speed) for speed in reversed(speeds)]
-        self.change_at = change_at
-        self.step = 0
+        self.changed = False
 
     def burn(self, rank: int, asleep: bool) -> Callable[[int], None]:
         def burn(samples: int) -> None:
-            changed = 0 <= self.change_at <= self.step
-            spend((self.after if changed else self.fits)[rank].seconds(samples), asleep)
-            self.step += 1
+            spend((self.after if self.changed else self.fits)[rank].seconds(samples), asleep)
 
         return burn
 
-    def best(self, after: bool) -> tuple[int, ...]:
+    def best(self) -> tuple[int, ...]:
+        """The best whole shares at present."""
         from pycomm.balance.whole_shares import Limits, best_shares
 
         ranks = len(self.fits)
         limits = Limits.of(EACH * ranks, unit=1, fewest=1, most=[None] * ranks)
-        return best_shares(self.after if after else self.fits, limits)
+        return best_shares(self.after if self.changed else self.fits, limits)
 
 
 def balanced(model: nn.Module, ranks: int) -> Any:
@@ -175,41 +181,44 @@ def wrapped(burn: Callable[[int], None]) -> Any:
     return pycomm.DistributedDataParallel(Slowed(burn), weight="samples")
 
 
+def in_turn(
+    ways: Mapping[str, tuple[nn.Module, Iterable[list[int]]]],
+    turns: int,
+    steps: int,
+    mean: Callable[[Sequence[float]], float],
+) -> dict[str, list[float]]:
+    """Of each way to deal, the milliseconds of its blocks. The first step of a block is left out:
+    before it another way was dealt."""
+    blocks: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns):
+        for name in list(ways)[:: 1 if turn % 2 else -1]:
+            model, batches = ways[name]
+            blocks[name].append(mean(train(model, batches, steps + 1)[0][1:]))
+    return blocks
+
+
 def shares(rank: int, ranks: int, slowed: int, by: int, fixed: int) -> dict[str, Any]:
-    settled = LOOKAHEAD + SETTLED
-    change = settled + MEASURED
-    world = World(ranks, slowed, by, fixed, change)
-    asleep = ranks > CORES
-    model = wrapped(world.burn(rank, asleep))
+    world, asleep = World(ranks, slowed, by, fixed), ranks > CORES
+    model, reference = (wrapped(world.burn(rank, asleep)) for _ in range(2))
     sampler = balanced(model, ranks)
-    followed = change + LOOKAHEAD + FOLLOWED
-    seconds, _ = train(model, sampler, followed + MEASURED)
-    found: dict[str, Any] = {"shares": sampler.stats().shares, "changes": sampler.stats().changes}
-    for name, after, begin in (("settled", False, settled), ("followed", True, followed)):
-        other = World(ranks, slowed, by, fixed, 0 if after else -1)
-        reference = wrapped(other.burn(rank, asleep))
-        best, _ = train(reference, cut(other.best(after), rank), MEASURED + 3)
-        even, _ = train(reference, cut([EACH] * ranks, rank), 10 + 3)
-        found[name] = {
-            "best": per_step(best[3:]),
-            "even": per_step(even[3:]),
-            "mine": per_step(seconds[begin : begin + MEASURED]),
-            "best_shares": other.best(after),
-        }
-    return found
+    batches = iter(sampler)
+    found: dict[str, Any] = {}
+    for name, settles in (("settled", SETTLED), ("followed", FOLLOWED)):
+        world.changed = name == "followed"
+        train(model, batches, LOOKAHEAD + settles)
+        by_hand = {"best": world.best(), "even": [EACH] * ranks}
+        ways = {each: (reference, cut(chosen, rank)) for each, chosen in by_hand.items()}
+        found[name] = in_turn({"mine": (model, batches), **ways}, TURNS // 2, BLOCK, per_step)
+    return found | {"shares": sampler.stats().shares, "changes": sampler.stats().changes}
 
 
 def equal(rank: int, ranks: int) -> dict[str, Any]:
     world = World(ranks, 0, 1, 1)
     model, plain = (wrapped(world.burn(rank, ranks > CORES)) for _ in range(2))
     sampler = balanced(model, ranks)
-    mine, theirs = iter(sampler), cut([EACH] * ranks, rank)
-    blocks: list[list[float]] = [[], []]
-    for pair in range(PAIRS):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            one, batches = ((model, mine), (plain, theirs))[which]
-            blocks[which].append(statistics.fmean(train(one, batches, 2 * BLOCK)[0]))
-    return {"mine": blocks[0], "even": blocks[1], "changes": sampler.stats().changes}
+    ways = {"mine": (model, iter(sampler)), "even": (plain, cut([EACH] * ranks, rank))}
+    blocks = in_turn(ways, PAIRS, 2 * BLOCK, lambda seconds: 1e3 * statistics.fmean(seconds))
+    return {**blocks, "changes": sampler.stats().changes}
 
 
 @contextlib.contextmanager
@@ -262,33 +271,63 @@ def stop(rank: int, ranks: int, part: float) -> dict[str, Any]:
         batches = iter(sampler)
         train(model, batches, LOOKAHEAD + SETTLED)
         found, speed = sampler.stats().shares, 1 - part
-        span = {round(EACH * ranks * speed / (1 + speed)), found[0]}
-        shares = range(max(1, min(span) - 2), min(EACH * ranks, max(span) + 3))
-        tried: dict[int, list[list[float]]] = {share: [] for share in (*shares, EACH)}
-        followed: list[list[float]] = []
-        for turn in range(TURNS):
-            followed.append(train(model, batches, 3 * BLOCK + 1)[0][1:])
-            for share in tried if turn % 2 else reversed(tried):
-                both = cut([share, EACH * ranks - share], rank)
-                tried[share].append(train(kept, both, BLOCK + 1)[0][1:])
-    return {"followed": followed, "shares": found, "tried": list(tried.items())}
+        total = EACH * ranks
+        begin = sorted({round(total * speed / (1 + speed)), found[0]})
+
+        def by_hand(share: int) -> tuple[nn.Module, Iterable[list[int]]]:
+            return kept, cut([share, total - share], rank)
+
+        tried = search(range(begin[0] - 2, begin[-1] + 3), total, by_hand)
+        best = min(tried, key=lambda share: smoothed(tried, share))
+        ways = {"best": by_hand(best), "kept": by_hand(found[0]), "even": by_hand(EACH)}
+        blocks = in_turn({"followed": (model, batches), **ways}, TURNS, 2 * BLOCK, per_step)
+    return {**blocks, "shares": found, "best_share": best, "tried": list(tried.items())}
 
 
-def loss(rank: int, ranks: int, by: int) -> dict[str, Any]:
-    asleep = ranks > CORES
+def search(
+    shares: Iterable[int],
+    total: int,
+    by_hand: Callable[[int], tuple[nn.Module, Iterable[list[int]]]],
+) -> dict[int, float]:
+    """Milliseconds of all first shares around the best one. All ranks find the same."""
+    tried: dict[int, float] = {}
+    while more := [share for share in shares if 0 < share < total and share not in tried]:
+        ways = {str(share): by_hand(share) for share in more}
+        blocks = in_turn(ways, SEARCHES, BLOCK, per_step)
+        means = torch.tensor([statistics.fmean(blocks[str(share)]) for share in more])
+        dist.all_reduce(means)
+        tried |= dict(zip(more, (means / dist.get_world_size()).tolist(), strict=True))
+        best = min(tried, key=lambda share: smoothed(tried, share))
+        shares = range(best - 2, best + 3)  # until there is nothing new around it
+    return tried
+
+
+def smoothed(tried: Mapping[int, float], share: int) -> float:
+    """Milliseconds of this share, and of its neighbours if they were tried."""
+    return statistics.fmean(tried[each] for each in (share - 1, share, share + 1) if each in tried)
+
+
+def loss(rank: int, ranks: int, by: int, number: int) -> dict[str, Any]:
+    burn = World(ranks, 1, by, 1).burn(rank, ranks > CORES)
     gloo = dist.new_group(backend="gloo")
-    target = 0.0185
-    theirs = TorchDDP(Slowed(World(ranks, 1, by, 1).burn(rank, asleep)), process_group=gloo)
-    torch_s, torch_losses = train(theirs, cut([EACH] * ranks, rank), 400, target)
-    plain = wrapped(World(ranks, 1, by, 1).burn(rank, asleep))
-    plain_s, plain_losses = train(plain, cut([EACH] * ranks, rank), 400, target)
-    model = wrapped(World(ranks, 1, by, 1).burn(rank, asleep))
-    mine_s, mine_losses = train(model, balanced(model, ranks), 400, target)
-    return {
-        "torch": [sum(torch_s), len(torch_s), torch_losses[-1]],
-        "plain": [sum(plain_s), len(plain_s), plain_losses[-1]],
-        "mine": [sum(mine_s), len(mine_s), mine_losses[-1]],
-    }
+
+    def torch_s() -> Sequence[Sequence[float]]:
+        theirs = TorchDDP(Slowed(burn), process_group=gloo)
+        return train(theirs, cut([EACH] * ranks, rank), 400, LOSS)
+
+    def plain() -> Sequence[Sequence[float]]:
+        return train(wrapped(burn), cut([EACH] * ranks, rank), 400, LOSS)
+
+    def mine() -> Sequence[Sequence[float]]:
+        model = wrapped(burn)
+        return train(model, balanced(model, ranks), 400, LOSS)
+
+    ways = [("torch", torch_s), ("plain", plain), ("mine", mine)]
+    found: dict[str, Any] = {}
+    for name, way in (*ways[number % 3 :], *ways[: number % 3]):
+        seconds, losses = way()
+        found[name] = [sum(seconds), len(seconds), losses[-1]]
+    return found
 
 
 RUNS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -327,12 +366,19 @@ _page: list[str] = []
 """The rows and sentences of docs/unequal-machines.md."""
 
 
-def page_row(machines: str, even: float, best: float, mine: float) -> str:
-    return f"| {machines} | {even:.1f} | {best:.1f} | {mine:.1f} | {100 * best / mine:.1f} % |"
+def page_row(machines: str, ms: Mapping[str, float], mine: str, pair: Versus) -> str:
+    part = f"{100 * pair.ratio:.1f} % [{100 * pair.low:.1f}, {100 * pair.high:.1f}]"
+    return f"| {machines} | {ms['even']:.1f} | {ms['best']:.1f} | {ms[mine]:.1f} | {part} |"
+
+
+def medians(blocks: Mapping[str, Sequence[float]], *names: str) -> dict[str, float]:
+    return {name: statistics.median(blocks[name]) for name in names}
 
 
 def show_shares() -> bool:
-    print("ranks slowed by fixed |  ms equal   best   mine  best/mine | the same after the change")
+    print(
+        "ranks slowed by fixed |  ms equal   best   mine  best/mine [95 %]     | after the change"
+    )
     ratios: list[float] = []
     worst: dict[int, tuple[float, str]] = {}
     for ranks, slowed in ((2, 1), (4, 2)):
@@ -341,15 +387,14 @@ def show_shares() -> bool:
                 found = run("shares", ranks, slowed, by, fixed)
                 line = f"{ranks:5}{slowed:7}{by:3}{fixed:6} |"
                 for name in ("settled", "followed"):
-                    row = found[name]
-                    ratio = row["best"] / row["mine"]
-                    ratios.append(ratio)
-                    line += f"{row['even']:10.1f}{row['best']:7.1f}{row['mine']:7.1f}"
-                    line += f"{ratio:11.3f} |"
+                    ms = medians(found[name], "even", "best", "mine")
+                    pair = paired_ratio("best", found[name]["mine"], found[name]["best"])
+                    ratios.append(pair.ratio)
+                    line += f"{ms['even']:10.1f}{ms['best']:7.1f}{ms['mine']:7.1f}  {shown(pair)} |"
                     machines = f"{slowed} of {ranks} ranks takes {by} times as long per sample, "
                     machines += f"fixed cost {fixed} times an equal share's, {name}"
-                    text = page_row(machines, row["even"], row["best"], row["mine"])
-                    worst[ranks] = min(worst.get(ranks, (ratio, text)), (ratio, text))
+                    text = page_row(machines, ms, "mine", pair)
+                    worst[ranks] = min(worst.get(ranks, (pair.ratio, text)), (pair.ratio, text))
                 print(line, found["shares"], "changes:", found["changes"], flush=True)
     _page.extend(f"{text} (the worst of 8)" for _, text in worst.values())
     return min(ratios) >= LEAST
@@ -375,56 +420,49 @@ def shown(pair: Versus) -> str:
     return f"{pair.ratio:.3f} [{pair.low:.3f}, {pair.high:.3f}]"
 
 
-def smoothed(tried: Mapping[int, Sequence[float]], share: int) -> list[float]:
-    """Of each turn, the milliseconds of this share, and of its neighbours if they were tried."""
-    near = [tried[each] for each in (share - 1, share, share + 1) if each in tried]
-    return [statistics.fmean(turn) for turn in zip(*near, strict=True)]
-
-
 def show_stop() -> bool:
     good = True
     print("stopped  ms equal   best   kept  best/kept [95 %]  followed  best/followed [95 %]")
     for part in (0.5, 0.75):
         found = run("stop", 2, part)
-        tried = {share: [*map(per_step, blocks)] for share, blocks in found["tried"]}
-        inner = [each for each in tried if {each - 1, each + 1} <= tried.keys()]
-        ways = {
-            "even": tried[EACH],
-            "best": min((smoothed(tried, each) for each in inner), key=statistics.fmean),
-            "kept": smoothed(tried, found["shares"][0]),
-            "followed": [*map(per_step, found["followed"])],
-        }
-        ms = {name: statistics.fmean(blocks) for name, blocks in ways.items()}
-        kept, followed = (paired_ratio("best", ways[n], ways["best"]) for n in ("kept", "followed"))
+        ms = medians(found, "even", "best", "kept", "followed")
+        kept, followed = (
+            paired_ratio("best", found[n], found["best"]) for n in ("kept", "followed")
+        )
         good = good and min(kept.ratio, followed.ratio) >= LEAST
+        tried = {share: round(each, 1) for share, each in sorted(found["tried"])}
+        least = min(tried.values())
         print(
             f"{part:7}{ms['even']:10.1f}{ms['best']:7.1f}{ms['kept']:7.1f}  {shown(kept)}"
             f"{ms['followed']:10.1f}  {shown(followed)}",
-            found["shares"],
-            {share: round(statistics.fmean(blocks), 1) for share, blocks in tried.items()},
+            f"kept {found['shares'][0]}, best {found['best_share']}; in the search the shortest of "
+            f"one share is {least} ms, of {tried}",
             flush=True,
         )
         machines = f"1 of 2 ranks is stopped {part} of the time"
-        _page.append(page_row(machines, ms["even"], ms["best"], ms["followed"]))
+        _page.append(page_row(machines, ms, "followed", followed))
     return good
 
 
 def show_loss() -> bool:
     good = True
     print(
-        "slowed by  torch, equal batches pycomm, equal batches  shares that follow  "
-        "(seconds, steps, loss)"
+        "slowed by  seconds of torch, of pycomm with equal batches, of shares that follow [range]"
     )
     for by in (2, 4):
-        found = run("loss", 2, by)
-        names = ("torch", "plain", "mine")
-        texts = ["{:8.2f} s {:4} {:.4f}".format(*found[name]) for name in names]
-        good = good and found["mine"][0] < min(found["torch"][0], found["plain"][0])
-        print(f"{by:9}  {texts[0]:>20}  {texts[1]:>20}  {texts[2]:>20}", flush=True)
-        torch_s, plain_s, mine_s = (found[name][0] for name in names)
+        rounds = [run("loss", 2, by, number) for number in range(ROUNDS)]
+        seconds = {name: sorted(each[name][0] for each in rounds) for name in rounds[0]}
+        steps = {each[name][1] for each in rounds for name in each}
+        texts = {
+            name: f"{statistics.median(each):.1f} [{each[0]:.1f}, {each[-1]:.1f}]"
+            for name, each in seconds.items()
+        }
+        good = good and seconds["mine"][-1] < min(seconds["torch"][0], seconds["plain"][0])
+        line = f"{texts['torch']}  {texts['plain']}  {texts['mine']}"
+        print(f"{by:9}  {line}  steps: {sorted(steps)}", flush=True)
         _page.append(
-            f"to the same loss, 1 of 2 ranks {by} times as slow: {mine_s:.1f} s; equal batches "
-            f"{torch_s:.1f} s (torch over gloo), {plain_s:.1f} s (pycomm)"
+            f"to the same loss, 1 of 2 ranks {by} times as slow: {texts['mine']} s; equal batches "
+            f"{texts['torch']} s (torch over gloo), {texts['plain']} s (pycomm)"
         )
     return good
 

@@ -3,7 +3,7 @@
     torch.distributed.init_process_group("pycomm")
 
 Importing this package registers the backend; its native part is loaded when a group is made. What
-it does to a process: docs/options.md.
+it does to a process: docs/contract.md.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pycomm.balance.balanced_sampler import BalancedSampler
     from pycomm.ddp import DistributedDataParallel
     from pycomm.ddp.elastic import Elastic
+    from pycomm.ddp.weights import no_batch
     from pycomm.fewer_syncs.local_sgd import DiLoCo, LocalSGD
     from pycomm.fewer_syncs.sparse_loco import SparseLoCo
     from pycomm.fewer_syncs.streaming_diloco import StreamingDiLoCo
@@ -68,6 +69,7 @@ __all__ = [
     "flight_record",
     "last_error",
     "monitored_barrier",
+    "no_batch",
     "reconfigure",
     "reconfigure_handle",
     "register",
@@ -93,6 +95,7 @@ _LATER = {
     "SparseLoCo": "fewer_syncs.sparse_loco",
     "StreamingDiLoCo": "fewer_syncs.streaming_diloco",
     "SyncBatchNorm": "sync_batch_norm",
+    "no_batch": "ddp.weights",
 }
 
 

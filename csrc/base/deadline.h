@@ -31,6 +31,8 @@ struct Clock {
 inline constexpr int kLongestSleepMs = 1000;
 /// For one try to reach a process: long enough for a lost packet to be sent again.
 inline constexpr int kOneTryMs = 3000;
+/// Between two tries to reach a process, or two looks at how far it has come: at first, if the pauses grow.
+inline constexpr int kShortPauseMs = 5;
 /// When a wait for another process is over, how long the reason may still take: that process writes it at about the same time.
 inline constexpr int kReasonWithinMs = 300;
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -263,6 +264,11 @@ void installFutures(Reducer& reducer, const std::vector<PythonFuture>& futures) 
   raising([&] { reducer.installPostBackwardFutures(std::move(inner)); });
 }
 
+void passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes) {
+  const WithoutGil no_gil;
+  raising([&] { Reducer::passWithoutBatch(passes); });
+}
+
 /// `group`: of the hook's collectives, as far as it is known; None: the reducer's.
 void registerPythonHook(
     Reducer& reducer,
@@ -358,13 +364,14 @@ void bindReducer(py::module_& m) {
       .def("prepare_for_forward", blocking(&Reducer::prepareForForward))
       .def("mark_forward", blocking(&Reducer::markForward), py::arg("outputs"), py::arg("reduces"), py::arg("weight"))
       .def("forward_began", blocking(&Reducer::forwardBegan))
+      .def("is_within_forward", blocking(&Reducer::isWithinForward))
       .def("set_weight", blocking(&Reducer::setWeight), py::arg("weight"))
       .def("used_here", blocking(&Reducer::usedHere))
       .def("weight_unsynced", blocking(&Reducer::weightUnsynced))
       .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("set_largest", blocking(&Reducer::setLargest), py::arg("largest"))
       .def("pending_weight", blocking(&Reducer::pendingWeight))
-      .def("pass_without_batch", blocking(&Reducer::passWithoutBatch), py::arg("reduces"))
+      .def_static("pass_without_batch", torch::wrap_pybind_function(passWithoutBatch), py::arg("passes"))
       .def("step_rows", stepRows, py::arg("since"))
       .def("weighed", blocking(weighed))
       .def("weighed_steps", blocking(&Reducer::weighedSteps))

@@ -11,7 +11,7 @@
 #include "c10d/process_end.h"
 #include "c10d/raising.h"
 #include "c10d/without_gil.h"
-#include "ddp/elastic_group.h"
+#include "ddp/elastic_steps.h"
 #include "ddp/step_agreement.h"
 
 namespace py = pybind11;
@@ -110,7 +110,7 @@ c10::intrusive_ptr<PycommBackend> ours(const c10::intrusive_ptr<c10d::Backend>& 
 }
 
 // `joins`: handles of members of the group that this process wants to join; none: it is a founding member.
-std::shared_ptr<ElasticGroup> open(
+std::shared_ptr<ElasticSteps> open(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     size_t min_ranks,
@@ -134,8 +134,8 @@ std::shared_ptr<ElasticGroup> open(
     config.description = std::move(description);
     config.peers_path = std::move(peers_path);
     config.has_port = has_port;
-    return joins ? ElasticGroup::join(std::move(pycomm), group, *joins, config)
-                 : std::make_shared<ElasticGroup>(std::move(pycomm), group, config);
+    return joins ? ElasticSteps::join(std::move(pycomm), group, *joins, config)
+                 : std::make_shared<ElasticSteps>(std::move(pycomm), group, config);
   });
 }
 
@@ -146,8 +146,9 @@ py::object ask(const c10::intrusive_ptr<c10d::Backend>& backend, const Whom& who
   std::string missing;
   const auto notice = [&] {
     const WithoutGil no_gil;
-    return raising(
-        [&] { return AgreementDriver::ask(whom, pycomm->members()->visitor(), Deadline::after(timeout_ms), missing); });
+    return raising([&] {
+      return AgreementDriver::ask(whom, pycomm->reconfigurable()->visitor(), Deadline::after(timeout_ms), missing);
+    });
   }();
   if (!notice) {
     return py::str(missing);
@@ -174,27 +175,42 @@ py::object askPort(
   return ask(backend, FixedPort{hosts, port}, timeout_ms);
 }
 
+// All addresses of these hosts, without one for a name that has none.
+std::vector<std::string> lookUp(const std::vector<std::string>& hosts, int timeout_ms) {
+  const WithoutGil no_gil;
+  return raising([&] {
+    const FixedPort at{hosts, 0};
+    const Deadline deadline = Deadline::after(timeout_ms);
+    std::vector<std::string> addresses;
+    for (const std::string& host : hosts) {
+      for (const SocketAddress& address : at.addressesOf(host, deadline)) {
+        addresses.push_back(address.ip());
+      }
+    }
+    return addresses;
+  });
+}
+
 // This host's network, and by address at which this process is to be found there: why it is not yet, or "". Containers with names of their own
-// may share a network, and so its ports.
+// may share a network, and so its ports. `addresses`: of the hosts on which members are found.
 std::pair<std::string, std::vector<std::pair<std::string, std::string>>> offerPort(
     const c10::intrusive_ptr<c10d::Backend>& backend,
-    const std::vector<std::string>& hosts,
-    uint16_t port,
-    int timeout_ms) {
+    const std::vector<std::string>& addresses,
+    uint16_t port) {
   const auto pycomm = ours(backend);
   const WithoutGil no_gil;
   return raising([&] {
     std::vector<std::pair<std::string, std::string>> offers;
-    for (const Endpoint::Offer& offer : pycomm->members()->offer({hosts, port}, Deadline::after(timeout_ms))) {
+    for (const Endpoint::Offer& offer : pycomm->reconfigurable()->offer({addresses, port}, Deadline::after(0))) {
       offers.emplace_back(offer.address.text(), offer.busy);
     }
-    HostIdentity host = pycomm->members()->visitor().self.host;
+    HostIdentity host = pycomm->reconfigurable()->visitor().self.host;
     host.hostname.clear();
     return std::make_pair(host.wireText(), offers);
   });
 }
 
-py::object pull(ElasticGroup& group) {
+py::object pull(ElasticSteps& group) {
   const auto state = [&] {
     const WithoutGil no_gil;
     return raising([&] { return group.pull(); });
@@ -202,7 +218,7 @@ py::object pull(ElasticGroup& group) {
   return state ? py::object(py::bytes(*state)) : py::none();
 }
 
-void give(ElasticGroup& group, const py::buffer& state) {
+void give(ElasticSteps& group, const py::buffer& state) {
   const py::buffer_info info = state.request();
   const std::string_view bytes(static_cast<const char*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
   const WithoutGil no_gil;
@@ -234,22 +250,18 @@ void bindElastic(py::module_& m) {
             return std::tuple(changes.left, changes.lost, changes.joined);
           })
       .def("close", [](StepAgreement& steps) { steps.close(); }, py::call_guard<WithoutGil>());
-  py::class_<ElasticGroup, StepAgreement, std::shared_ptr<ElasticGroup>>(m, "ElasticGroup")
+  py::class_<ElasticSteps, StepAgreement, std::shared_ptr<ElasticSteps>>(m, "ElasticSteps")
       .def("pull", &pull)
       .def(
-          "loaded", [](ElasticGroup& group) { raising([&] { group.loaded(); }); }, py::call_guard<WithoutGil>())
-      .def("steps", [](ElasticGroup& group) { return raising([&] { return group.steps(); }); })
-      .def(
-          "newcomers",
-          [](ElasticGroup& group) { return raising([&] { return group.newcomers(); }); },
-          py::call_guard<WithoutGil>())
+          "loaded", [](ElasticSteps& group) { raising([&] { group.loaded(); }); }, py::call_guard<WithoutGil>())
+      .def("steps", [](ElasticSteps& group) { return raising([&] { return group.steps(); }); })
       .def(
           "ranks_with_newcomers",
-          [](const ElasticGroup& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
+          [](const ElasticSteps& group) { return raising([&] { return group.ranksWithNewcomers(); }); })
       .def("give", &give, py::arg("state"))
       .def(
           "refuse",
-          [](ElasticGroup& group, const std::string& why, size_t keep) { raising([&] { group.refuse(why, keep); }); },
+          [](ElasticSteps& group, const std::string& why, size_t keep) { raising([&] { group.refuse(why, keep); }); },
           py::arg("why"),
           py::arg("keep") = 0,
           py::call_guard<WithoutGil>());
@@ -269,7 +281,8 @@ void bindElastic(py::module_& m) {
       py::arg("joins") = py::none());
   m.def("ask_members", &askMembers, py::arg("backend"), py::arg("handles"), py::arg("timeout_ms"));
   m.def("ask_port", &askPort, py::arg("backend"), py::arg("hosts"), py::arg("port"), py::arg("timeout_ms"));
-  m.def("offer_port", &offerPort, py::arg("backend"), py::arg("hosts"), py::arg("port"), py::arg("timeout_ms"));
+  m.def("look_up", &lookUp, py::arg("hosts"), py::arg("timeout_ms"));
+  m.def("offer_port", &offerPort, py::arg("backend"), py::arg("addresses"), py::arg("port"));
 }
 
 } // namespace pycomm

@@ -104,9 +104,9 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
   watchFailure(group_, 0);
 }
 
-PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> members, Settings settings)
+PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> reconfigurable, Settings settings)
     : Backend(rank, size),
-      members_(std::move(members)),
+      reconfigurable_(std::move(reconfigurable)),
       settings_(std::move(settings)),
       hooks_(std::make_shared<AbortHooks>()) {}
 
@@ -182,8 +182,8 @@ std::optional<ErrorRecord> PycommBackend::endJoining() noexcept {
 }
 
 void PycommBackend::shutdown() {
-  if (members_ != nullptr) {
-    if (!members_->belongsToThisProcess()) {
+  if (reconfigurable_ != nullptr) {
+    if (!reconfigurable_->belongsToThisProcess()) {
       return; // nothing here is a forked child's
     }
     closed_ = true;
@@ -195,13 +195,14 @@ void PycommBackend::shutdown() {
     if (maker != nullptr) {
       maker->close(); // while others can still answer at the endpoint
     }
-    members_->leave();
+    reconfigurable_->leave();
     abortJoining("destroyed");
   }
   std::shared_ptr<Group> group;
   std::shared_ptr<CudaDevices> devices;
   {
-    const EpochLock lock = members_ == nullptr ? EpochLock(epoch_mutex_, std::defer_lock) : EpochLock(epoch_mutex_);
+    const EpochLock lock =
+        reconfigurable_ == nullptr ? EpochLock(epoch_mutex_, std::defer_lock) : EpochLock(epoch_mutex_);
     group = group_;
     devices = devices_;
   }
@@ -216,7 +217,7 @@ void PycommBackend::shutdown() {
 }
 
 PycommBackend::EpochLock PycommBackend::holdEpoch() const {
-  if (members_ == nullptr) {
+  if (reconfigurable_ == nullptr) {
     return EpochLock(epoch_mutex_, std::defer_lock);
   }
   EpochLock lock(epoch_mutex_);
@@ -238,7 +239,7 @@ Error PycommBackend::noGroup() const {
 }
 
 std::shared_ptr<Group> PycommBackend::groupIfAny() const {
-  if (members_ == nullptr) {
+  if (reconfigurable_ == nullptr) {
     return group_;
   }
   const EpochLock lock(epoch_mutex_);
@@ -257,19 +258,19 @@ uint32_t PycommBackend::groupNumber() const {
 
 std::string PycommBackend::reconfigureHandle() const {
   return pycomm::raising([&] {
-    if (members_ == nullptr) {
+    if (reconfigurable_ == nullptr) {
       throw Error(
           ErrorCode::InvalidArgument,
           "This process group cannot be reconfigured: it was not made for that.",
           "init_process_group(enable_reconfigure=True), or pg_options=pycomm.Reconfigurable() before torch 2.14");
     }
-    if (!members_->belongsToThisProcess()) {
+    if (!reconfigurable_->belongsToThisProcess()) {
       throw Error(
           ErrorCode::Forked,
           "A process group cannot be reconfigured in a child of fork(): its handle and its port belong to the parent.",
           "start workers with the spawn method, or make a new process group in the child");
     }
-    return members_->handle();
+    return reconfigurable_->handle();
   });
 }
 
@@ -378,7 +379,7 @@ void PycommBackend::reconfigureTo(
     if (closed_) {
       throw destroyed();
     }
-    const Reconfigurable::Plan plan = members_->plan(uuid, handles);
+    const Reconfigurable::Plan plan = reconfigurable_->plan(uuid, handles);
     const std::string which = "reconfigure(uuid=" + std::to_string(uuid) + ")";
     {
       const std::lock_guard lock(joining_mutex_);
@@ -414,7 +415,7 @@ void PycommBackend::reconfigureTo(
         };
         try {
           joining(&abort);
-          met = members_->meet(plan, deadline, abort);
+          met = reconfigurable_->meet(plan, deadline, abort);
         } catch (...) {
           joining(nullptr);
           throw;

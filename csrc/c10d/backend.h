@@ -55,7 +55,7 @@ class PycommBackend final : public c10d::Backend {
   /// `store`: of the rendezvous; the rank leaves it when the group closes.
   PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings);
   /// One that has no group until reconfigure(). Rank and size are those that torch has passed, until then.
-  PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> members, Settings settings);
+  PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> reconfigurable, Settings settings);
   ~PycommBackend() override;
 
   const std::string getBackendName() const override {
@@ -76,7 +76,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   bool supportsReconfigure() const override {
-    return members_ != nullptr;
+    return reconfigurable_ != nullptr;
   }
   c10d::ReconfigureHandle get_reconfigure_handle() const override {
     return reconfigureHandle();
@@ -174,7 +174,7 @@ class PycommBackend final : public c10d::Backend {
 
   /// Whether it was made to be reconfigured.
   [[nodiscard]] bool isReconfigurable() const noexcept {
-    return members_ != nullptr;
+    return reconfigurable_ != nullptr;
   }
   /// What the other members pass to reconfigure(). Raises an InvalidArgument if this is not reconfigurable.
   [[nodiscard]] std::string reconfigureHandle() const;
@@ -182,8 +182,8 @@ class PycommBackend final : public c10d::Backend {
   /// Blocks, without the interpreter's lock. Raises errors; those of arguments leave the group as it is, after all others there is none.
   void reconfigureTo(int64_t uuid, const std::vector<std::string>& handles, std::chrono::milliseconds timeout);
   /// Its part of the groups that it had and will have; null if this is not reconfigurable.
-  [[nodiscard]] Reconfigurable* members() const noexcept {
-    return members_.get();
+  [[nodiscard]] Reconfigurable* reconfigurable() const noexcept {
+    return reconfigurable_.get();
   }
   /// What the last reconfigureTo(), or takeOver(), has met. Throws as group() does.
   [[nodiscard]] Reconfigurable::Met met() const;
@@ -376,13 +376,13 @@ class PycommBackend final : public c10d::Backend {
   std::optional<ErrorRecord> endJoining() noexcept;
   struct AbortHooks;
 
-  const std::unique_ptr<Reconfigurable> members_; ///< null: not reconfigurable
+  const std::unique_ptr<Reconfigurable> reconfigurable_; ///< null: not reconfigurable
   Settings settings_;
   mutable std::shared_timed_mutex
       epoch_mutex_; ///< held while a call begins, and to replace what follows, if reconfigurable
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
-  std::shared_ptr<const Instance> instance_; ///< of members_: whom group_ consists of
+  std::shared_ptr<const Instance> instance_; ///< of reconfigurable_: whom group_ consists of
   std::shared_ptr<CudaDevices> devices_;
   c10::intrusive_ptr<WorkOwner> owner_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings ask for it

@@ -149,8 +149,8 @@ bool Bucket::joinStreams() {
   return differ;
 }
 
-uint32_t Bucket::tagWith(uint32_t state) const {
-  return CallTag::of(std::to_string(state), tag_);
+uint32_t Bucket::tagWith(uint32_t checksum) const {
+  return CallTag::of(std::to_string(checksum), tag_);
 }
 
 c10::intrusive_ptr<c10d::Work> Bucket::allReduce(const ReducerGroup& group) const {

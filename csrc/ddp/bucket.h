@@ -63,9 +63,9 @@ class Bucket {
   void setRatio(double ratio);
   /// After the last pack().
   void seal();
-  /// The tag of its collectives: of the bucket's names, and of `state`, a checksum of what all ranks must share. A rank with another one gets a
+  /// The tag of its collectives: of the bucket's names, and of `checksum`, that of what all ranks must share. A rank with another one gets a
   /// mismatch, if the group compares operations.
-  [[nodiscard]] uint32_t tagWith(uint32_t state) const;
+  [[nodiscard]] uint32_t tagWith(uint32_t checksum) const;
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group) const;
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();

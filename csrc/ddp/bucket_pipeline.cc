@@ -125,7 +125,7 @@ bool BucketPipeline::launchFull() {
 void BucketPipeline::launch(size_t index) {
   const Bucket& bucket = buckets_.all()[index];
   stats_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
-  const CallTag about(bucket.tagWith(state_)); // comm_hooks.ordered hands it on to the hook's thread
+  const CallTag about(bucket.tagWith(checksum_)); // comm_hooks.ordered hands it on to the hook's thread
   if (hook_.run != nullptr) {
     c10d::GradBucket grad_bucket = gradBucketOf(bucket, index, launched_.size());
     launched_[index].hook_result = hook_.run->runHook(grad_bucket);

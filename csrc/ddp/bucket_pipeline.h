@@ -47,9 +47,9 @@ class BucketPipeline {
   void begin(int divisor);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
-  /// A pass begins. `state`: see Bucket::tagWith().
-  void shareState(uint32_t state) noexcept {
-    state_ = state;
+  /// A pass begins. `checksum`: see Bucket::tagWith().
+  void shareState(uint32_t checksum) noexcept {
+    checksum_ = checksum;
   }
   /// See Bucket::pack().
   void pack(size_t param, bool unused);
@@ -110,7 +110,7 @@ class BucketPipeline {
   ReducerStats& stats_;
   StepRecorder& recorder_;
   std::vector<Launched> launched_; ///< by bucket
-  uint32_t state_ = 0;
+  uint32_t checksum_ = 0;
   size_t slot_count_ = 0;
   size_t ahead_ = 0; ///< slots packed ahead, until setRatio()
   size_t first_unlaunched_ = 0;

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <unordered_set>
 #include <utility>
 
@@ -95,16 +96,22 @@ class ComingHook final : public torch::autograd::FunctionPreHook {
   size_t index_;
 };
 
-/// A backward call on this thread that went through a marked graph of some wrapper, and that wrapper's parameters.
+/// A backward call on this thread that a wrapper takes part in: through a marked graph, or because it has begun its pass there without one.
 struct MarkedCall {
   BackwardCall call;
-  bool reduces;
-  std::weak_ptr<const std::unordered_set<const c10::TensorImpl*>> params;
+  bool reduces; ///< through a marked graph
+  std::weak_ptr<const MarkedWrapper> wrapper;
 };
 
 thread_local std::vector<MarkedCall> marked_calls; ///< the last one of each wrapper
-/// The parameters of each wrapper, in the order of their last forward passes on this thread.
-thread_local std::vector<std::weak_ptr<const std::unordered_set<const c10::TensorImpl*>>> forwards;
+
+std::mutex wrappers_mutex; ///< guards the next two, and what a MarkedWrapper says of its forward passes
+std::vector<std::weak_ptr<const MarkedWrapper>> wrappers; ///< those that have had a forward pass
+uint64_t wrapper_events = 0; ///< in which a wrapper was made, or asked for a pass
+
+bool has(const MarkedWrapper& wrapper, const at::Tensor& param) {
+  return wrapper.params.count(param.unsafeGetTensorImpl()) > 0;
+}
 
 } // namespace
 
@@ -252,20 +259,20 @@ bool GradientCall::isOfPresent() const {
 
 // --- calls ---------------------------------------------------------------------------------------
 
-PassMarks::PassMarks(const std::vector<at::Tensor>& params) {
-  Params mine;
+PassMarks::PassMarks(const std::vector<at::Tensor>& params) : wrapper_(std::make_shared<MarkedWrapper>()) {
   for (const at::Tensor& param : params) {
-    mine.insert(param.unsafeGetTensorImpl());
+    wrapper_->params.insert(param.unsafeGetTensorImpl());
   }
-  params_ = std::make_shared<const Params>(std::move(mine));
+  const std::lock_guard lock(wrappers_mutex);
+  wrapper_->made = ++wrapper_events;
 }
 
 bool PassMarks::forward() {
-  std::erase_if(forwards, [this](const auto& each) {
-    const auto theirs = each.lock();
-    return theirs == nullptr || theirs == params_;
-  });
-  forwards.push_back(params_);
+  if (!std::exchange(listed_, true)) {
+    const std::lock_guard lock(wrappers_mutex);
+    std::erase_if(wrappers, [](const auto& each) { return each.expired(); });
+    wrappers.push_back(wrapper_);
+  }
   if (get_current_graph_task_id() != kNoCall) {
     return false;
   }
@@ -318,14 +325,31 @@ void PassMarks::enterReducing(bool begun) {
 }
 
 bool PassMarks::repeatsForward() const {
-  return begun_ && call_.running() && get_current_graph_task_id() != kNoCall;
+  return reduces() && get_current_graph_task_id() != kNoCall;
+}
+
+bool PassMarks::isWithinForward() const {
+  return (reduces() || isLocal()) && get_current_graph_task_id() != kNoCall;
+}
+
+void PassMarks::expect(bool any, bool marked) {
+  any_graph_ = any;
+  began_.forget(); // a checkpoint may ask in the call of the last one
+  const std::lock_guard lock(wrappers_mutex);
+  wrapper_->asked = ++wrapper_events;
+  wrapper_->marked = marked && !any;
+}
+
+void PassMarks::disarm() {
+  const std::lock_guard lock(wrappers_mutex);
+  wrapper_->asked = 0;
 }
 
 bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
   if (any_graph_) {
     return true;
   }
-  return !local_call_.running() && !isOfNewer(param) && !isInAnother(param, /*reducing=*/false);
+  return !local_call_.running() && !isInAnother(param, /*reducing=*/false) && !isOfOther(param);
 }
 
 GradientCall PassMarks::callOf(const at::Tensor& param, bool armed) const {
@@ -338,20 +362,31 @@ bool PassMarks::reducesTwice(const at::Tensor& param) const {
 
 bool PassMarks::isInAnother(const at::Tensor& param, bool reducing) const {
   return std::any_of(marked_calls.begin(), marked_calls.end(), [&](const MarkedCall& each) {
-    const auto theirs = each.params.lock();
-    return theirs != nullptr && theirs != params_ && each.call.running() && (each.reduces || !reducing) &&
-        theirs->count(param.unsafeGetTensorImpl()) > 0;
+    const auto theirs = each.wrapper.lock();
+    return theirs != nullptr && theirs != wrapper_ && each.call.running() && (each.reduces || !reducing) &&
+        has(*theirs, param);
   });
 }
 
-bool PassMarks::isOfNewer(const at::Tensor& param) const {
-  for (auto each = forwards.rbegin(); each != forwards.rend(); ++each) {
-    const auto theirs = each->lock();
-    if (theirs != nullptr && theirs->count(param.unsafeGetTensorImpl()) > 0) {
-      return theirs != params_;
+bool PassMarks::anyOther(const at::Tensor& param, const std::function<bool(const MarkedWrapper&)>& is) const {
+  const std::lock_guard lock(wrappers_mutex);
+  return std::any_of(wrappers.begin(), wrappers.end(), [&](const auto& each) {
+    const auto theirs = each.lock();
+    return theirs != nullptr && theirs != wrapper_ && has(*theirs, param) && is(*theirs);
+  });
+}
+
+bool PassMarks::isOfOther(const at::Tensor& param) const {
+  return anyOther(param, [this](const MarkedWrapper& theirs) {
+    if (theirs.made > wrapper_->asked || theirs.asked < wrapper_->made) {
+      return theirs.made > wrapper_->asked;
     }
-  }
-  return false;
+    return theirs.marked == wrapper_->marked ? theirs.asked > wrapper_->asked : wrapper_->marked;
+  });
+}
+
+bool PassMarks::isContested(const at::Tensor& param) const {
+  return anyOther(param, [this](const MarkedWrapper& theirs) { return theirs.asked > wrapper_->made; });
 }
 
 void PassMarks::begin() {
@@ -361,10 +396,13 @@ void PassMarks::begin() {
   begun_ = call_.running();
   any_graph_ = false;
   began_ = outermost_;
+  if (!begun_) {
+    tellOthers();
+  }
 }
 
 bool PassMarks::cutOff(const at::Tensor& param) const {
-  return begun_ ? !beganHere() : isOfNewer(param);
+  return !beganHere() && (begun_ || isInAnother(param, /*reducing=*/false) || isContested(param) || isOfOther(param));
 }
 
 void PassMarks::end() {
@@ -402,10 +440,11 @@ bool PassMarks::notedAround(size_t param) const {
 
 void PassMarks::tellOthers() const {
   std::erase_if(marked_calls, [this](const MarkedCall& each) {
-    const auto theirs = each.params.lock();
-    return theirs == nullptr || theirs == params_ || !each.call.running();
+    const auto theirs = each.wrapper.lock();
+    return theirs == nullptr || theirs == wrapper_ || !each.call.running();
   });
-  marked_calls.push_back({reduces() ? call_ : local_call_, reduces(), params_});
+  const BackwardCall& unreduced = isLocal() ? local_call_ : outermost_;
+  marked_calls.push_back({reduces() ? call_ : unreduced, reduces(), wrapper_});
 }
 
 } // namespace pycomm

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/wait_clock.h"
 #include "c10d/torch_compat.h"
 #include "ddp/reducer_options.h"
 
@@ -115,6 +116,7 @@ struct ForwardMark {
   double weight = 1.0; ///< as the batch was counted: see PassWeights
   std::shared_ptr<SaidWeight> said; ///< what counts in its place, if the program has said something
   int64_t number = 0; ///< of the forward passes of one PassWeights, from 1
+  WaitClock::Instant began; ///< when it began to compute, if PassWeights follows it
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
 };
 
@@ -127,6 +129,14 @@ bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void(
 
 /// Throws: compiled autograd calls no hook of the reducer.
 [[noreturn]] void raiseCompiledAutograd();
+
+/// What other wrappers of a parameter may know of one.
+struct MarkedWrapper {
+  std::unordered_set<const c10::TensorImpl*> params;
+  uint64_t made = 0; ///< this and `asked`: in the order of all wrappers
+  uint64_t asked = 0; ///< when a forward pass asked for the pass that is due or under way; 0: none is
+  bool marked = false; ///< and all forward passes that ask have marked outputs, so that a mark begins it
+};
 
 /// Which marked graphs the present backward call goes through, so whether its gradients are reduced.
 ///
@@ -173,8 +183,14 @@ class PassMarks {
   }
   /// Whether a pass ended in a call that was nested in this one.
   [[nodiscard]] bool endedNested() const;
-  /// Whether a forward pass that comes now repeats that of the pass which has begun in this call, as a checkpoint with use_reentrant=False does.
+  /// Whether a forward pass that comes now repeats one whose pass this call reduces, as a checkpoint with use_reentrant=False does.
   [[nodiscard]] bool repeatsForward() const;
+  /// Whether one that comes now is a part of this call's pass, whose weight is known and whose time has begun.
+  [[nodiscard]] bool isWithinForward() const;
+  /// Whether another wrapper of this parameter has asked for a pass, too: the end of the call shows whose it is.
+  [[nodiscard]] bool isContested(const at::Tensor& param) const;
+  /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
+  [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
   /// Whether this call is a pass: it goes through a marked graph, or began one without.
   [[nodiscard]] bool inPass() const {
     return reduces() || isLocal() || beganHere();
@@ -188,11 +204,10 @@ class PassMarks {
   [[nodiscard]] GradientCall callOf(const at::Tensor& param, bool armed) const;
   /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
   [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
-  /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through.
-  void expect(bool any) noexcept {
-    any_graph_ = any;
-    began_.forget(); // a checkpoint may ask in the call of the last one
-  }
+  /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through. `marked`: see MarkedWrapper.
+  void expect(bool any, bool marked);
+  /// No forward pass asks any more: the pass has ended, or later calls are none of it.
+  void disarm();
   [[nodiscard]] bool expectsAnyGraph() const noexcept {
     return any_graph_;
   }
@@ -210,16 +225,16 @@ class PassMarks {
   [[nodiscard]] bool notedAround(size_t param) const;
 
  private:
-  using Params = std::unordered_set<const c10::TensorImpl*>;
-
   void tellOthers() const;
+  /// Whether this call goes through a forward pass of another wrapper of this parameter. `reducing`: through one that reduces.
   [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
-  /// Whether another wrapper of this parameter has had a forward pass since the last one of this wrapper.
-  [[nodiscard]] bool isOfNewer(const at::Tensor& param) const;
-  /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
-  [[nodiscard]] bool mayBeginUnmarked(const at::Tensor& param) const;
+  [[nodiscard]] bool anyOther(const at::Tensor& param, const std::function<bool(const MarkedWrapper&)>& is) const;
+  /// Whether a pass without a mark is of another wrapper of this parameter. One that was made since this one asked, as after an error, has all
+  /// passes. Else it is the last one that asked and has outputs without marks, or the last one that asked.
+  [[nodiscard]] bool isOfOther(const at::Tensor& param) const;
 
-  std::shared_ptr<const Params> params_;
+  std::shared_ptr<MarkedWrapper> wrapper_;
+  bool listed_ = false; ///< others can find it
   BackwardCall outermost_; ///< as far as it is known
   int number_ = kNoCall; ///< autograd's, of outermost_
   BackwardCall call_; ///< that reduces

@@ -106,13 +106,14 @@ bool PassWeights::forwardBegan() noexcept {
 
 void PassWeights::marked(ForwardMark& mark) {
   mark.number = ++forwards_;
+  mark.began = forward_began_;
   if (set_ != nullptr) {
     mark.said = set_;
     set_->taken = true;
   }
 }
 
-double PassWeights::weightOf(ForwardMark& mark) const {
+double PassWeights::takeWeight(ForwardMark& mark) {
   if (set_ != nullptr && set_->after == mark.number && (mark.number == forwards_ || mark.said == nullptr)) {
     mark.said = set_;
   }
@@ -180,8 +181,20 @@ void PassWeights::giveBackEarly() {
 }
 
 void PassWeights::enter(ForwardMark& mark, const std::vector<bool>& trained) {
-  const double now = weightOf(mark);
-  enter(Entered{now, mark.said, mark.number, /*marked=*/true}, trained);
+  const double now = takeWeight(mark);
+  enter(Entered{now, mark.said, mark.number, /*marked=*/true, /*begun=*/false, mark.began}, trained);
+}
+
+// Not of one that lies within a pass before: that one has taken its time already, as with two forward passes and then two of backward.
+void PassWeights::alsoEnters(const ForwardMark& mark) noexcept {
+  if (!entered_.has_value() || (entered_->begun && pass_began_.ns == 0)) {
+    return;
+  }
+  const int64_t passed_ns = entered_->begun ? passed_ns_ : last_gradient_.ns;
+  WaitClock::Instant& began = entered_->begun ? pass_began_ : entered_->began;
+  if (mark.began.ns > passed_ns && (mark.began.ns < began.ns || began.ns <= passed_ns)) {
+    began = mark.began;
+  }
 }
 
 void PassWeights::enter(Entered entered, const std::vector<bool>& trained) {
@@ -331,9 +344,10 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
     leaveZeros(trained);
   }
   gapEnds(); // of a pass without a forward pass
-  last_gradient_ = WaitClock::now();
-  const WaitClock::Instant forward_began = std::exchange(forward_began_, {});
-  pass_began_ = forward_began.ns != 0 ? forward_began : last_gradient_;
+  passed_ns_ = std::exchange(last_gradient_, WaitClock::now()).ns;
+  const WaitClock::Instant last = std::exchange(forward_began_, {});
+  const WaitClock::Instant& began = entered_->began.ns != 0 ? entered_->began : last;
+  pass_began_ = began.ns > passed_ns_ ? began : last_gradient_;
   giveBackEarly();
 }
 
@@ -375,7 +389,7 @@ void PassWeights::takeShare(at::Tensor& grad, at::Tensor& before) const {
   before = grad.clone(); // another one may come in this pass
 }
 
-void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
+void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device, int64_t wrapper) {
   weightless_ = false; // of a step that is summed again
   rows_ = at::zeros({group.getSize() * kWords}, at::kLong);
   auto* row = rows_.mutable_data_ptr<int64_t>() + group.getRank() * kWords;
@@ -386,7 +400,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device) {
   row[4] = largest_;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
-  const CallTag about(CallTag::of("the weights of ranks"));
+  const CallTag about(CallTag::of("the weights of wrapper " + std::to_string(wrapper)));
   c10d::AllreduceOptions options;
   options.asyncOp = !rows_.is_cpu();
   work_ = group.allreduce(tensors, options);

@@ -44,7 +44,7 @@ struct SaidWeight {
 /// too, these leave zeros in place of no .grad, which are gone before a reduction. Forgotten passes still count as batches that were trained,
 /// which a sampler follows: Accumulated::trained.
 ///
-/// A step's compute time is that of its passes, from the begin of forward to the last gradient, and of what the program does between them: the
+/// A step's compute time is that of its passes, from the begin of the first forward pass to the last gradient, and of what the program does between them: the
 /// optimizer, and waiting for the next batch. Waits for other ranks are left out of both (WaitClock). What lies between passes is the median of
 /// the last steps, so that a validation or a checkpoint now and then does not count.
 ///
@@ -108,10 +108,12 @@ class PassWeights {
   /// A backward pass goes through the graph of this forward pass: what .grad held before it is brought to its unit. `trained`: by parameter.
   /// If the call has early gradients, begin() follows at once.
   void enter(ForwardMark& mark, const std::vector<bool>& trained);
+  /// The pass goes through this forward pass, too.
+  void alsoEnters(const ForwardMark& mark) noexcept;
   /// As enter(), of a rank without a batch: the pass has no weight, no forward pass and no gradients, and takes no time.
   void enterWithoutBatch(const std::vector<bool>& trained);
   /// The weight of a backward pass through its graph. Throws if what was set for it has counted for another forward pass.
-  [[nodiscard]] double weightOf(ForwardMark& mark) const;
+  [[nodiscard]] double takeWeight(ForwardMark& mark);
   /// The backward pass that came through enter() is over: a pass that begins now is another one.
   void leave() noexcept {
     entered_.reset();
@@ -139,8 +141,9 @@ class PassWeights {
     sum_.stray = sum_.cannot_follow;
   }
 
-  /// Sends this rank's row. `device`: where the group reduces.
-  void launch(c10d::ProcessGroup& group, c10::Device device);
+  /// Sends this rank's row. `device`: where the group reduces. `wrapper`: a number that this wrapper has on all ranks, so that of two wrappers
+  /// of a group one's row is not the other's.
+  void launch(c10d::ProcessGroup& group, c10::Device device, int64_t wrapper);
   /// Whether packing waits for the other ranks' rows; and if no rank has any weight, so that it never begins.
   [[nodiscard]] bool awaited() const noexcept {
     return work_ != nullptr || weightless_;
@@ -218,6 +221,7 @@ class PassWeights {
     int64_t forward = 0;
     bool marked = true;
     bool begun = false; ///< begin() came
+    WaitClock::Instant began; ///< the earliest of its forward passes
   };
   /// A gradient of a call of backward() that had entered no graph.
   struct Early {
@@ -261,9 +265,10 @@ class PassWeights {
   bool weightless_ = false; ///< all ranks are, in the pass under way
   int64_t waited_ns_ = 0;
 
-  WaitClock::Instant forward_began_;
+  WaitClock::Instant forward_began_; ///< the last one
   WaitClock::Instant pass_began_; ///< its forward pass did; none between passes
   WaitClock::Instant last_gradient_;
+  int64_t passed_ns_ = 0; ///< last_gradient_ of the pass before
   WaitClock::Instant gap_began_; ///< none in a pass, and before the first one
   std::deque<int64_t> gaps_ns_; ///< of the last steps, at most kGapsKept
   int64_t last_compute_ns_ = kUnknown; ///< of the step before

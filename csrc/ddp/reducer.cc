@@ -74,7 +74,7 @@ Reducer::Reducer(
 
 Reducer::~Reducer() {
   if (agreement_ != nullptr) {
-    leave();
+    abandonMembers();
   }
 }
 
@@ -117,6 +117,7 @@ void Reducer::makeBuckets() {
 void Reducer::resetStep() {
   pipeline_->begin(group_.size());
   pass_.reset();
+  marks_.disarm();
 }
 
 void Reducer::prepareForForward() {
@@ -197,7 +198,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   }
   if (reduces) {
     last_forward_ = mark;
-    armed_by_mark_ = marked;
+    const bool one_left = pass_.phase() == BackwardPass::Phase::Armed && !armed_by_mark_;
+    armed_by_mark_ = marked && !one_left;
   } else if (armed_by_mark_ && !marks_.expectsAnyGraph()) {
     // The mark of the forward pass that asked for a reduction begins it. Without it, gradients are of this forward pass, or beside any.
     pass_.disarm();
@@ -219,7 +221,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
     }
   }
   // A trainer that runs forwards in no_sync() and calls this before the last backward, as pipelines do, means the pass and not a graph.
-  marks_.expect(std::exchange(last_forward_, nullptr) == nullptr);
+  marks_.expect(std::exchange(last_forward_, nullptr) == nullptr, armed_by_mark_);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
     pass_.arm();
@@ -310,6 +312,7 @@ void Reducer::resetState() {
   const Turn turn(*this);
   failure_.forget();
   lost_ = nullptr;
+  marks_.disarm();
   join_work_.reset();
   post_backward_.clear();
   order_.clear();
@@ -351,7 +354,12 @@ PassWeights& Reducer::weights() {
 
 bool Reducer::forwardBegan() {
   const Turn turn(*this);
-  return !marks_.repeatsForward() && weights().forwardBegan();
+  return weights().forwardBegan();
+}
+
+bool Reducer::isWithinForward() {
+  const Turn turn(*this);
+  return marks_.isWithinForward();
 }
 
 void Reducer::setWeight(std::optional<double> weight) {

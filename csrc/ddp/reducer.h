@@ -107,12 +107,15 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   // Weights. All throw unless options().weighs.
   /// What the forward pass waits for is over: it begins to compute. See PassWeights::forwardBegan().
   [[nodiscard]] bool forwardBegan();
+  /// Whether a forward pass that begins now is a part of the backward pass under way, as a checkpoint repeats it: it changes neither weight nor time.
+  [[nodiscard]] bool isWithinForward();
   /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.
   /// None: the forward pass says it after all.
   void setWeight(std::optional<double> weight);
   [[nodiscard]] std::optional<double> pendingWeight();
-  /// A pass of a rank without a batch: of weight 0, and averages are written as on the others. `reduces`: see markForward().
-  void passWithoutBatch(bool reduces);
+  /// The passes of a rank without a batch through which one backward() goes on the others: of weight 0, and averages are written as there.
+  /// With each reducer, whether it reduces: see markForward(). They begin in this order.
+  static void passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes);
   /// The rows of the steps from `since` on: see PassWeights.
   [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
   /// See PassWeights::unsynced().
@@ -142,10 +145,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
   /// step throws; after that the reducer has failed.
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
-  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached. Collective then; throws
-  /// what a step throws. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a forward pass.
-  /// False between the passes of a step: no process gets the state there.
-  bool admitNewcomers(bool at_join_point);
+  /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached, or if they are too few for a
+  /// step. Collective then; throws what a step throws. Returns how many newcomers wait for the state of this rank, which gives it to them and
+  /// calls this again; 0: the program may go on. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a
+  /// forward pass, or a further call. Between the passes of a step it does not wait: no process gets the state there.
+  [[nodiscard]] size_t admitNewcomers(bool at_join_point);
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;
@@ -258,6 +262,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
+  static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers);
+  static void abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers);
+  [[nodiscard]] bool beginWithoutBatch(bool reduces);
   [[nodiscard]] std::optional<bool> finish(bool looks);
   [[nodiscard]] bool keepsResiduals();
   void checkNested();
@@ -281,10 +288,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void transact(const std::function<void()>& sum, const std::function<void()>& again, StepAgreement::Round round);
   [[nodiscard]] bool midway() const;
   [[nodiscard]] bool beginNext();
-  void leave() const;
+  void abandonMembers() const;
   [[nodiscard]] bool sumAll();
   void redo();
-  void takeOver();
+  void writeAverages();
 
   void fail(const std::string& doing, const std::exception& error);
   [[nodiscard]] std::optional<std::string> difference();
@@ -355,7 +362,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   BackwardPass pass_;
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
-  bool armed_by_mark_ = false; ///< the last forward pass outside no_sync() has a marked graph
+  bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed

@@ -49,6 +49,10 @@ constexpr const char* kSharedGroup =
     "another DistributedDataParallel wrapper of this process has the same process group: if a backward pass goes through both, or two threads "
     "train them, gradients have to come in the same order on all ranks. Try: a group of its own for each, process_group=dist.new_group()";
 
+constexpr const char* kWithoutBatch =
+    "a call of model.no_batch() stands for one forward pass: where other ranks call forward() of several wrappers, or several times, before "
+    "backward(), a rank without a batch calls pycomm.no_batch(first, second, ...) with the wrapper of each of these calls";
+
 std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const std::vector<size_t>& indices) {
   std::vector<std::string> names;
   for (const size_t index : indices) {
@@ -88,19 +92,21 @@ void Reducer::followCall() {
 void Reducer::enter(ForwardMark& mark) {
   followCall();
   if (!mark.reduces) {
-    if (!pass_.reducing() && !state_.now().unsynced) {
-      state_.change([](SharedValues& values) { values.unsynced = true; });
-    }
     const bool first = marks_.enterLocal() && !marks_.reduces();
     if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
       weights_->enter(mark, trained());
       if (weights_->hasEarly()) {
         weights_->begin(forward_weight_, trained(), /*reduces=*/false);
       }
+    } else if (weights_.has_value()) {
+      weights_->alsoEnters(mark);
     }
     return;
   }
   if (marks_.reduces()) {
+    if (weights_.has_value()) {
+      weights_->alsoEnters(mark);
+    }
     return;
   }
   const bool begun = marks_.beganHere(); // also if it only accumulates: it has been counted
@@ -116,6 +122,8 @@ void Reducer::enter(ForwardMark& mark) {
   const std::vector<size_t> before = marks_.takeNoted();
   if (weights_.has_value() && !marks_.isLocal()) { // else the last forward pass of the loss, one of no_sync(), counts
     weights_->enter(mark, trained());
+  } else if (weights_.has_value()) {
+    weights_->alsoEnters(mark);
   }
   if (!pass_.hasStaticGraph()) {
     pass_.setUnreachable(mark.unreachable);
@@ -201,6 +209,9 @@ void Reducer::takeGradient(size_t index, bool defined) {
     if (defined && weights_.has_value() && !marks_.inPass()) {
       weights_->added(index);
     }
+    if (defined && marks_.isLocal() && !state_.now().unsynced) {
+      state_.change([](SharedValues& values) { values.unsynced = true; });
+    }
     marks_.note(index, call);
     if (call.may_begin) {
       queueUnmarked();
@@ -230,9 +241,13 @@ bool Reducer::beginsPass(size_t index) const {
   if (buckets_.all().empty()) {
     return false;
   }
-  // A mark may still come, of this forward pass, of an earlier one, or of one in no_sync(): it says whether the pass reduces, and its weight.
-  const bool marked = armed_by_mark_ && !marks_.expectsAnyGraph();
-  return marks_.pending() || (!marked && callOf(index).may_begin);
+  if (marks_.pending()) {
+    return true;
+  }
+  // A mark may still come, of this forward pass, of an earlier one, of one in no_sync(), or of another wrapper's: it says whether the pass
+  // reduces, whose it is, and its weight.
+  const auto awaits_mark = [&] { return armed_by_mark_ || marks_.isContested(params_[index].tensor); };
+  return callOf(index).may_begin && (marks_.expectsAnyGraph() || !awaits_mark());
 }
 
 void Reducer::queueUnmarked() {
@@ -252,8 +267,14 @@ void Reducer::beginUnmarked() {
     if (pass_.phase() != BackwardPass::Phase::Armed || marks_.inPass() || marks_.endedWithin()) {
       return;
     }
+    const std::vector<size_t> before = marks_.takeNoted();
+    if (std::none_of(before.begin(), before.end(), [this](size_t param) {
+          return marks_.mayBeginUnmarked(params_[param].tensor);
+        })) {
+      return;
+    }
     try {
-      beginPassWith(marks_.takeNoted());
+      beginPassWith(before);
     } catch (const std::exception& error) {
       fail("gradients of a backward pass beside forward's outputs were being reduced", error);
       throw;
@@ -300,6 +321,7 @@ void Reducer::beginPass() {
   }
   show();
   if (!pass_.reducing()) {
+    marks_.disarm();
     return;
   }
   if (agreement_ != nullptr) {
@@ -307,7 +329,7 @@ void Reducer::beginPass() {
   } else {
     shareState();
     if (weights_.has_value()) {
-      weights_->launch(*group_.get(), group_.device());
+      weights_->launch(*group_.get(), group_.device(), options_.wrapper_number);
     }
   }
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
@@ -462,6 +484,10 @@ void Reducer::finishCall() {
     }
     return now;
   });
+  finishAll(std::move(reducers));
+}
+
+void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers) {
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
@@ -473,9 +499,7 @@ void Reducer::finishCall() {
   bool others = false; // there is one whose averages are not
   for (const std::shared_ptr<Reducer>& each : reducers) {
     if (failed) {
-      if (each->agreement_ != nullptr && each->mutex_.inPass()) {
-        each->leave(); // the others would wait for this rank until it calls forward again
-      }
+      abandonAll({each});
       continue;
     }
     try {
@@ -494,6 +518,15 @@ void Reducer::finishCall() {
   }
   if (first != nullptr) {
     std::rethrow_exception(first);
+  }
+}
+
+// The others would wait for this rank until it calls forward again.
+void Reducer::abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers) {
+  for (const std::shared_ptr<Reducer>& each : reducers) {
+    if (each->agreement_ != nullptr && each->mutex_.inPass()) {
+      each->abandonMembers();
+    }
   }
 }
 
@@ -547,7 +580,7 @@ std::optional<bool> Reducer::endStep(bool looks) {
     giveUpWeightless();
     return std::nullopt;
   }
-  agreement_ != nullptr ? takeOver() : finishBuckets();
+  agreement_ != nullptr ? writeAverages() : finishBuckets();
   if (looks && options_.drops_nonfinite_steps) {
     pipeline_->lookAtAll();
   }
@@ -576,8 +609,24 @@ bool Reducer::launchWeighed() {
   }
 }
 
-void Reducer::passWithoutBatch(bool reduces) {
-  raising([&] {
+void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes) {
+  std::vector<std::shared_ptr<Reducer>> begun;
+  try {
+    for (const auto& [reducer, reduces] : passes) {
+      if (reducer->beginWithoutBatch(reduces)) {
+        begun.push_back(reducer);
+      }
+    }
+  } catch (const std::exception&) {
+    abandonAll(begun);
+    throw;
+  }
+  finishAll(std::move(begun));
+}
+
+// False if it only accumulates.
+bool Reducer::beginWithoutBatch(bool reduces) {
+  return raising([&] {
     const Turn turn(*this);
     throwIfUnfinished();
     followTrained();
@@ -585,13 +634,13 @@ void Reducer::passWithoutBatch(bool reduces) {
     weights().enterWithoutBatch(trained());
     if (!reduces || buckets_.all().empty()) {
       weights_->begin(0.0, trained(), /*reduces=*/false);
-      return;
+      return false;
     }
     recorder_.begin(buckets_.all().size());
     try {
       beginPass();
       if (!pass_.reducing()) {
-        return;
+        return false;
       }
       for (const size_t index : pass_.missing(trained())) {
         markReady(index, /*came=*/false);
@@ -600,7 +649,7 @@ void Reducer::passWithoutBatch(bool reduces) {
       fail("a rank without a batch took part in a reduction", error);
       throw;
     }
-    static_cast<void>(endStep(/*looks=*/true)); // on other ranks it may be of one call with others
+    return true;
   });
 }
 
@@ -635,7 +684,7 @@ bool Reducer::isUsed(size_t index) {
 }
 
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in takeOver(), just before.
+// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before.
 void Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
@@ -711,7 +760,7 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
   if (agreement_ != nullptr) {
     if (!all_know) {
-      leave();
+      abandonMembers();
     }
     return;
   }
@@ -737,7 +786,13 @@ std::optional<std::string> Reducer::difference() {
     const PassLock::Interval others(mutex_);
     auto known = reports.trainedDifference(trained_now, params_, world_size);
     known = known ? known : reports.partsDifference(parts, failure, world_size, kReportsTimeout);
-    return known || !use_.isShared() ? known : std::optional<std::string>(kSharedGroup);
+    if (!known && use_.isShared()) {
+      known = kSharedGroup;
+    }
+    if (weights_.has_value() && (!known || known == kSharedGroup)) {
+      known = (known ? *known + ". " : "") + kWithoutBatch;
+    }
+    return known;
   }();
   if (why.has_value() && failure_.any() && failures_ == failure + 1) {
     failure_.explain(*why);
@@ -762,7 +817,7 @@ void Reducer::throwIfUnfinished() const {
     return;
   }
   if (agreement_ != nullptr) {
-    leave();
+    abandonMembers();
   }
   const std::vector<size_t> missing = pass_.missing(trained());
   if (missing.empty()) {

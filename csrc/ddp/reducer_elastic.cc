@@ -1,11 +1,12 @@
 // A step that survives deaths: a transaction, which is committed by all members or summed again by those that are left.
 //
-//     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> takeOver() -> commit()
+//     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> writeAverages() -> commit()
 //
-// Redo is packing again. Until takeOver() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
+// Redo is packing again. Until writeAverages() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -68,7 +69,7 @@ void Reducer::launchFirst() {
     return;
   }
   try {
-    weights_->launch(*group_.get(), group_.device());
+    weights_->launch(*group_.get(), group_.device(), options_.wrapper_number);
   } catch (const std::exception& error) {
     lose(error);
   }
@@ -195,9 +196,9 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
 }
 
 // Between the passes of a step, where a mean may have made it due or a death has left too few, newcomers wait for the next step: they have none
-// of those passes.
-bool Reducer::admitNewcomers(bool at_join_point) {
-  return raising([&] {
+// of those passes. So they do in a forward pass that backward repeats.
+size_t Reducer::admitNewcomers(bool at_join_point) {
+  return raising([&]() -> size_t {
     const Turn turn(*this);
     if (agreement_ != nullptr && at_join_point) {
       if (midway()) {
@@ -208,28 +209,34 @@ bool Reducer::admitNewcomers(bool at_join_point) {
       }
       agreement_->joinPoint();
     }
-    if (agreement_ == nullptr || midway()) {
-      return false;
-    }
-    if (!agreement_->admissionIsDue()) {
-      return true;
+    if (agreement_ == nullptr || midway() || marks_.repeatsForward()) {
+      return 0;
     }
     throwIfUnfinished();
     try {
       const int64_t before = nowNs();
-      changed_ = agreement_->admit() || changed_;
+      if (agreement_->admissionIsDue()) {
+        changed_ = agreement_->admit() || changed_;
+      }
+      const size_t waiting = agreement_->newcomers();
       stats_.agreeing_ns += nowNs() - before;
+      return waiting;
     } catch (const std::exception& error) {
       fail("the members were stopping for a process that joins", error);
       throw;
     }
-    return true;
   });
 }
 
-// Passes of this rank wait for a reduction, and all members have made as many.
+// Passes of this rank wait for a reduction, and all members have made as many. zero_grad() forgets those in no_sync().
 bool Reducer::midway() const {
-  return state_.now().accumulated > 0 || state_.now().unsynced || (weights_.has_value() && weights_->passes() > 0);
+  const auto holds = [this] {
+    return std::any_of(params_.begin(), params_.end(), [](const ReducedParam& each) {
+      return each.tensor.requires_grad() && each.tensor.grad().defined();
+    });
+  };
+  return state_.now().accumulated > 0 || (weights_.has_value() && weights_->passes() > 0) ||
+      (state_.now().unsynced && holds());
 }
 
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow
@@ -274,7 +281,7 @@ bool Reducer::sumAll() {
 }
 
 // This rank alone has failed: the others go on at once, without it.
-void Reducer::leave() const {
+void Reducer::abandonMembers() const {
   const WithoutGil no_gil; // it waits for threads
   agreement_->close();
 }
@@ -295,7 +302,7 @@ void Reducer::redo() {
 }
 
 // All members have all sums, so from here on the step changes what the program and the next step see.
-void Reducer::takeOver() {
+void Reducer::writeAverages() {
   const at::NoGradGuard no_grad;
   try {
     pipeline_->writeAll([this](size_t param) { return isUsed(param); });

@@ -42,7 +42,7 @@ ReducerGroup::ReducerGroup(
     const std::shared_ptr<Group> now = raising([&] { return ours->group(); });
     job_ = now->identity().job;
     if (ours->isReconfigurable()) {
-      reconfigurable_ = c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours);
+      changing_backend_ = c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours);
       run_ = now->identity().run;
       counted_ = encodes ? now : nullptr;
     }
@@ -51,11 +51,11 @@ ReducerGroup::ReducerGroup(
 }
 
 void ReducerGroup::requireSameMembers() const {
-  if (reconfigurable_ == nullptr) {
+  if (changing_backend_ == nullptr) {
     return;
   }
   raising([&] {
-    if (reconfigurable_->group()->identity().run != run_) {
+    if (changing_backend_->group()->identity().run != run_) {
       throw Error(
           ErrorCode::InvalidArgument,
           "The process group of this model has other members than when the model was wrapped: it was reconfigured since.",

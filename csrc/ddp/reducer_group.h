@@ -89,7 +89,7 @@ class ReducerGroup {
   c10::Device device_;
   c10::Device param_device_;
   c10::intrusive_ptr<PycommBackend> codec_backend_;
-  c10::intrusive_ptr<PycommBackend> reconfigurable_; ///< pycomm's backend, if its members can change; else null
+  c10::intrusive_ptr<PycommBackend> changing_backend_; ///< pycomm's backend, if its members can change; else null
   std::shared_ptr<Group> counted_; ///< of those members, if a parameter has a codec; else null
   uint64_t run_ = 0; ///< GroupIdentity::run of its members then
   FlatMemory memory_{false};

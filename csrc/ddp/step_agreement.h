@@ -53,6 +53,11 @@ class StepAgreement {
   virtual bool admit() {
     return false;
   }
+  /// Before a step of which no pass has been made, behind admit(): waits until processes that join want the state of this rank, and returns how
+  /// many; or until the members are enough for a step: then 0. The caller gives them the state, and asks again. Throws as begin().
+  virtual size_t newcomers() {
+    return 0;
+  }
 
   /// The program is at a place where it lets processes join. All members are there as often between two rounds, if nobody joins there: the next
   /// end() throws CollectiveMismatch where they were not.

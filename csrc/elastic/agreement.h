@@ -50,8 +50,8 @@ class Agreement {
   /// A quorum that answers, and has not agreed after quorum_wait, gets so many times that; or longer if a member may be silent for longer.
   static constexpr int kMostQuorumWaits = 3;
   [[nodiscard]] std::chrono::milliseconds longestWait() const noexcept {
-    return std::chrono::milliseconds(
-        std::max(kMostQuorumWaits * config_.quorum_wait_ms, 2 * config_.dead_after_ms + config_.quorum_wait_ms));
+    const std::chrono::milliseconds once(config_.quorum_wait_ms);
+    return std::max(kMostQuorumWaits * once, 2 * std::chrono::milliseconds(config_.dead_after_ms) + once);
   }
 
   struct Action {

@@ -36,8 +36,8 @@ namespace {
 constexpr int kFirstLookMs = 400; // a member that calls at the same time has come by then
 constexpr int kLookMs = 1000; // for one member
 constexpr int kLastReadyPauseMs = 20; // between two looks at who is ready
-constexpr int kStayMs =
-    600; // of the first member, which may end its process next, until the others know why it gives up
+// The first member, which may end its process next, stays so long until the others know why it gives up.
+constexpr int kStayMs = 2 * kReasonWithinMs;
 
 constexpr const char* kNewUuid = "pass a uuid that no earlier call for this group had: count up, for example";
 
@@ -426,7 +426,7 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     }
     if (plan.rank == 0) {
       for (const Deadline end = Deadline::after(kStayMs); !instance->allTold() && !end.expired();) {
-        (void)::poll(nullptr, 0, end.remainingMs(kStaySliceMs));
+        (void)::poll(nullptr, 0, end.remainingMs(kShortPauseMs));
       }
     }
     if (place != nullptr) {

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10dBackend
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
@@ -401,6 +402,8 @@ def _starts_world() -> bool:
 
 def _options_of(group: Any, pg_options: object) -> Options:
     global _default_group_options
+    if _is_another_backends(group, pg_options):
+        pg_options = None
     if pg_options is not None and not isinstance(pg_options, Options):
         raise TypeError(
             f"pg_options must be a pycomm.Options, not {type(pg_options).__qualname__}. "
@@ -413,6 +416,16 @@ def _options_of(group: Any, pg_options: object) -> Options:
     # Libraries make groups of their own without options: what the user said of the default group
     # holds for them.
     return _default_group_options or Options()
+
+
+def _is_another_backends(group: Any, pg_options: object) -> bool:
+    """Whether these are the options of a backend that torch has made before, for this group.
+
+    For ``cuda:nccl,cpu:pycomm`` torch makes NCCL's options, also if the program has passed none,
+    writes the group's name into them, and passes them to the next backend as well.
+    """
+    named = getattr(pg_options, "group_name", None)
+    return isinstance(pg_options, C10dBackend.Options) and named == str(group.group_id)
 
 
 def _reason_of(error: BaseException) -> str:

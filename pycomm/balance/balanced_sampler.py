@@ -27,7 +27,7 @@ from pycomm._saved_state import check_options, part_of
 from pycomm.balance.deal import Deals, Left, epoch_order
 from pycomm.balance.share_plan import LEAST_GAIN, Change, SharePlan
 from pycomm.balance.step_log import step_log_of
-from pycomm.balance.whole_shares import Limits, even_shares, step_seconds, why_leave_out
+from pycomm.balance.whole_shares import Limits, batch_seconds, even_shares, why_leave_out
 from pycomm.errors import ConfigMismatchError
 
 __all__ = ["BalancedSampler", "SamplerStats"]
@@ -48,7 +48,7 @@ class SamplerStats:
     Example::
 
         stats = sampler.stats()
-        print(stats.shares, stats.even_step_seconds, stats.step_seconds, stats.advice)
+        print(stats.shares, stats.even_batch_seconds, stats.batch_seconds, stats.advice)
     """
 
     epoch: int
@@ -66,9 +66,10 @@ class SamplerStats:
     """Of a batch's time, the part that does not depend on its samples. Empty until three batches
     were timed, as ``seconds_per_sample``."""
     seconds_per_sample: tuple[float, ...]
-    step_seconds: float | None
-    """How long the slowest rank computes with these shares; None as long as that is not known."""
-    even_step_seconds: float | None
+    batch_seconds: float | None
+    """How long the slowest rank computes for a batch with these shares; None as long as that is not
+    known."""
+    even_batch_seconds: float | None
     """How long it would with equal shares."""
     advice: str
     """Names a rank without which the others would be faster; or ""."""
@@ -132,7 +133,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     Threads: use it from one, which is the loader's: workers do not call it.
 
-    Cost: an all-gather of 64 bytes per rank at construction, and none later.
+    Cost: a small all-reduce at construction, and one in ``load_state_dict()``.
     """
 
     def __init__(
@@ -216,7 +217,11 @@ class BalancedSampler(Sampler[list[int]]):
         were trained and ``set_epoch`` was not called since, the next epoch begins.
         """
         now = self._now()
-        if self._is_complete(now):
+        if self._begin is not None and now < self._begin:
+            # Of a loaded state: the passes that waited before it were not loaded with the model.
+            self._deals.resume(now, self._order(), *self._deals.left(self._begin, ()))
+            self._begin = now
+        if self._deal_until(now):
             if self._deal_nothing:
                 self._deal_nothing = self._just_loaded = False
                 return
@@ -226,7 +231,7 @@ class BalancedSampler(Sampler[list[int]]):
             self._deals.start(now, self._order())
         for batch in itertools.count(now):
             change = self._shares_of(batch)
-            dealt = self._deals.deal(batch, change, self._plan.losses)
+            dealt = self._deals.deal(batch, change, self._plan.departures)
             if dealt is None:
                 return
             self._must_begin = self._just_loaded = False
@@ -250,7 +255,7 @@ class BalancedSampler(Sampler[list[int]]):
                 f"members are in epoch {self._epoch}: it would deal other batches than they. Try: "
                 "for epoch in range(sampler.stats().epoch, epochs)"
             )
-        complete = self._is_complete(self._now())
+        complete = self._deal_until(self._now())
         if epoch == self._epoch and (self._just_loaded or not complete):
             self._deal_nothing = complete
         else:
@@ -270,15 +275,15 @@ class BalancedSampler(Sampler[list[int]]):
         even = even_shares(plan.limits)
         return SamplerStats(
             epoch=self._epoch,
-            cursor=self._cursor(),
+            cursor=max(0, self._cursor()),
             batches=plan.trained,
             changes=plan.changes,
             members=members,
             shares=shares,
             fixed_seconds=tuple(fit.fixed for fit in fits),
             seconds_per_sample=tuple(fit.per_sample for fit in fits),
-            step_seconds=step_seconds(fits, shares) if fits else None,
-            even_step_seconds=step_seconds(fits, even) if fits else None,
+            batch_seconds=batch_seconds(fits, shares) if fits else None,
+            even_batch_seconds=batch_seconds(fits, even) if fits else None,
             advice=self._advice(),
         )
 
@@ -334,12 +339,14 @@ class BalancedSampler(Sampler[list[int]]):
         self._start(epoch)
         now = self._plan.trained
         self._begin = now - cursor
-        self._deals.resume(now, self._order(), Left(tuple(first), skipped), returned)
+        next_batch = max(now, self._begin)
+        self._deals.resume(next_batch, self._order(), Left(tuple(first), skipped), returned)
         self._loaded_epoch = epoch
         # Passes that wait for a reduction may complete it: only the wrapper's state has them.
         self._just_loaded = True
-        if not self._is_complete(now):
-            self._deals.resume(now, self._order(), Left((*returned, *first), skipped), ())
+        if not self._deal_until(now):
+            whole = Left((*returned, *first), skipped)
+            self._deals.resume(next_batch, self._order(), whole, ())
 
     def most_ranks(self) -> int:
         """For the model, to which processes join: how many ranks a batch has samples for."""
@@ -354,7 +361,7 @@ class BalancedSampler(Sampler[list[int]]):
             "epoch": self._epoch,
             "begin": self._begin,
             "plan": self._plan.state(),
-            "deals": self._deals.state(now, self._plan.losses),
+            "deals": self._deals.state(now, self._plan.departures),
         }
 
     def _join(self, state: Mapping[str, Any], max_batch: int | None) -> None:
@@ -388,7 +395,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def has_share(self) -> bool:
         """For the model: False in the first passes of a process that has joined."""
-        members = self._deals.shares_of(self._now()) if self._waits else None
+        members = self._deals.members_of(self._now()) if self._waits else None
         if members is None:  # or the pass is another loader's
             return True
         self._waits = self._rank not in members
@@ -399,11 +406,11 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _left(self) -> list[Any]:
         """The rest of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
-        batch = min(self._plan.trained, self._deals.next_batch)
-        if self._begin is not None:
-            batch = max(batch, self._begin)  # passes of the epoch before may wait for a reduction
-        left, returned = self._deals.left(batch, self._plan.losses)
-        first, skipped = Left() if self._begin is None else left
+        if self._begin is None:  # its batches follow those that wait for a reduction
+            first = self._deals.next_left(self._now(), self._plan.departures)
+            return [list(first), 0, []]
+        batch = max(self._begin, min(self._plan.trained, self._deals.next_batch))
+        (first, skipped), returned = self._deals.left(batch, self._plan.departures)
         return [list(first), skipped, returned]
 
     def _start(self, epoch: int) -> None:
@@ -418,21 +425,24 @@ class BalancedSampler(Sampler[list[int]]):
         return self._plan.trained + self._log.pending_passes
 
     def _cursor(self) -> int:
+        """Batches of the epoch that are on record. Below 0: as many passes of the epoch before wait
+        for a reduction, and the first batch comes behind them."""
         if self._begin is None:
-            return 0
-        return max(0, min(self._plan.trained, self._deals.next_batch) - self._begin)
+            return -self._log.pending_passes
+        return min(self._plan.trained, self._deals.next_batch) - self._begin
 
-    def _is_complete(self, now: int) -> bool:
+    def _deal_until(self, now: int) -> bool:
+        """Deals batches that were trained and that nobody pulled; whether the epoch is complete."""
         if self._begin is None:
             return False
         if now < self._deals.next_batch:
             return False  # as it was dealt
         # Passes of another loader, or of before a restart, that have trained batches nobody pulled.
         for batch in range(self._deals.next_batch, now):
-            if self._deals.deal(batch, self._plan.decided(batch), self._plan.losses) is None:
+            if self._deals.deal(batch, self._plan.decided(batch), self._plan.departures) is None:
                 return True
         # An epoch of which ranks were lost has more batches.
-        return not self._deals.has(now, self._plan.decided(now), self._plan.losses)
+        return not self._deals.has(now, self._plan.decided(now), self._plan.departures)
 
     def _shares_of(self, batch: int) -> Change:
         """Reads steps only if it needs them: several at once take little longer than one."""
@@ -477,11 +487,11 @@ class BalancedSampler(Sampler[list[int]]):
             # Another loader's, and every rank leaves out the same ones, however late it looks.
             plan.interrupt()
             self._next_step = steps
-        self._deals.forget(min([plan.timed, *(each.since for each in plan.losses)]))
+        self._deals.forget(min([plan.timed, *(each.since for each in plan.departures)]))
 
     def _is_idle(self) -> bool:
         """All batches of an epoch are trained, and the next one has not begun."""
-        return self._begin is None or self._is_complete(self._plan.trained)
+        return self._begin is None or self._deal_until(self._plan.trained)
 
     def _tell(self) -> None:
         """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""
@@ -498,13 +508,13 @@ class BalancedSampler(Sampler[list[int]]):
             self._told = now
         elif any(abs(a - b) > _TOLD * b for a, b in zip(now.shares, told.shares, strict=True)):
             logger.info(
-                "from batch %d on the ranks train on %s samples (before: %s): a step computes for "
+                "from batch %d on the ranks train on %s samples (before: %s): a batch takes "
                 "%.3g s instead of %.3g s",
                 now.batch,
                 _listed(now.shares),
                 _listed(told.shares),
-                step_seconds(fits or [], now.shares),
-                step_seconds(fits or [], told.shares),
+                batch_seconds(fits or [], now.shares),
+                batch_seconds(fits or [], told.shares),
             )
             self._told = now
         advice = self._advice()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pycomm.balance.share_plan import Change, Loss
+from pycomm.balance.share_plan import Change, Departure
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
@@ -71,8 +71,8 @@ class Dealt(NamedTuple):
 class Deals:
     """The batches of one rank's loader: what each rank has of them, also of those to come.
 
-    Pure. A batch's deal depends on the order, and on the ``Change`` and ``Loss`` records up to it.
-    So ranks that deal a batch at different times deal alike.
+    Pure. A batch's deal depends on the order, and on the ``Change`` and ``Departure`` records up to
+    it. So ranks that deal a batch at different times deal alike.
     """
 
     def __init__(self, length: int) -> None:
@@ -110,19 +110,19 @@ class Deals:
         self._put(batch, left)
         self._carried = tuple(returned)
 
-    def has(self, batch: int, change: Change, losses: Sequence[Loss]) -> bool:
+    def has(self, batch: int, change: Change, departures: Sequence[Departure]) -> bool:
         """Whether the epoch has this batch."""
-        return sum(change.shares) <= self._count(self._before(batch, losses))
+        return sum(change.shares) <= self._count(self._before(batch, departures))
 
-    def deal(self, batch: int, change: Change, losses: Sequence[Loss]) -> Dealt | None:
+    def deal(self, batch: int, change: Change, departures: Sequence[Departure]) -> Dealt | None:
         """Deals a batch to the change's members; None if the epoch is at its end.
 
         Args:
             batch: ``next_batch``, or one before: then that and later ones are dealt anew.
             change: Its shares.
-            losses: All whose ``until`` is this batch.
+            departures: All whose ``until`` is this batch.
         """
-        left, total = self._before(batch, losses), sum(change.shares)
+        left, total = self._before(batch, departures), sum(change.shares)
         if total > self._count(left):
             return None
         new = max(0, total - len(left.returned))
@@ -130,17 +130,17 @@ class Deals:
         dealt = self._dealt[batch] = Dealt(change, left, self._order)
         return dealt
 
-    def shares_of(self, batch: int) -> Collection[int] | None:
+    def members_of(self, batch: int) -> Collection[int] | None:
         """The members that have a part of this batch; None if it was not dealt."""
         return self._dealt[batch].change.members if batch in self._dealt else None
 
-    def state(self, batch: int, losses: Sequence[Loss]) -> dict[str, Any]:
+    def state(self, batch: int, departures: Sequence[Departure]) -> dict[str, Any]:
         """What ``load()`` continues from, before this batch: plain numbers, lists and dicts."""
         left = self._left[batch]
         untrained = {
             number: [
                 [member, dealt.part(member)]
-                for each in losses
+                for each in departures
                 if each.since <= number
                 for member in each.members
                 if member in dealt.change.members
@@ -170,14 +170,19 @@ class Deals:
             indices = tuple(index for _, part in parts for index in part)
             self._dealt[number] = Dealt(Change(number, shares, members), Left(indices), self._order)
 
-    def left(self, batch: int, losses: Sequence[Loss]) -> tuple[Left, list[int]]:
+    def left(self, batch: int, departures: Sequence[Departure]) -> tuple[Left, list[int]]:
         """What ``resume()`` continues from before this batch, and parts of earlier batches that
         nobody has trained, and that are not back in the list yet."""
-        returned = [*self._carried]
-        for loss in losses:
-            if loss.until > batch:
-                returned += self._untrained(loss, batch)
-        return self._before(batch, losses), returned
+        return self._before(batch, departures), [
+            *self._carried,
+            *self._to_return(batch, departures),
+        ]
+
+    def next_left(self, batch: int, departures: Sequence[Departure]) -> tuple[int, ...]:
+        """What a next epoch begins with that ``start()`` would begin at this batch, or later."""
+        batch = min(batch, self._next)
+        returned = self._before(batch, departures).returned
+        return (*self._to_return(batch, departures), *returned, *self._carried)
 
     def forget(self, batch: int) -> None:
         """Nobody asks for what was dealt before this batch, but for the position."""
@@ -193,19 +198,27 @@ class Deals:
         self._left[batch] = left
         self._next = batch
 
-    def _before(self, batch: int, losses: Sequence[Loss]) -> Left:
+    def _before(self, batch: int, departures: Sequence[Departure]) -> Left:
         left = self._left[batch]
-        for each in reversed(losses):
+        for each in reversed(departures):
             if each.until == batch:
                 left = Left((*self._untrained(each, batch), *left.returned), left.skipped)
         return left
 
-    def _untrained(self, loss: Loss, until: int) -> list[int]:
+    def _to_return(self, batch: int, departures: Sequence[Departure]) -> list[int]:
+        return [
+            index
+            for departure in departures
+            if departure.until > batch
+            for index in self._untrained(departure, batch)
+        ]
+
+    def _untrained(self, departure: Departure, until: int) -> list[int]:
         """Their parts of the batches before ``until``, which nobody has trained."""
         return [
             index
-            for batch in range(loss.since, until)
+            for batch in range(departure.since, until)
             if batch in self._dealt
-            for member in loss.members
+            for member in departure.members
             for index in self._dealt[batch].part(member)
         ]

@@ -11,8 +11,8 @@ pulls batch 4 before batch 2 is trained: step 1 is on record, so that is early e
 
 A rank that is missing from a step is gone. Like all that a step decides, this holds from
 ``lookahead`` batches later on: until then batches are dealt to the rank that is gone as well, and
-nobody trains its part of them (``Loss``). A rank that is new in a step has joined. It has a share
-from the same batch on: until then batches are dealt to the others alone.
+nobody trains its part of them (``Departure``). A rank that is new in a step has joined. It has a
+share from the same batch on: until then batches are dealt to the others alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pycomm.balance.step_log import StepRecord
 from pycomm.balance.step_times import Fit, StepTimes
-from pycomm.balance.whole_shares import Limits, best_shares, can_end, even_shares, step_seconds
+from pycomm.balance.whole_shares import Limits, batch_seconds, best_shares, can_end, even_shares
 
 LEAST_GAIN = 0.02
 """Shares change for a predicted gain above this, so that each batch size is met rarely."""
@@ -48,7 +48,7 @@ class Change(NamedTuple):
     """In the order of the shares: see ``StepRecord.members``."""
 
 
-class Loss(NamedTuple):
+class Departure(NamedTuple):
     """Ranks that are gone: they train no batch from ``since`` on, and are dealt none from ``until``
     on."""
 
@@ -71,7 +71,7 @@ class SharePlan:
         members = tuple(range(len(limits.most)))
         self._times = {member: StepTimes() for member in members}
         self._changes = [Change(0, even_shares(limits), members)]
-        self._losses: list[Loss] = []
+        self._departures: list[Departure] = []
         self._has_all = True
         self._count = 0
         self._busy = _BUSY
@@ -110,9 +110,9 @@ class SharePlan:
         return self._has_all
 
     @property
-    def losses(self) -> list[Loss]:
+    def departures(self) -> list[Departure]:
         """Those whose ranks may still be dealt a batch that is not on record, the oldest first."""
-        return self._losses
+        return self._departures
 
     def fits(self) -> list[Fit] | None:
         """The fit of each of the newest members; None before all have one."""
@@ -163,7 +163,9 @@ class SharePlan:
             "changes": [
                 [each.batch, list(each.shares), list(each.members)] for each in self._changes
             ],
-            "losses": [[list(each.members), each.since, each.until] for each in self._losses],
+            "departures": [
+                [list(each.members), each.since, each.until] for each in self._departures
+            ],
             "times": [times.state() for times in self._times.values()],
             "open": None
             if opened is None
@@ -181,9 +183,9 @@ class SharePlan:
             Change(int(batch), tuple(map(int, shares)), tuple(map(int, members)))
             for batch, shares, members in state["changes"]
         ]
-        plan._losses = [
-            Loss(tuple(map(int, members)), int(since), int(until))
-            for members, since, until in state["losses"]
+        plan._departures = [
+            Departure(tuple(map(int, members)), int(since), int(until))
+            for members, since, until in state["departures"]
         ]
         times = map(StepTimes.load, state["times"])
         plan._times = dict(zip(map(int, state["members"]), times, strict=True))
@@ -215,7 +217,7 @@ class SharePlan:
             self._decide(self._timed - 1 + self._lookahead)
         while len(self._changes) > 1 and self._changes[1].batch <= self._timed:
             self._changes.pop(0)
-        self._losses = [each for each in self._losses if each.until >= self._timed]
+        self._departures = [each for each in self._departures if each.until >= self._timed]
 
     def _change_members(self, record: StepRecord) -> None:
         """Shares the samples out among those who have this step on record."""
@@ -223,7 +225,7 @@ class SharePlan:
         gone = tuple(each for each in most if each not in record.members)
         until = self._trained + record.passes - 1 + self._lookahead
         if gone:
-            self._losses.append(Loss(gone, self._trained, until))
+            self._departures.append(Departure(gone, self._trained, until))
         for member, largest in zip(record.members, record.largest, strict=True):
             most.setdefault(member, largest or None)
         self._has_all = False
@@ -253,14 +255,14 @@ class SharePlan:
         fits = self.fits()
         if fits is None:
             return
-        now = step_seconds(fits, self.newest.shares)
+        now = batch_seconds(fits, self.newest.shares)
         # 2 ln N is 1.4 log2 N, which needs no logarithm that another C library may round otherwise.
         errors = _ERRORS + math.sqrt(1.4 * (len(fits) - 1).bit_length())
         least = LEAST_GAIN + errors * max(fit.error for fit in fits)
         if not can_end(fits, self._limits, (1.0 - least) * now):
             return  # as nearly always, and the best shares take longer to find
         shares = best_shares(fits, self._reachable(fits))
-        if 1.0 - step_seconds(fits, shares) / now > least:
+        if 1.0 - batch_seconds(fits, shares) / now > least:
             self._changes.append(Change(batch, shares, tuple(self._times)))
             self._count += 1
             self._busy = self._lookahead + _BUSY

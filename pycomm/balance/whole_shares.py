@@ -78,7 +78,7 @@ def even_shares(limits: Limits) -> tuple[int, ...]:
     return best_shares([Fit(0.0, 1.0)] * len(limits.most), limits)
 
 
-def step_seconds(fits: Sequence[Fit], shares: Sequence[int]) -> float:
+def batch_seconds(fits: Sequence[Fit], shares: Sequence[int]) -> float:
     """The time of a step, which ends when the last rank has ended."""
     return max(fit.seconds(share) for fit, share in zip(fits, shares, strict=True))
 
@@ -139,13 +139,13 @@ def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float, members: Seq
     if len(fits) < 2:
         return ""
     shares = best_shares(fits, limits)
-    now = step_seconds(fits, shares)
+    now = batch_seconds(fits, shares)
     worst = max(range(len(fits)), key=lambda rank: fits[rank].seconds(shares[rank]))
     rest = limits.of_ranks([most for rank, most in enumerate(limits.most) if rank != worst])
     if rest.total < limits.total:
         return ""
     without = [fit for rank, fit in enumerate(fits) if rank != worst]
-    then = step_seconds(without, best_shares(without, rest))
+    then = batch_seconds(without, best_shares(without, rest))
     if then > (1.0 - gain) * now:
         return ""
     return (

@@ -478,7 +478,8 @@ def _found(made: Any, group: Any, elastic: Elastic) -> None:
         if dist.get_rank(group) == 0:
             refusal = joining.check_peers(made, elastic.peers)
         if elastic.peers_port is not None:
-            offer, why = joining.offer_port(made, elastic.peers_port)
+            addresses = joining.look_up(elastic.peers_port)
+            offer, why = joining.offer_port(made, elastic.peers_port, addresses)
             refusal = refusal or why
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, (reconfigure_handle(made), refusal, offer), group=group)

@@ -39,6 +39,13 @@ _OTHER_PORT = (
 )
 
 
+def look_up(peers: str) -> tuple[str, ...]:
+    """The addresses of all hosts of ``pycomm://``. Waits for name servers."""
+    at = peers_port(peers)
+    assert at is not None
+    return tuple(loader.native.look_up(at.hosts, _LOOK_UP_MS))
+
+
 def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
     """Handles of the members, as one of them has said.
 
@@ -139,8 +146,8 @@ Offer = tuple[str, Sequence[tuple[str, str]]]
 or ""."""
 
 
-def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
-    """Lets others find this process at the port, if it runs on one of the hosts.
+def offer_port(group: Any, peers: str, addresses: Sequence[str]) -> tuple[Offer, str]:
+    """Lets others find this process at the port, if one of the addresses is its host's.
 
     Of a port that another process has, this one takes it when that ends. The second: why it may
     have none at all.
@@ -148,7 +155,7 @@ def offer_port(group: Any, peers: str) -> tuple[Offer, str]:
     at = peers_port(peers)
     assert at is not None
     try:
-        return loader.native.offer_port(native_backend(group), at.hosts, at.port, _LOOK_UP_MS), ""
+        return loader.native.offer_port(native_backend(group), addresses, at.port), ""
     except InvalidArgumentError as error:
         return ("", ()), f"Elastic.peers={peers!r}: {error}"
 
@@ -206,22 +213,22 @@ def _read(path: str) -> tuple[list[str], str]:
     return [line for line in lines if line and not line.startswith("#")], f"{path} has no handles"
 
 
-def pull(agreement: Any, model: Any) -> Mapping[str, Any]:
+def pull(agreement: Any, model: Any, addresses: Sequence[str]) -> Mapping[str, Any]:
     """Blocks until this process is a member. Returns what the reducer takes over.
+
+    ``addresses``: of ``look_up()``, where it listens then. Before, it could answer nobody there,
+    and would keep the port from a member.
 
     Raises:
         JoinRefusedError: The state does not fit, or did not come within ``join_pause``.
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
     """
     shared: Mapping[str, Any] = {}
-    peers = model._elastic.peers_port
-    # While nobody waits for this process: it looks names up.
-    offered = None if peers is None else offer_port(model._own_group, peers)
     while (state := agreement.pull()) is not None:
         shared = _load(state, model)
         agreement.loaded()
-    if offered is not None:
-        _be_found(model._own_group, peers, offered)
+    if (peers := model._elastic.peers_port) is not None:
+        _be_found(model._own_group, peers, offer_port(model._own_group, peers, addresses))
     return shared
 
 
@@ -273,7 +280,7 @@ def take_over(model: Any, shared: Mapping[str, Any]) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def give_state(model: Any, args: object) -> None:
-    """Before a forward with gradients: gives newcomers the state of all members, if rank 0."""
+    """Before a forward with gradients: members that stop for newcomers, or are too few, wait."""
     if not torch.is_grad_enabled():
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
@@ -290,12 +297,15 @@ def admit_at_join_point(model: Any) -> None:
 def _admit(model: Any, *, at_join_point: bool) -> None:
     if not model._can_be_joined():
         return
-    if not model.reducer.admit_newcomers(at_join_point):
-        return
+    waiting = model.reducer.admit_newcomers(at_join_point)
+    while waiting > 0:  # on rank 0, which is another one after its death
+        _give(model, waiting)
+        waiting = model.reducer.admit_newcomers()
+
+
+def _give(model: Any, waiting: int) -> None:
+    """Gives so many newcomers the state of all members."""
     agreement = model._agreement
-    waiting = agreement.newcomers()
-    if waiting == 0:
-        return
     most = model._most_ranks()
     keep = waiting if most is None else most - agreement.ranks_with_newcomers() + waiting
     if keep < waiting:

@@ -9,7 +9,7 @@ import numbers
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,22 +113,22 @@ def _sequences(packed: PackedSequence) -> int:
     return int(packed.batch_sizes[0])
 
 
-def trained_alike(step: int, trained: Sequence[int], members: Sequence[int]) -> int:
+def batches_alike(step: int, batches: Sequence[int], members: Sequence[int]) -> int:
     """How many batches each of the ``members`` has put through backward for a step.
 
     Raises:
         RuntimeError: They differ, as some ranks have dropped a pass with ``zero_grad()`` and others
             have not.
     """
-    if len(set(trained)) > 1:
-        other = next(each for each, count in enumerate(trained) if count != trained[0])
+    if len(set(batches)) > 1:
+        other = next(each for each, count in enumerate(batches) if count != batches[0])
         raise RuntimeError(
-            f"step {step} has used up {trained[0]} batches on rank {members[0]} of the model's "
-            f"group and {trained[other]} on rank {members[other]}, so the batches of "
+            f"step {step} has used up {batches[0]} batches on rank {members[0]} of the model's "
+            f"group and {batches[other]} on rank {members[other]}, so the batches of "
             "BalancedSampler no longer belong together. Try: drop a pass that accumulates, by "
             "zero_grad(), on all ranks or on none"
         )
-    return trained[0]
+    return batches[0]
 
 
 _READERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[StepReader]] = weakref.WeakKeyDictionary()
@@ -157,8 +157,7 @@ class _WrapperLog:
 
     @property
     def pending_passes(self) -> int:
-        passes: int = self._wrapper.reducer.weighed()[5]
-        return passes
+        return _Accumulated(*self._wrapper.reducer.weighed()).batches
 
     def records(self, since: int) -> list[StepRecord]:
         found = self._wrapper.reducer.step_rows(since)
@@ -166,10 +165,10 @@ class _WrapperLog:
             raise LookupError(f"the record of step {since} is no longer kept")
         records = []
         for step, _, rows, members in found:
-            samples, nanoseconds, trained, largest = zip(*rows, strict=True)
+            samples, nanoseconds, batches, largest = zip(*rows, strict=True)
             seconds = [ns * 1e-9 if ns >= 0 else math.nan for ns in nanoseconds]
             members = members or range(len(rows))
-            passes = trained_alike(step, trained, members)
+            passes = batches_alike(step, batches, members)
             records.append(StepRecord(passes, samples, seconds, members, largest))
         return records
 
@@ -220,14 +219,27 @@ class _WrapperLog:
         return gathered
 
 
-_SINCE_0_2 = (0, 0, 0, False, False)
-"""Of a state that lacks them: batches and times of passes that accumulate, and unmarked ones."""
+class _Accumulated(NamedTuple):
+    """``reducer.weighed()``: of the passes since the last reduction, see ``PassWeights``. States of
+    0.2 lack those with a default."""
+
+    weight: float
+    unit: float
+    passes: int
+    alike: bool
+    held: Mapping[str, bool]
+    batches: int = 0
+    """As ``passes``, with those that were forgotten."""
+    compute_ns: int = 0
+    gap_ns: int = 0
+    cannot_follow: bool = False
+    stray: bool = False
 
 
 def weighed_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the reducer's ``load()`` takes, from a state of any release."""
     *saved, last_compute_ns = state.get("weighed", (0.0, 0.0, 0, True, {}, -1))
-    return (*saved, *_SINCE_0_2[len(saved) - 5 :], last_compute_ns)
+    return (*_Accumulated(*saved), last_compute_ns)
 
 
 class Weighed(TorchDDP):
@@ -289,11 +301,17 @@ class Weighed(TorchDDP):
         With ``sync_every`` the step of a host without any samples has no averages: ``.grad`` stays
         as it was. So it does with ``elastic`` if a lost rank was the only one with a batch.
 
+        It stands for one ``forward()`` and one ``backward()``. If the others make several forward
+        passes for one backward pass: ``pycomm.no_batch()``.
+
         Raises:
             ValueError: No rank has any samples; without ``sync_every``, and with ``elastic`` until
                 a rank is lost, as that one may have had them.
             UnsupportedError: The wrapper has no ``weight="samples"``.
         """
+        no_batch(self)
+
+    def _check_no_batch(self) -> None:
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
@@ -302,6 +320,9 @@ class Weighed(TorchDDP):
                 "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
                 "one: give every rank a batch in each step, or use another normalization"
             )
+
+    def _forward_without_batch(self) -> None:
+        """Takes part in what a forward pass of the other ranks exchanges."""
         if self._before_forward is not None:
             self._before_forward(self, ())
         self._check_sampler()
@@ -312,7 +333,6 @@ class Weighed(TorchDDP):
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._hand_over_buffers()
         self._forward_began()
-        self.reducer.pass_without_batch(self.require_backward_grad_sync)
 
     @property
     def step_log(self) -> StepLog | None:
@@ -344,7 +364,11 @@ class Weighed(TorchDDP):
             )
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._weight is None or not torch.is_grad_enabled():
+        if (
+            self._weight is None
+            or not torch.is_grad_enabled()
+            or self.reducer.is_within_forward()  # as a checkpoint repeats it in backward
+        ):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         weight, how = self._weigh(inputs, kwargs)  # first: this rank alone may have to refuse
         self._forward_weight = weight
@@ -430,7 +454,7 @@ class Weighed(TorchDDP):
         """
         saved = state.get("weighed")
         weighed = saved is not None
-        passes = state["accumulated"] if saved is None else saved[2]
+        passes = state["accumulated"] if saved is None else _Accumulated(*saved[:-1]).passes
         if weighed != (self._weight is not None) and passes > 0:
             how, which = ("with", "without") if weighed else ("without", "with")
             raise ValueError(
@@ -440,3 +464,36 @@ class Weighed(TorchDDP):
         if self._weight is None:
             return None, 0.0
         return weighed_of(state), float(state.get("weight_unsynced", 0.0))
+
+
+def no_batch(*wrappers: Weighed) -> None:
+    """``model.no_batch()`` where one ``backward()`` goes through several forward passes.
+
+    Give the wrapper of each ``forward()`` that the other ranks call before ``backward()``, in their
+    order. Averages of all of them are in ``.grad`` then. Collective; blocks. ::
+
+        if batch is None:
+            pycomm.no_batch(generator, discriminator)
+        else:
+            loss_of(discriminator(generator(batch))).backward()
+
+    Args:
+        wrappers: One is named as often as its ``forward()`` is called. Over one process group the
+            other ranks' backward has to reach the wrappers in the reverse order, as it does unless
+            the graph is an unusual one.
+
+    Raises:
+        TypeError: Something else than a pycomm.DistributedDataParallel, or nothing, is given.
+        Exception: As ``model.no_batch()``.
+    """
+    if not wrappers or not all(isinstance(each, Weighed) for each in wrappers):
+        raise TypeError("no_batch() takes the wrappers whose forward() the other ranks call")
+    for each in dict.fromkeys(wrappers):
+        each._check_no_batch()
+    for each in wrappers:
+        each._forward_without_batch()
+    # The order in which backward reaches them on the other ranks.
+    backward = dict.fromkeys(reversed(wrappers))
+    wrappers[0].reducer.pass_without_batch(
+        [(each.reducer, each.require_backward_grad_sync) for each in backward]
+    )

@@ -528,12 +528,18 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         received: Mapping[str, Any] = {}
         if self._elastic is not None:
             self._own_group = _elastic.make_group(self.process_group, self._elastic)
+            addresses: Sequence[str] = ()
+            if self._elastic.join and self._elastic.peers_port is not None:
+                from pycomm.ddp.joining import look_up
+
+                # Later, members wait for this process.
+                addresses = look_up(self._elastic.peers_port)
             agreement = _elastic.make_agreement(self._own_group, self._elastic, self._description)
             self._agreement = agreement
             if self._elastic.join:
                 from pycomm.ddp.joining import pull
 
-                received = pull(agreement, self)
+                received = pull(agreement, self, addresses)
         everything = (
             {} if self._use_python_reducer else reducible(self.module, self.parameters_to_ignore)
         )

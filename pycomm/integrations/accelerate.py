@@ -15,19 +15,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm._group.creation import group_wire_dtype
+from pycomm._group.creation import group_options as options_of
+from pycomm._group.creation import group_timeout, group_wire_dtype
 from pycomm._settings import AS_THE_GROUP, wrapper_wire_dtype
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional, launch
 from pycomm.options import Options
 
+logger = logging.getLogger("pycomm")
 _WRAPPERS = ("pycomm", "torch")
+# Arguments that Accelerator accepts with cpu=True, and ignores.
+_WITHOUT_EFFECT = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
 
 
 def make_accelerator(
@@ -41,7 +46,7 @@ def make_accelerator(
     """An ``accelerate.Accelerator`` for CPU training whose ``prepare`` wraps models for sure.
 
     Under torchrun, mpirun or srun it makes the default group over pycomm, unless there is one.
-    Without any of them it is an ordinary Accelerator of one process.
+    Without any of them it logs a warning, and is an ordinary Accelerator of one process.
 
     Args:
         wrapper: "pycomm" for ``pycomm.DistributedDataParallel``, "torch" for torch's own.
@@ -49,13 +54,14 @@ def make_accelerator(
         weight: The same: "samples" for ranks that count by their samples.
         group_options: Further arguments of ``init_process_group``, such as ``timeout``.
         options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
-            ``DistributedDataParallelKwargs``.
+            ``DistributedDataParallelKwargs``, but not ``InitProcessGroupKwargs``.
 
     Raises:
         ImportError: Accelerate is not installed.
         RuntimeError: An Accelerator was made before in this process, without the other ranks.
         TypeError: ``group_options`` is no mapping.
-        ValueError: The default group is not pycomm's, or an argument does not fit.
+        ValueError: The default group is not pycomm's, or was made with other ``group_options``, or
+            an argument does not fit.
     """
     if wrapper not in _WRAPPERS:
         raise ValueError(f"wrapper={wrapper!r}: choose one of {', '.join(_WRAPPERS)}")
@@ -68,10 +74,21 @@ def make_accelerator(
             "make_accelerator is for CPU training. Try, on GPUs: Accelerator("
             "kwargs_handlers=[InitProcessGroupKwargs(backend='pycomm')])"
         )
+    if ignored := [name for name in _WITHOUT_EFFECT if options.get(name) is not None]:
+        raise ValueError(
+            f"{ignored[0]}=…: on CPU Accelerate would train without it, and each rank has the "
+            "whole model. Try: leave it out, or torch's FSDP2 in your own loop"
+        )
     arguments = group_arguments(group_options)
     accelerate = _optional.load(
         "accelerate", package="accelerate", needed_by="pycomm.integrations.accelerate"
     )
+    for handler in options.get("kwargs_handlers") or ():
+        if isinstance(handler, accelerate.InitProcessGroupKwargs):
+            raise ValueError(
+                "kwargs_handlers has an InitProcessGroupKwargs, and make_accelerator makes the "
+                "group without it. Try: make_accelerator(group_options={'timeout': timedelta(…)})"
+            )
     make_group(arguments)
     kind = _wrapping_accelerator() if wrapper == "pycomm" else accelerate.Accelerator
     accelerator = kind(**options)
@@ -99,38 +116,57 @@ def make_group(
 ) -> None:
     """Makes the default group over pycomm where a launcher's variables are, unless there is one.
 
+    Logs a warning where they are not.
+
     Args:
         options: For ``init_process_group``.
         wire_dtype: What sums of the whole group travel as; "group": as ``options`` or variables
             say.
 
     Raises:
-        ValueError: There is a default group of another backend, or of another ``wire_dtype``.
+        ValueError: There is a default group of another backend, or of other ``options`` or another
+            ``wire_dtype``.
     """
     name = wrapper_wire_dtype("wire_dtype", wire_dtype)
     wire = None if name == AS_THE_GROUP else name
+    arguments = dict(options)
+    chosen = arguments.get("pg_options") or Options()
+    if wire is not None and isinstance(chosen, Options):  # torch's caller refuses all others
+        if chosen.wire_dtype not in (None, wire):
+            raise ValueError(f"wire_dtype={wire!r}, and pg_options has {chosen.wire_dtype!r}")
+        arguments["pg_options"] = dataclasses.replace(chosen, wire_dtype=wire)
     if not dist.is_initialized():
-        arguments = dict(options)
-        chosen = arguments.get("pg_options") or Options()
-        if wire is not None and isinstance(chosen, Options):  # torch's caller refuses all others
-            if chosen.wire_dtype not in (None, wire):
-                raise ValueError(f"wire_dtype={wire!r}, and pg_options has {chosen.wire_dtype!r}")
-            arguments["pg_options"] = dataclasses.replace(chosen, wire_dtype=wire)
-        launch.init_process_group("pycomm", **arguments)
-    elif "pycomm" not in (backend := str(dist.get_backend_config())):
-        raise ValueError(
-            f"the default group is {backend!r}, not pycomm's. "
-            "Try: make no group beforehand, or one over 'pycomm'"
-        )
-    elif wire is not None and (other := group_wire_dtype(_world())) != wire:
+        if launch.init_process_group("pycomm", **arguments) is None:
+            logger.warning(
+                "no launcher has set RANK and WORLD_SIZE, so this process trains alone. Start the "
+                "script with torchrun or python -m pycomm run to train on several; accelerate "
+                "launch --cpu starts one process"
+            )
+        return
+    check_backend()
+    world = dist.distributed_c10d._get_default_group()
+    if wire is not None and (other := group_wire_dtype(world)) != wire:
         raise ValueError(
             f"wire_dtype={wire!r}, and the default group was made with {other!r}. "
             f"Try: make it with pg_options=pycomm.Options(wire_dtype={wire!r})"
         )
+    made_with = {"timeout": group_timeout(world), "pg_options": options_of(world)}
+    for option in options:
+        if option not in made_with or arguments[option] != made_with[option]:
+            raise ValueError(
+                f"{option}={options[option]!r} is for a group that is made here, and there is a "
+                "default group, made without it. Try: give it to the init_process_group() that "
+                "made the group"
+            )
 
 
-def _world() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
+def check_backend() -> None:
+    """Raises ValueError unless the default group is pycomm's."""
+    if "pycomm" not in (backend := str(dist.get_backend_config())):
+        raise ValueError(
+            f"the default group is {backend!r}, not pycomm's. "
+            "Try: make no group beforehand, or one over 'pycomm'"
+        )
 
 
 def check_distributed(state: Any) -> None:

@@ -31,6 +31,7 @@ from torch import nn
 from pycomm._settings import AS_THE_GROUP
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional
+from pycomm.integrations.accelerate import check_backend
 
 # The second is the older package of the same code; its classes are not those of the first.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -53,17 +54,24 @@ def make_strategy(
         wire_dtype: What gradients travel as, as for ``pycomm.DistributedDataParallel``.
         package: The package that the ``Trainer`` comes from: "lightning.pytorch" or
             "pytorch_lightning".
-        options: For ``DDPStrategy``: its own and those of the wrapper.
+        options: For ``DDPStrategy``: its own and those of the wrapper, but for ``accumulate``,
+            which is ``Trainer(accumulate_grad_batches=…)``.
 
     Raises:
         ImportError: Lightning is not installed.
-        ValueError: ``process_group_backend`` is another backend, or the package is another.
+        ValueError: ``accumulate`` is given, ``process_group_backend`` is another backend, or the
+            package is another.
     """
     if package not in _PACKAGES:
         raise ValueError(f"package={package!r}: choose one of {', '.join(_PACKAGES)}")
     backend = options.setdefault("process_group_backend", "pycomm")
     if backend != "pycomm":
         raise ValueError(f"process_group_backend={backend!r}: leave it out, or use DDPStrategy")
+    if (passes := options.get("accumulate", 1)) != 1:
+        raise ValueError(
+            f"accumulate={passes!r}: Lightning steps after every batch, and would step on "
+            f"gradients that are not averaged yet. Try: Trainer(accumulate_grad_batches={passes!r})"
+        )
     name = "lightning" if package == "lightning.pytorch" else "pytorch-lightning"
     library = _optional.load(
         f"{package}.strategies", package=name, needed_by="pycomm.integrations.lightning"
@@ -84,6 +92,10 @@ def _strategy_class(library: ModuleType) -> type[Any]:
         """Puts pycomm's wrapper where Lightning puts torch's."""
 
         pycomm_wire_dtype: WireDtype = AS_THE_GROUP
+
+        def setup_distributed(self) -> None:
+            super().setup_distributed()  # takes the default group as it is, if there is one
+            check_backend()
 
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
             return DistributedDataParallel(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def make_training_arguments(
     """``transformers.TrainingArguments`` for training over pycomm, on GPUs or on CPU.
 
     On CPU (``use_cpu=True``, or torch sees no GPU) it makes the default group first, from the
-    variables of torchrun, mpirun or srun.
+    variables of torchrun, mpirun or srun. Without any of them it logs a warning.
 
     Args:
         wire_dtype: What gradients, and other sums of 16 KiB or more, travel as. The Trainer wraps
@@ -41,13 +42,14 @@ def make_training_arguments(
         group_options: Further arguments of ``init_process_group``, for CPU.
         arguments_class: A subclass of ``TrainingArguments`` to make instead.
         options: For ``TrainingArguments``. ``ddp_backend`` may be left out or be "pycomm".
+            ``ddp_timeout`` is the group's timeout, also on CPU.
 
     Raises:
         ImportError: transformers or accelerate is not installed.
         RuntimeError: Accelerate's state was set before in this process, without the other ranks.
         TypeError: ``group_options`` is no mapping.
         ValueError: ``ddp_backend`` or the default group is another backend's, or ``wire_dtype``
-            does not fit.
+            or another option does not fit.
     """
     arguments_of_group = _accelerate.group_arguments(group_options)
     library = _load()
@@ -59,12 +61,25 @@ def make_training_arguments(
     # A parser says False if the flag is missing. Without a GPU every rank would train alone.
     options["use_cpu"] = bool(options.get("use_cpu")) or not torch.cuda.is_available()
     if not options["use_cpu"]:
-        if wire_dtype != AS_THE_GROUP:
+        if wire_dtype != AS_THE_GROUP or arguments_of_group:
+            name = "group_options" if wire_dtype == AS_THE_GROUP else "wire_dtype"
             raise ValueError(
-                "wire_dtype is for use_cpu=True: on GPUs Accelerate makes the group. Try: "
-                "PYCOMM_WIRE_DTYPE"
+                f"{name} is for use_cpu=True: on GPUs Accelerate makes the group. Try: "
+                "PYCOMM_WIRE_DTYPE and the like, and ddp_timeout"
             )
         return kind(ddp_backend=backend, **options)
+    for name in ("fsdp", "deepspeed"):
+        if options.get(name):
+            raise ValueError(
+                f"{name}={options[name]!r}: on CPU Accelerate would train without it, and each "
+                "rank has the whole model. Try: leave it out, or torch's FSDP2 in your own loop"
+            )
+    # Accelerate would make the group with it; a parser always gives the default.
+    seconds = options.get("ddp_timeout")
+    if seconds not in (None, kind.__dataclass_fields__["ddp_timeout"].default):
+        timeout = arguments_of_group.setdefault("timeout", timedelta(seconds=seconds))
+        if timeout != timedelta(seconds=seconds):
+            raise ValueError(f"ddp_timeout={seconds!r}, and group_options has {timeout!r}")
     _accelerate.make_group(arguments_of_group, wire_dtype)
     arguments = kind(**options)  # which finds the group, and would refuse its name
     if arguments.device.type != "cpu":  # which sets Accelerate's state

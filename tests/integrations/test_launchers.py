@@ -74,6 +74,29 @@ def said_in(folder: Path, count: int) -> list[dict[str, Any]]:
     return said
 
 
+# accelerate launch
+
+
+ALONE = """
+from pycomm.integrations.accelerate import make_accelerator
+
+print("trains on", make_accelerator().num_processes)
+"""
+
+
+@pytest.mark.integration("Accelerate", "accelerate launch --cpu --num_processes 2")
+def test_accelerate_launch_starts_one_process_that_says_so(tmp_path: Path, note: Any) -> None:
+    require("Accelerate")
+    program = tmp_path / "program.py"
+    program.write_text(ALONE)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = run(*launch, str(program))
+    assert done.returncode == 0, done.stdout
+    assert re.findall(r"trains on (\d)", done.stdout) == ["1"], done.stdout
+    assert done.stdout.count("so this process trains alone") == 1, done.stdout
+    note("starts one process, which logs a warning")
+
+
 # torchrun
 
 

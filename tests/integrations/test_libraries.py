@@ -11,6 +11,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from cases import case
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from training import BATCH, WIDTH, assert_close, digest, make_model, parameters_of
 from versions import require
+
+from pycomm._group.creation import group_timeout
 
 pytestmark = pytest.mark.needs_native
 
@@ -229,6 +233,27 @@ def test_lightning_fsdp_on_cpu(values: list[Any]) -> None:
     assert_as_alone([value["parameters"] for value in values])
 
 
+def fit_in_another_group(rank: int, world_size: int) -> str:
+    from lightning.pytorch import Trainer
+
+    from pycomm.integrations.lightning import make_strategy
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises(ValueError) as refused:
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=make_strategy(), **quiet)
+        trainer.fit(lightning_module(sharded=False), DataLoader(Samples(), BATCH // 2))
+    return str(refused.value)
+
+
+@case(fit_in_another_group, launcher="torchrun")
+@pytest.mark.integration("Lightning", "make_strategy in a group of another backend")
+def test_lightning_in_a_group_of_another_backend(values: list[str], note: Any) -> None:
+    for text in values:
+        assert "not pycomm's. Try: make no group beforehand, or one over 'pycomm'" in text
+    note("an error that says so")
+
+
 # Accelerate
 
 
@@ -321,6 +346,25 @@ def test_accelerate_by_itself_trains_apart(values: list[Any], note: Any) -> None
     note("trains apart, silently, as documented: use the helper, which then raises")
 
 
+def timeouts_of_accelerate(rank: int, world_size: int) -> Any:
+    from accelerate import InitProcessGroupKwargs
+
+    from pycomm.integrations.accelerate import make_accelerator
+
+    timeout = timedelta(seconds=77)
+    with pytest.raises(ValueError, match="Try: make_accelerator") as refused:
+        make_accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+    make_accelerator(group_options={"timeout": timeout})
+    return str(refused.value), group_timeout(dist.group.WORLD)
+
+
+@case(timeouts_of_accelerate, launcher="torchrun")
+@pytest.mark.integration("Accelerate", "a timeout: group_options, not InitProcessGroupKwargs")
+def test_accelerate_with_a_timeout(values: list[Any]) -> None:
+    for text, timeout in values:
+        assert "an InitProcessGroupKwargs" in text and timeout == timedelta(seconds=77)
+
+
 # Hugging Face Trainer
 
 
@@ -362,7 +406,7 @@ def trained_in(folder: str, how: str) -> Any:
 
     options: dict[str, Any] = {"output_dir": folder, **TRAINER_OPTIONS}
     if how == "command line":
-        words = ["--ddp_backend", "pycomm", "--output_dir", folder]
+        words = ["--ddp_backend", "pycomm", "--ddp_timeout", "77", "--output_dir", folder]
         parsed = vars(make_parser(TrainingArguments).parse_args(words))
         options = parsed | options
     if how == "bf16":
@@ -378,7 +422,8 @@ def trained_in(folder: str, how: str) -> Any:
         trainer.train()
     kind = type(trainer.model_wrapped)
     named = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
-    return named, dist.get_backend(), parameters_of(trainer.model.model)
+    timeout = group_timeout(dist.group.WORLD)
+    return named, dist.get_backend(), timeout, parameters_of(trainer.model.model)
 
 
 @pytest.mark.parametrize(
@@ -390,9 +435,10 @@ def trained_in(folder: str, how: str) -> Any:
 )
 @pytest.mark.integration("HF Trainer", "make_training_arguments on CPU, as one process")
 def test_trainer(how: str, values: list[Any]) -> None:
-    for kind, backend, _ in values:
+    for kind, backend, timeout, _ in values:
         assert kind == "torch.DistributedDataParallel" and backend == "pycomm"
-    assert_as_alone([p for _, _, p in values], 0.02 if how == "bf16" else EXACT)
+        assert timeout == timedelta(seconds=77 if how == "command line" else 1800)
+    assert_as_alone([p for _, _, _, p in values], 0.02 if how == "bf16" else EXACT)
 
 
 def ask_the_parser(rank: int, world_size: int) -> Any:

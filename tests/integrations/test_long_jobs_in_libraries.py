@@ -18,10 +18,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 from training import BATCH, WIDTH, assert_close, digest, make_model, parameters_of
 from versions import require
 
+import pycomm
+from pycomm._group import averaging
+
 pytestmark = pytest.mark.needs_native
 
 PRELOAD = ("torch._dynamo", "lightning.pytorch", "accelerate", "transformers.trainer")
 ACCUMULATE = 2
+SYNC_EVERY = 2
+STEPS = EPOCHS * SAMPLES // BATCH
+Encoded = tuple[dict[str, torch.Tensor], int, int]
 INT8 = 1e-3
 """How far int8 may lead from one process in fp32."""
 
@@ -65,19 +71,27 @@ def assert_as_alone(values: list[dict[str, torch.Tensor]]) -> None:
     assert_close(values[0], alone(wide=False), EXACT)
 
 
-def assert_encoded(values: list[dict[str, torch.Tensor]]) -> None:
-    """Near what one process comes to in fp32, and further off than fp32 in another order."""
-    assert len({digest(value.values()) for value in values}) == 1, "ranks differ"
-    wanted = alone(wide=True)
-    assert_close(values[0], wanted, INT8)
-    with pytest.raises(AssertionError):
-        assert_close(values[0], wanted, EXACT)
+def and_sent(trained: dict[str, torch.Tensor]) -> Encoded:
+    """With what this rank has sent encoded since the group was made."""
+    stats = pycomm.codec_stats()
+    return trained, stats.elements_sent, stats.bytes_sent
+
+
+def assert_encoded(values: list[Encoded]) -> None:
+    """Near what one process comes to in fp32; and every gradient has travelled as int8."""
+    assert len({digest(trained.values()) for trained, _, _ in values}) == 1, "ranks differ"
+    assert_close(values[0][0], alone(wide=True), INT8)
+    elements = sum(each.numel() for each in values[0][0].values())
+    for _, elements_sent, bytes_sent in values:
+        assert elements_sent >= STEPS * elements
+        assert 1.0 < bytes_sent / elements_sent < 1.02  # a byte, and a scale for 256 of them
 
 
 # Lightning
 
 
-def fit(rank: int, world_size: int, wide: bool) -> Any:
+def fit(rank: int, world_size: int, wide: bool, hosts: bool = False) -> Any:
+    """``hosts``: each rank is a host of its own, and syncs every other step."""
     from lightning.pytorch import LightningModule, Trainer
 
     from pycomm.integrations.lightning import make_strategy
@@ -93,13 +107,21 @@ def fit(rank: int, world_size: int, wide: bool) -> Any:
         def configure_optimizers(self) -> Any:
             return sgd_of(self)
 
+        def on_train_epoch_end(self) -> None:
+            if hosts:
+                self.trainer.model.sync()
+
+    options: dict[str, Any] = {"wire_dtype": "int8"} if wide else {}
+    if hosts:
+        options["sync_every"] = SYNC_EVERY
+
     def train(epochs: int, checkpoint: str | None = None) -> Any:
         """Trains up to so many epochs, with objects that have seen none but the checkpoint."""
         trainer = Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=make_strategy(wire_dtype="int8") if wide else make_strategy(),
-            accumulate_grad_batches=1 if wide else ACCUMULATE,
+            strategy=make_strategy(**options),
+            accumulate_grad_batches=1 if options else ACCUMULATE,
             default_root_dir=os.environ["CASE_FOLDER"],
             max_epochs=epochs,
             logger=False,
@@ -113,17 +135,44 @@ def fit(rank: int, world_size: int, wide: bool) -> Any:
         return trainer
 
     with contextlib.redirect_stderr(io.StringIO()):
-        if wide:
+        if options:
             trainer = train(EPOCHS)
         else:
             trainer = train(EPOCHS, train(1).checkpoint_callback.best_model_path)
-    return parameters_of(trainer.lightning_module.model)
+    trained = parameters_of(trainer.lightning_module.model)
+    return and_sent(trained) if wide else trained
 
 
 @case(fit, False, launcher="torchrun")
 @pytest.mark.integration("Lightning", "accumulate_grad_batches, saved and resumed, as one process")
 def test_lightning_accumulates_and_resumes(values: list[Any]) -> None:
     assert_as_alone(values)
+
+
+def fit_on_two_hosts(rank: int, world_size: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "host_identity", lambda: f"host {rank}")
+        return fit(rank, world_size, False, hosts=True)
+
+
+@case(fit_on_two_hosts, launcher="torchrun")
+@pytest.mark.integration("Lightning", "sync_every=2, as two processes averaged by hand")
+def test_lightning_syncs_every_other_step(values: list[Any]) -> None:
+    assert len({digest(value.values()) for value in values}) == 1, "ranks differ"
+    models, samples = [make_model(), make_model()], Samples()
+    optimizers = [sgd_of(model) for model in models]
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            part = slice(step * BATCH % SAMPLES + rank, step * BATCH % SAMPLES + BATCH, 2)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(samples.inputs[part]), samples.targets[part]).backward()
+            optimizer.step()
+        if step % SYNC_EVERY == SYNC_EVERY - 1:
+            for pair in zip(*(model.parameters() for model in models), strict=True):
+                mean = (pair[0].detach() + pair[1].detach()) / 2
+                for each in pair:
+                    each.data.copy_(mean)
+    assert_close(values[0], parameters_of(models[0]), EXACT)
 
 
 @case(fit, True, launcher="torchrun")
@@ -166,7 +215,8 @@ def accelerate_loop(rank: int, world_size: int, wide: bool) -> Any:
         accelerator.wait_for_everyone()
         accelerator.free_memory()  # which forgets the first model
         model = train(EPOCHS - 1, load=True)
-    return parameters_of(accelerator.unwrap_model(model))
+    trained = parameters_of(accelerator.unwrap_model(model))
+    return and_sent(trained) if wide else trained
 
 
 @case(accelerate_loop, False, launcher="torchrun")
@@ -255,7 +305,7 @@ def train_seq2seq(rank: int, world_size: int) -> Any:
         arguments_class=Seq2SeqTrainingArguments, wire_dtype="int8", **options
     )
     assert type(arguments) is Seq2SeqTrainingArguments
-    return trained_by(Seq2SeqTrainer, arguments, own.wide)
+    return and_sent(trained_by(Seq2SeqTrainer, arguments, own.wide))
 
 
 @case(train_seq2seq, launcher="torchrun")

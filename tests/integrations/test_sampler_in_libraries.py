@@ -1,7 +1,8 @@
 """Lightning and Accelerate leave the batches of BalancedSampler as they are, by one line each.
 
-By default both cut batch samplers among the ranks. The model's part is a stand-in that exchanges
-its records over the default group.
+By default both cut batch samplers among the ranks. The recipes of docs/integrations.md run as they
+are written; in the other tests the model's part is a stand-in that exchanges its records over the
+default group.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import documents
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,11 +46,14 @@ def libraries() -> None:
 
 
 class Samples(Dataset[tuple[int, torch.Tensor]]):
+    def __init__(self, length: int = LENGTH) -> None:
+        self._length = length
+
     def __len__(self) -> int:
-        return LENGTH
+        return self._length
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.full((WIDTH,), index / LENGTH)
+        return index, torch.full((WIDTH,), index / self._length)
 
 
 class GroupLog:
@@ -246,7 +251,109 @@ def test_lightning_in_a_process_that_has_joined(says: bool) -> None:
             trainer.fit(module)
 
 
+def recipe(library: str) -> str:
+    """The code block of docs/integrations.md."""
+    text = documents.read("docs/integrations.md").partition("\n## Machines that are not alike\n")[2]
+    (found,) = (
+        block
+        for block in documents.blocks(text.partition("\n## ")[0], "python")
+        if library in block and "BalancedSampler(" in block
+    )
+    return found
+
+
+WHOLE = 256  # of a batch, in the recipes
+
+
+def assert_dealt_alike(values: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
+    """Of two ranks, by epoch: all batches of the recipe, however fast this machine is."""
+    for of_ranks in zip(*values, strict=True):
+        steps = list(zip(*of_ranks, strict=True))
+        dealt = [index for step in steps for batch in step for index in batch]
+        assert len(set(dealt)) == len(dealt) == WHOLE * len(steps) and len(steps) == 3
+
+
+def fit_by_recipe(rank: int, world_size: int) -> Any:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from pycomm.integrations.lightning import make_strategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+            self.dataset = Samples(3 * WHOLE + 5)
+            self.seen: list[list[list[int]]] = []
+
+        def on_train_epoch_start(self) -> None:
+            self.seen.append([])
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.seen[-1].append(batch[0].tolist())
+            out: torch.Tensor = self.model(batch[1]).mean()
+            return out
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def trainer(**options: Any) -> Trainer:
+        assert (options["devices"], options["num_nodes"]) == (1, 2)
+        return Trainer(
+            **options | {"devices": 2, "num_nodes": 1},
+            max_epochs=EPOCHS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    names: dict[str, Any] = {
+        "DataLoader": DataLoader,
+        "LightningModule": Module,
+        "Trainer": trainer,
+        "make_strategy": make_strategy,
+    }
+    with contextlib.redirect_stderr(io.StringIO()):
+        exec(recipe("LightningModule"), names)
+        module = names["Module"]()
+        names["trainer"].fit(module)
+    return module.seen
+
+
+@case(fit_by_recipe, launcher="torchrun")
+def test_lightning_by_the_recipe(values: list[Any]) -> None:
+    assert len(values[0]) == EPOCHS
+    assert_dealt_alike(values)
+
+
 # Accelerate
+
+
+def accelerate_by_recipe(rank: int, world_size: int) -> Any:
+    model = make_model()
+    names: dict[str, Any] = {
+        "DataLoader": DataLoader,
+        "dataset": Samples(3 * WHOLE + 5),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+    }
+    exec(recipe("accelerate"), names)
+    epochs = []
+    for _ in range(EPOCHS):
+        seen = []
+        for indices, inputs in names["loader"]:
+            seen.append(indices.tolist())
+            names["optimizer"].zero_grad()
+            names["accelerator"].backward(names["model"](inputs).mean())
+            names["optimizer"].step()
+        epochs.append(seen)
+    return epochs
+
+
+@case(accelerate_by_recipe, launcher="torchrun")
+def test_accelerate_by_the_recipe(values: list[Any]) -> None:
+    assert len(values[0]) == EPOCHS
+    assert_dealt_alike(values)
 
 
 def accelerate_loop(rank: int, world_size: int, how: str) -> Any:

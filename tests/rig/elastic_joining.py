@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import elastic_training
@@ -15,6 +16,7 @@ import fault_ranks
 import torch
 import torch.distributed as dist
 from elastic_rig import Net
+from log_lines import LogLines
 from rank_child import describe_exception, mark
 
 import pycomm
@@ -66,8 +68,13 @@ class Plan:
     """A rank that calls it so often there; -1: all do."""
     late: int = -1
     """A founder that learns from the next members only that the step before the first
-    ``join_point()`` counts: rank 0 calls that when it has seen them, and a process waits for the
-    state. Of the build with fault points."""
+    ``join_point()`` counts: rank 0 calls that when it knows of the death that makes them. Of the
+    build with fault points."""
+    struck_in_stop: tuple[int, str] = (-1, "")
+    """A rank of the founders, and the fault points that it arms for as long as it is where members
+    stop before a forward pass."""
+    ends: str = ""
+    """A file with the step before which all end, once it is there."""
     fails: bool = False
     """A process that joins raises when it is a member, and keeps the exception for a minute."""
 
@@ -143,8 +150,11 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         return {"error": describe_exception(caught), "after_s": after_s}
     if not plan.join and rank == plan.struck[0]:
         loader.load().arm_fault_points(plan.struck[1])
+    if not plan.join and rank == plan.struck_in_stop[0]:
+        strike_in_stop(model, plan.struck_in_stop[1])
     if not plan.join and rank == plan.late:
         learn_late(model, plan.points)
+    lines = LogLines() if plan.late >= 0 else None
     mark("trains")
     mine = model.elastic.members[model.elastic.rank]
     oracle = elastic_training.Plan(plan.wire, passes=plan.passes)
@@ -155,6 +165,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     try:
         while left > 0 and len(steps) < MOST_STEPS:
             step = model.elastic.step
+            if plan.ends and os.path.exists(plan.ends) and step >= int(Path(plan.ends).read_text()):
+                break
             while plan.waits_for and len(steps) >= 10 and not os.path.exists(plan.waits_for):
                 time.sleep(0.02)
             checks = plan.check and (step < 20 or left < STEPS_AFTER or len(steps) < 20)
@@ -180,9 +192,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             asked_s = max(asked_s, time.monotonic() - began_s)
             if plan.points and model.elastic.step % plan.points == 0:
                 mark(f"point {step}")
-                if mine == 0 and plan.late >= 0 and step < plan.points:
-                    while not model._agreement.newcomers():
-                        time.sleep(0.01)
+                if mine == 0 and lines is not None and step < plan.points:
+                    assert lines.that_have("without rank", within_s=60.0)
                 began_s = time.monotonic()
                 for _ in range(plan.point_times[1] if plan.point_times[0] in (-1, rank) else 1):
                     model.elastic.join_point()
@@ -211,6 +222,12 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
 
 
 start = functools.partial(elastic_training.start_training, trains)
+
+
+def strike_in_stop(model: Any, spec: str) -> None:
+    arm = loader.load().arm_fault_points
+    model.register_forward_pre_hook(lambda *_: arm(spec), prepend=True)
+    model.register_forward_pre_hook(lambda *_: arm(""))
 
 
 def learn_late(model: Any, step: int) -> None:

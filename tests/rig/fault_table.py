@@ -3,9 +3,9 @@
 python tests/rig/fault_table.py [--only WORD] [--print]
 
 Three ranks on this host, each backend over what it takes by default there (pycomm shared memory,
-gloo TCP), one run of each after the other, 10 s timeout given to the group: gloo's
-own default is 30 minutes, and nobody would wait for it here. Whatever runs longer than 25 s is
-killed and counts as hanging.
+gloo TCP, once more with torch's TORCH_DISTRIBUTED_DEBUG=DETAIL), one run of each after the other,
+10 s timeout given to the group: gloo's own default is 30 minutes, and nobody would wait for it
+here. Whatever runs longer than 25 s is killed and counts as hanging. MINUTES
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ TIMEOUT_S = 10.0
 LIMIT_S = 25.0
 DOCUMENT = ROOT / "docs" / "evidence" / "faults.md"
 BEGIN, END = "<!-- fault table: begin -->", "<!-- fault table: end -->"
+
+COLUMNS: dict[str, dict[str, str | None]] = {
+    "pycomm": {},
+    "gloo": {},
+    "gloo, DETAIL": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+}
+"""The backend and the environment of each column."""
 
 KILLED = ("a rank is killed in an all_reduce", "a rank is stopped (SIGSTOP) in an all_reduce")
 
@@ -158,12 +165,13 @@ def live(rank: int, world_size: int, backend: str, fault: str, store: str) -> di
     return {"error": None, "s": time.monotonic() - began_s}
 
 
-def run(backend: str, fault: str) -> tuple[list[RankResult], float | None]:
+def run(column: str, fault: str) -> tuple[list[RankResult], float | None]:
     """All ranks' results, and when the parent struck, if it did."""
     struck_s = None
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"init": "none", "backend": None, "only_pycomm": False}
-        arguments = (backend, fault, f"file://{folder}/store")
+        options["env"] = COLUMNS[column]
+        arguments = (column.partition(",")[0], fault, f"file://{folder}/store")
         with start_ranks(WORLD_SIZE, live, args=arguments, **options) as running:
             if fault in KILLED:
                 for rank in range(WORLD_SIZE):
@@ -236,23 +244,25 @@ def document(rows: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
         "",
         f"Written by `python tests/rig/fault_table.py` on {datetime.date.today()}: "
         f"{WORLD_SIZE} ranks on one host, pycomm in shared memory and gloo over "
-        f"TCP as by default, one run of each, {os.cpu_count()} cores, load "
+        "TCP as by default, in the last column with `TORCH_DISTRIBUTED_DEBUG=DETAIL`, one run of "
+        f"each, {os.cpu_count()} cores, load "
         f"{os.getloadavg()[0]:.0f}, torch {torch.__version__}, Linux "
         f"{platform.release().split('-')[0]}, commit {commit}; {TIMEOUT_S:.0f} s timeout "
-        f"given to both (gloo's default is 30 minutes). Rank {VICTIM} is the one at fault; the "
+        f"given to all (gloo's default is 30 minutes). Rank {VICTIM} is the one at fault; the "
         "seconds are from the fault, or from entering the operation, to the exception.",
         "",
-        "| fault | pycomm | gloo |",
-        "|---|---|---|",
+        f"| fault | {' | '.join(COLUMNS)} |",
+        "|---|" + "---|" * len(COLUMNS),
     ]
-    lines += [f"| {fault} | {cells['pycomm'][0]} | {cells['gloo'][0]} |" for fault, cells in rows]
+    for fault, cells in rows:
+        lines += [f"| {fault} | {' | '.join(cells[column][0] for column in COLUMNS)} |"]
     lines += ["", "What a rank reads, and what it reads with gloo:", ""]
     for fault, cells in rows:
         lines += [f"**{fault}**", ""]
-        for backend in ("pycomm", "gloo"):
-            text = " ".join(cells[backend][1].split())
+        for column in COLUMNS:
+            text = " ".join(cells[column][1].split())
             text = text if len(text) < 420 else text[:420] + " …"
-            lines += [f"- {backend}: `{text or '(nothing)'}`".replace("``", "`")]
+            lines += [f"- {column}: `{text or '(nothing)'}`".replace("``", "`")]
         lines += [""]
     return "\n".join([*lines, END])
 
@@ -265,10 +275,10 @@ def main() -> None:
     rows = []
     for fault in [fault for fault in FAULTS if arguments.only in fault]:
         cells: dict[str, tuple[str, str]] = {}
-        for backend in ("pycomm", "gloo"):
-            cells[backend] = cell(*run(backend, fault), fault)
+        for column in COLUMNS:
+            cells[column] = cell(*run(column, fault), fault)
             print(
-                f"{fault} | {backend} | {cells[backend][0]}\n    {cells[backend][1][:200]}",
+                f"{fault} | {column} | {cells[column][0]}\n    {cells[column][1][:200]}",
                 flush=True,
             )
         rows.append((fault, cells))

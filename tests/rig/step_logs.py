@@ -43,7 +43,9 @@ class Job:
 
         Samples and seconds are of all ranks, also of those that are dead.
         """
-        numbers = [[each[member] for member in self.members] for each in (samples, self._seconds)]
+        numbers = [
+            [float(each[member]) for member in self.members] for each in (samples, self._seconds)
+        ]
         largest = [self.largest[member] for member in self.members]
         self.records.append(StepRecord(passes, *numbers, list(self.members), largest))
         self._seconds = list(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -203,9 +204,10 @@ class Sum(nn.Module):
         without: Collection[int] = (),
         scales: Sequence[float] = (),
         breaks: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+        hidden: bool = False,
+    ) -> Any:
         """The sum in float64, and the parameters of parts "returned"; ``scales`` are factors of the
-        losses by part."""
+        losses by part. ``hidden``: in an object, where no wrapper finds them."""
         if breaks:
             batch = _Broken.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
         losses = [
@@ -214,7 +216,8 @@ class Sum(nn.Module):
             if index not in without and not isinstance(part, Beside)
         ]
         returned = [self.parts[each].log_scale for each in self.which("returned")]
-        return torch.stack(losses).sum(), *returned
+        outputs = torch.stack(losses).sum(), *returned
+        return SimpleNamespace(outputs=outputs) if hidden else outputs
 
 
 def loss_of(
@@ -231,7 +234,8 @@ def loss_of(
     """
     loss: torch.Tensor
     batch = batch.clone().requires_grad_() if derived else batch
-    loss, *leaves = model(batch, without, **more)
+    outputs = model(batch, without, **more)
+    loss, *leaves = outputs.outputs if more.get("hidden") else outputs
     if derived:
         (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
         loss = slope.double().square().sum()

@@ -197,6 +197,7 @@ _WRAPPERS = {
     "two backwards": 1,
     "derived": 2,
     "joined": 2,
+    "hidden": 2,
     "past": 1,
     "unfreeze locally": 1,
     "careless": 0.3,

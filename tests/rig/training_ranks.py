@@ -167,6 +167,8 @@ class Trainer:
         self.saved: Any = None
         narrow = any(each.dtype == torch.float16 for each in self._owned().values())
         self.window = Window(narrow=narrow)
+        self.other: Any = None
+        """Another wrapper of the model."""
         self.followed: set[str] = set()
         """Parameters that the last pass trained."""
         self.weightless = False
@@ -356,6 +358,17 @@ class Trainer:
         last = self.count + 1 == self.accumulate
         self._add(share, float(len(self.batch_used)), reduces=last)
         self._passed(True, self.mates)
+
+    def hidden(self, step: Step) -> None:
+        """Forward returns an object, and another wrapper of the model has a forward, in no_sync(),
+        between that and the backward."""
+        import pycomm
+
+        if self.tracks_use or self.hosts or self.weighed:
+            return
+        if self.other is None or self.other.module is not self.net:
+            self.other = pycomm.DistributedDataParallel(self.net, broadcast_buffers=False)
+        self._pass((), hidden=True)
 
     def past(self, step: Step) -> None:
         """A backward call past the wrapper, whose gradients the program throws away."""
@@ -739,6 +752,7 @@ class Trainer:
         in_backward: Callable[[], None] | None = None,
         weights: Sequence[float] = (),
         derived: bool = False,
+        hidden: bool = False,
     ) -> None:
         members = members or self.mates
         weight = weights[self.rank] if weights else 0.0
@@ -755,7 +769,10 @@ class Trainer:
             weight = max(weight, 0.0)
             if weights and self.weighed:
                 self.model.samples = weight
-            loss = self._forward(without, scales=scales, derived=derived)
+            loss = self._forward(without, scales=scales, derived=derived, hidden=hidden)
+            if hidden:
+                with self.other.no_sync():
+                    self.other(self.batch_used)
             if in_backward is not None:
                 loss.register_hook(lambda _: in_backward())
             if not weights:

@@ -78,6 +78,7 @@ STEPS = (
     "one dropped",
     "one deleted",
     "raised before",
+    "without a batch",
 )
 
 
@@ -176,6 +177,10 @@ class Training:
             losses[which] = losses[which].detach()
         return losses
 
+    def _has_batch(self, rank: int, number: int, what: str) -> bool:
+        weigh = all(kind.weight for kind in self._program.kinds)
+        return not (weigh and what == "without a batch" and rank == number % self._size)
+
     def _step(self, number: int, what: str, which: int) -> str:
         if what == "one deleted" and (self._left[which] or self._program.kinds[which].static):
             what = "joined"  # torch's wrapper of a static graph has to live until backward
@@ -186,7 +191,10 @@ class Training:
         if what == "one in eval":
             self._models[which].eval()
         self._forwards = [count + 1 for count in self._forwards]
-        losses = self._losses(self._models, self._rank, number, what, which)
+        has_batch = self._has_batch(self._rank, number, what)
+        losses: Any = None
+        if has_batch:
+            losses = self._losses(self._models, self._rank, number, what, which)
         trained = [0, 1]
         if what in ("one without a graph", "one dropped"):
             trained = [1 - which]
@@ -194,7 +202,10 @@ class Training:
         if what == "one deleted":
             kept = self._models[which].module
             self._models[which] = None
-        self._backward(losses, number, what, which)
+        if has_batch:
+            self._backward(losses, number, what, which)
+        else:
+            self._no_batch(number)
         self._models[1 - which].train()
         self._note(before, number, what, which, trained)
         wrong = ""
@@ -211,6 +222,12 @@ class Training:
             self._forwards[which] = 0
         self._models[which].train()
         return wrong
+
+    def _no_batch(self, number: int) -> None:
+        import pycomm
+
+        first, second = self._models if number % 2 == 0 else self._models[::-1]
+        pycomm.no_batch(first, second)
 
     def _backward(self, losses: Any, number: int, what: str, which: int) -> None:
         if what == "apart":
@@ -251,6 +268,7 @@ class Training:
             for each in trained:
                 weighs = self._program.kinds[each].weight
                 count = self._batch(rank, number, each).shape[0] if weighs else 1
+                count *= self._has_batch(rank, number, what)
                 passes[each].samples.append(count)
                 passes[each].grads.append(
                     {name: p.grad for name, p in alone[each].named_parameters()}

@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
@@ -168,7 +170,7 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def page(results: dict[str, dict[str, Outcomes]]) -> str:
+def page(results: dict[str, dict[str, Outcomes]], minutes: float) -> str:
     """The document: counts, what is hard-coded, what only one of the two passes."""
     import torch
 
@@ -178,6 +180,9 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
         "",
         f"Written by `make torch_suite ARGS=--write` on {date.today()} at commit {commit()}, with",
         f"torch {torch.__version__}, over the default transport (shared memory on one host).",
+        f"That is {2 * len(results)} runs, one per row of the table: {minutes:.0f} minutes on "
+        f"{os.cpu_count()} cores. `make torch_suite` is the first",
+        "row alone, compared with what gloo is recorded to pass.",
         "",
         "PyTorch tests its backends with `DistributedTest`, which ships in the wheel. No test is",
         "copied or edited by hand. For both backends alike,",
@@ -264,6 +269,7 @@ def main() -> int:
         runs = [(face, size) for face in ("gloo", "nccl") for size in WORLD_SIZES]
     results: dict[str, dict[str, Outcomes]] = {}
     bad = []
+    began_s = time.monotonic()
     for face, size in runs:
         key = f"{face}/{size}"
         pair = {"pycomm": run("pycomm", size, face, arguments.tests)}
@@ -278,7 +284,7 @@ def main() -> int:
     if arguments.write:
         kept = {"torch": minor, "passes": recorded}
         RECORDED.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
-        PAGE.write_text(page(results))
+        PAGE.write_text(page(results, (time.monotonic() - began_s) / 60))
     for line in bad:
         print(line)
     how = "FAILED" if bad else "pycomm passes whatever gloo passes"

@@ -135,7 +135,7 @@ void shown(Tables& tables, OperationRow& row, int peer) {
   }
 }
 
-const char* arrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager) {
+const char* headerArrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager) {
   PeerRow& pool = tables.peer(peer);
   const bool was_crowded = crowded(tables, peer);
   if (eager) {
@@ -235,7 +235,7 @@ bool hasRoom(const Tables& tables, int peer, int64_t nbytes, size_t frames) {
       tables.peer(peer).eager_out + limits.cost(nbytes, frames) <= limits.eager_pool_nbytes;
 }
 
-void sent(Tables& tables, EdgeRow& edge, int64_t nbytes, Permission used) {
+void queued(Tables& tables, EdgeRow& edge, int64_t nbytes, Permission used) {
   PeerRow& pool = tables.peer(edge.peer);
   if (used == Permission::Eager) {
     pool.eager_out += tables.limits.cost(nbytes);

@@ -31,7 +31,7 @@ void ended(Tables& tables, OperationRow& row);
 void forget(Tables& tables, OperationRow& row) noexcept;
 /// The header of a data frame has arrived; `row` is null if its operation is not entered here. Null, or why no peer that keeps to the
 /// protocol sends it.
-[[nodiscard]] const char* arrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager);
+[[nodiscard]] const char* headerArrived(Tables& tables, OperationRow* row, int peer, int64_t nbytes, bool eager);
 /// The bytes of one data frame have been used and their memory is free again. Called for frames of 0 bytes, too.
 void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool eager);
 /// The peer has granted credit, of the operation or of its pool. Null, or why no peer that keeps to the protocol grants it.
@@ -40,7 +40,7 @@ void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool 
 [[nodiscard]] const char* gaveRoomBack(Tables& tables, int peer, int64_t nbytes);
 /// The peer has sent something about an operation that is entered here, so it has entered that, too.
 void shown(Tables& tables, OperationRow& row, int peer);
-void sent(Tables& tables, EdgeRow& edge, int64_t nbytes, Permission used);
+void queued(Tables& tables, EdgeRow& edge, int64_t nbytes, Permission used);
 
 // ---- questions
 [[nodiscard]] Permission maySend(const Tables& tables, const EdgeRow& edge, int64_t nbytes);

@@ -267,7 +267,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
     watched_.recall(header);
     row = watched_.host() != nullptr ? tables_.find(header.op_id) : nullptr;
   }
-  const matching::Verdict verdict = matching::arrived(tables_, row, peer, header, now);
+  const matching::Verdict verdict = matching::headerArrived(tables_, row, peer, header, now);
   act();
   switch (verdict) {
     case matching::Verdict::Accept:
@@ -275,7 +275,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
         sink = transfers_.place(*row, peer, header, now);
       }
       break;
-    case matching::Verdict::Hold:
+    case matching::Verdict::Keep:
       sink = transfers_.placeUnexpected(header);
       break;
     case matching::Verdict::Ignore:
@@ -412,11 +412,11 @@ void DataPlane::take(Action& action) {
       break;
     case Action::Kind::MaySend:
       if (const OperationRow* const row = tables_.find(action.op_id); row != nullptr && row->transfer != nullptr) {
-        row->transfer->sendFrames(action.peer);
+        row->transfer->roomCame(action.peer);
       }
       break;
-    case Action::Kind::Fail:
     case Action::Kind::Notice:
+    case Action::Kind::NoticeAndStop:
       notice(std::move(action.record));
       break;
     case Action::Kind::Doubt:
@@ -490,7 +490,7 @@ void DataPlane::tick(TimePoint now) {
     return; // the owner may be gone
   }
   guarded(-1, [&] {
-    turn_left_ = kTurnNbytes;
+    turn_left_ = kWorkNbytes;
     waiting::tick(tables_, now);
     act();
     messages_.tick(now);

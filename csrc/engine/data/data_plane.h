@@ -31,7 +31,7 @@ namespace pycomm {
 /// functions over the tables say (matching.h, credit.h, waiting.h, leaving.h); this class does what they list.
 ///
 /// Example: a frame arrives. Its operation's row is looked up. If it is a message's, Messages starts a receive that waits for it.
-/// matching::arrived() compares the descriptor. Transfers names the step and where the payload goes. When the payload is complete, the
+/// matching::headerArrived() compares the descriptor. Transfers names the step and where the payload goes. When the payload is complete, the
 /// row is looked up again, the step runs, and credit.cc lists a grant, which leaves by PeerLinks.
 ///
 /// How it ends: ends.cc. It never decides that the group has failed. It reports what it notices to `noticed`, the control plane agrees
@@ -138,7 +138,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
  private:
   /// What this rank copies and computes between two looks at the sockets: in this event or those before it, and as much again in the tick
   /// that ends the loop's turn. With the last slice of each that is 1 MiB, some 100 us; asking the kernel again costs 1 us.
-  static constexpr int64_t kTurnNbytes = 448 << 10;
+  static constexpr int64_t kWorkNbytes = 448 << 10;
   static constexpr size_t kLargeNbytes = 1 << 20; ///< of a schedule: to release it takes 60 us
   /// The error of an operation that ends with others. The row is null if it is not entered.
   using Why = std::function<ErrorRecord(const Operation&, const OperationRow*)>;
@@ -234,7 +234,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   WatchedOperations watched_;
   std::deque<OutFrame> to_self_; ///< between a send to this rank and its receive
   std::vector<Question> questions_; ///< for control links, that have not left yet
-  int64_t turn_left_ = kTurnNbytes; ///< bytes that work() may read and write until the next tick
+  int64_t turn_left_ = kWorkNbytes; ///< bytes that work() may read and write until the next tick
   std::vector<int> looked_; ///< scratch of look()
 
   // The end.

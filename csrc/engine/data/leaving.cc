@@ -129,12 +129,28 @@ ErrorRecord awayFrom(const Tables& tables, int peer, const Operation& operation)
   return lost != nullptr ? *lost : peerLeftUs(peer, operation, tables.identity);
 }
 
+// Whether an operation waits for so many bytes of a lost peer that they take credit, which does not reach that any more.
+bool lacksCredit(const Tables& tables, int peer) noexcept {
+  const auto takes_credit = [&](int64_t nbytes) { return nbytes > tables.limits.eager_nbytes; };
+  const auto begun = [&](const auto& entry) {
+    const EdgeRow* const edge = entry.second.from(peer);
+    return edge != nullptr && edge->done < edge->frames && takes_credit(edge->total);
+  };
+  const auto waiting = [&](const auto& entry) {
+    const Operation::Request& receive = entry.second->request();
+    return receive.peer == peer && takes_credit(static_cast<int64_t>(receive.output.nbytes));
+  };
+  return tables.peer(peer).presence == Presence::Lost &&
+      (std::any_of(tables.entered.begin(), tables.entered.end(), begun) ||
+       std::any_of(tables.receives.begin(), tables.receives.end(), waiting));
+}
+
 // Of a peer that has left or is lost: whether an operation still needs it.
 void check(Tables& tables, int peer, TimePoint now) {
   const PeerRow& row = tables.peer(peer);
   const Operation* const owing_it = owing(tables, peer);
   const Operation* const awaiting_it = awaiting(tables, peer);
-  const bool missed = awaiting_it != nullptr && row.reading == Reading::Ended;
+  const bool missed = awaiting_it != nullptr && (row.reading == Reading::Ended || lacksCredit(tables, peer));
   if (owing_it != nullptr || missed) {
     const bool missed_first = missed && (owing_it == nullptr || awaiting_it->issuedAt() < owing_it->issuedAt());
     const ErrorRecord* const changed = missed_first ? changedOf(row) : nullptr;
@@ -205,7 +221,10 @@ void decide(Tables& tables, int peer, Suspicion suspicion, TimePoint now) {
   if (owing(tables, peer) == nullptr) {
     const bool due = awaiting(tables, peer) != nullptr;
     if (!due) {
-      lose(tables, peer, suspicion.record, suspicion.due + kLinkWithin);
+      if (tables.peer(peer).presence !=
+          Presence::Left) { // else another rank has served the receive that waited for its link
+        lose(tables, peer, suspicion.record, suspicion.due + kLinkWithin);
+      }
       return;
     }
     // The peer's link may be on its way, or still bring what is due. But the peer may wait for credit that went on the broken link.

@@ -14,7 +14,8 @@
 ///     that it opened has ended. If it has not opened that link yet, the link has 3 s to arrive.
 ///   - A broken link on which this rank writes. The goodbye has 40 ms to arrive on another link. After that the break is a failure
 ///     (PeerDead) if bytes still have to go out on the link. If this rank only waits for bytes, they come on the peer's own link,
-///     which has 3 s. If nothing is due in either direction, the rank is lost: it fails only operations that need it later.
+///     which has 3 s. If nothing is due in either direction, the rank is lost: it fails only operations that need it later, to send to it,
+///     or for more of its bytes than go without credit (credit.h), which this rank could not give.
 ///   - The end of the link that the peer opened, without a goodbye, is a failure at once.
 ///   - If the peer had left, and its last bytes were changed on their way, the first operation that may need them fails with that.
 /// Example, rank 0 of 2: the write to rank 1 fails at 0 ms. Rank 1's goodbye arrives on the control link at 3 ms: rank 1 has left, and

@@ -113,7 +113,7 @@ std::map<uint64_t, UnexpectedRow>::node_type take(Tables& tables, uint64_t op_id
 
 Verdict dataArrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
   const bool eager = (header.aux & kEagerFlag) != 0;
-  if (const char* const refused = credit::arrived(tables, row, peer, header.payload_nbytes, eager)) {
+  if (const char* const refused = credit::headerArrived(tables, row, peer, header.payload_nbytes, eager)) {
     violated(tables, peer, header, refused);
     return Verdict::Ignore;
   }
@@ -126,7 +126,7 @@ Verdict dataArrived(Tables& tables, OperationRow* row, int peer, const FrameHead
     return Verdict::Ignore;
   }
   ++ahead->frames;
-  return Verdict::Hold;
+  return Verdict::Keep;
 }
 
 void creditArrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
@@ -197,7 +197,7 @@ OperationRow& entered(
     }
   } catch (...) { // nobody would look at its deadline
     const auto first = tables.actions.begin() + actions;
-    const auto fails = [](const Action& action) { return action.kind == Action::Kind::Fail; };
+    const auto fails = [](const Action& action) { return action.kind == Action::Kind::NoticeAndStop; };
     const auto found = std::find_if(first, tables.actions.end(), fails); // a mismatch is one without the row, too
     if (found != tables.actions.end()) {
       std::iter_swap(first, found);
@@ -242,7 +242,7 @@ void passed(Tables& tables, const OperationId& id, const Descriptor& descriptor)
 
 // ---- frames
 
-Verdict arrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
+Verdict headerArrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now) {
   if (tables.failed) {
     return Verdict::Ignore;
   }
@@ -356,7 +356,7 @@ void fail(Tables& tables, ErrorRecord record) {
     return; // the first error wins
   }
   Action& action = tables.actions.emplace_back();
-  action.kind = Action::Kind::Fail;
+  action.kind = Action::Kind::NoticeAndStop;
   action.record = std::move(record);
   tables.failed = true;
 }

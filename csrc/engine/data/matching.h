@@ -16,7 +16,7 @@ namespace pycomm::matching {
 
 enum class Verdict {
   Accept, ///< data of an operation that is entered here
-  Hold, ///< data of an operation that is not entered here yet: an unexpected frame. Keep it, it fits the pool
+  Keep, ///< data of an operation that is not entered here yet: an unexpected frame, which fits the pool
   Ignore, ///< nothing more to do; drop a payload
 };
 
@@ -36,7 +36,12 @@ void ended(Tables& tables, OperationRow& row);
 /// An operation of this rank's that went another way, and is over. Reported late, and only if another rank asks.
 void passed(Tables& tables, const OperationId& id, const Descriptor& descriptor);
 /// A frame has arrived; `row` is its operation's, null if that is not entered here.
-[[nodiscard]] Verdict arrived(Tables& tables, OperationRow* row, int peer, const FrameHeader& header, TimePoint now);
+[[nodiscard]] Verdict headerArrived(
+    Tables& tables,
+    OperationRow* row,
+    int peer,
+    const FrameHeader& header,
+    TimePoint now);
 /// The peer broke the protocol with this frame: the group fails.
 void violated(Tables& tables, int peer, const FrameHeader& header, const std::string& what);
 /// Nothing counts any more. The first error wins.

@@ -270,7 +270,7 @@ void Messages::checkDeadlines(TimePoint now) {
   TimePoint next = TimePoint::max();
   const auto isOver = [&](const Operation& message) {
     const Deadline deadline = message.request().deadline;
-    next = std::min(next, deadline.expired(now) ? now + kReportAgain : deadline.instant());
+    next = std::min(next, deadline.expired(now) ? now + kSayAgain : deadline.instant());
     return deadline.expired(now);
   };
   for (const PeerRow& peer : tables_.peers) {

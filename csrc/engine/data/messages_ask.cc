@@ -10,16 +10,17 @@
 namespace pycomm {
 namespace {
 
-// A receive asks for its message when any operation first asks (Limits::waiting_after_ms), and then each time eight times later, to the last.
-constexpr std::chrono::milliseconds kLastAsk(1000);
+using std::chrono::milliseconds;
+
 // How many receives may ask before this rank pauses, so that questions take neither its time nor that of a rank that it asks.
 constexpr size_t kMaxAsks = 256;
-constexpr std::chrono::milliseconds kAsksPause(10);
+constexpr milliseconds kAsksPause(10);
 // How many messages one question brings.
 constexpr size_t kMaxWanted = 64;
 
-std::chrono::milliseconds firstAsk(const Tables& tables) noexcept {
-  return std::chrono::milliseconds(tables.limits.waiting_after_ms);
+// A receive asks for its message when any operation first asks, and then each time eight times later, at last each kSayAgain.
+milliseconds firstAsk(const Tables& tables) noexcept {
+  return milliseconds(tables.limits.waiting_after_ms);
 }
 
 } // namespace
@@ -123,7 +124,7 @@ void Messages::askWhatIsDue(TimePoint now) {
       continue;
     }
     const bool waits_long = oldest == due.ticket;
-    due.pause = waits_long ? std::min(due.pause * 8, kLastAsk) : firstAsk(tables_);
+    due.pause = waits_long ? std::min<milliseconds>(due.pause * 8, kSayAgain) : firstAsk(tables_);
     due.ticket = oldest;
     node.key() = now + due.pause;
     const Ask ask_for = due;

@@ -212,8 +212,8 @@ struct PeerRow {
 struct Action {
   enum class Kind {
     Send, ///< a frame without payload to `peer`
-    Fail, ///< the group has failed: `record`
-    Notice, ///< the same, but what arrives still counts
+    Notice, ///< `record`: this rank has noticed that the group has failed. What arrives still counts
+    NoticeAndStop, ///< the same, but nothing counts any more
     Doubt, ///< the group has failed if `record.peer` is still there: see Membership::doubted
     Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
     MaySend, ///< operation `op_id` may be able to send to `peer` now
@@ -344,7 +344,7 @@ struct Tables {
   std::vector<Action> actions; ///< of matching and waiting
   std::vector<Action> leaving_actions;
   std::vector<CreditAction> credit_actions;
-  bool failed = false; ///< a Fail action was made: nothing counts any more
+  bool failed = false; ///< a NoticeAndStop action was made: nothing counts any more
 };
 
 /// Frames that went eagerly say so, so that both sides count the same bytes against the pool.

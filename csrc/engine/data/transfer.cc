@@ -286,12 +286,12 @@ void Transfer::sendFramesOf(size_t edge_index) {
     frame.header.aux = permission == credit::Permission::Eager ? kEagerFlag : 0;
     frame.payload = outgoing(index);
     frame.step = index;
-    credit::sent(tables_, edge, nbytes, permission);
+    credit::queued(tables_, edge, nbytes, permission);
     send_frame_(edge.peer, std::move(frame));
   }
 }
 
-void Transfer::sendFrames(int peer) {
+void Transfer::roomCame(int peer) {
   if (const EdgeRow* const edge = row_.to(peer)) {
     sendFramesOf(indexOf(row_.outgoing, *edge));
   }

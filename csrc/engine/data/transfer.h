@@ -56,7 +56,7 @@ class Transfer {
     list();
   }
   /// The peer may have room now.
-  void sendFrames(int peer);
+  void roomCame(int peer);
 
   [[nodiscard]] bool complete() const noexcept {
     return steps_left_ == 0 && inputComplete();

@@ -124,7 +124,7 @@ void checkDeadlines(Tables& tables, TimePoint now) {
       action.kind = Action::Kind::Overdue;
       action.op_id = op_id;
       tables.actions.push_back(std::move(action));
-      row.deadline = Deadline::at(now + kReportAgain);
+      row.deadline = Deadline::at(now + kSayAgain);
     }
     next = std::min(next, row.deadline.instant());
   }

@@ -149,7 +149,7 @@ std::vector<ErrorRecord> WatchedOperations::overdueHeld(TimePoint now) {
     const Deadline deadline = operation->request().deadline;
     if (deadline.expired(now)) {
       late.push_back(inputLate(*operation, 0, tables_.identity));
-      next = std::min(next, now + kReportAgain);
+      next = std::min(next, now + kSayAgain);
     } else {
       next = std::min(next, deadline.instant());
     }

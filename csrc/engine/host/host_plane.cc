@@ -433,7 +433,7 @@ TimePoint HostPlane::reportStuck(TimePoint now) noexcept {
     Entry& entry = queue_[i];
     if (entry.report_at <= now || (i == head_ && stuck_at_ <= now)) {
       static_cast<void>(reported([&] { events_.stuck(entry.transfer.operation(), entry.transfer.lacking()); }));
-      entry.report_at = now + kReportAgain; // the ranks that lack may be others then; or there was no memory for it
+      entry.report_at = now + kSayAgain; // the ranks that lack may be others then; or there was no memory for it
       stuck_at_ = i == head_ ? TimePoint::max() : stuck_at_;
     }
     next = std::min(next, entry.report_at);

@@ -20,7 +20,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kFirstPauseMs = 5; // while the first member has not called: doubled up to kLastStorePauseMs
 constexpr size_t kMaxListText = 2000;
 
 const std::string& wordOf(const std::vector<std::string>& answer, size_t index) {
@@ -56,7 +55,7 @@ std::string MeetingStore::get(const std::string& key, Deadline deadline) {
     if (deadline.expired()) {
       throw Error(ErrorCode::RendezvousTimeout, "nobody has written " + key + " in time");
     }
-    pauseFor(kFirstPauseMs, deadline, none);
+    pauseFor(kShortPauseMs, deadline, none);
   }
 }
 
@@ -200,7 +199,7 @@ void RemoteMeeting::enter(const Visitor& from, const AbortToken& abort) {
   const TimePoint began = Clock::now();
   std::string last = "it has not called reconfigure() with this uuid";
   int refusals = 0;
-  int pause_ms = kFirstPauseMs;
+  int pause_ms = kShortPauseMs;
   SlowWait slow(began);
   while (!deadline_.expired()) {
     if (link_ == nullptr) {

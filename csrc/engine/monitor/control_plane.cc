@@ -11,11 +11,6 @@
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
-namespace {
-
-// How long peers may wait at the endpoint of a process that has no descriptor for them: as long as they try.
-constexpr std::chrono::milliseconds kTrouble{kOneTryMs};
-} // namespace
 
 ControlPlane::ControlPlane(
     GroupIdentity identity,
@@ -386,7 +381,9 @@ void ControlPlane::tick(TimePoint now) {
     if (acceptor->nextDeadline() <= now) {
       poll();
     }
-    if (acceptor->troubleSince() != TimePoint::max() && now - acceptor->troubleSince() >= kTrouble) {
+    // Peers wait at the endpoint of a process that has no descriptor for them as long as they try.
+    if (acceptor->troubleSince() != TimePoint::max() &&
+        now - acceptor->troubleSince() >= std::chrono::milliseconds(kOneTryMs)) {
       membership_.noticed(cannotAccept(*acceptor->trouble(), identity_), now);
     }
   }

@@ -261,18 +261,27 @@ uint64_t LocalPeers::watch(const std::string& name, Died died) {
     made->name = name;
     found = watched_.emplace(name, std::move(made)).first;
   }
-  connect(*found->second);
-  found->second->interests.emplace(interest, std::move(died));
-  if (found->second->dead) { // died for another group, which still looks
-    loop_.post([this, name, interest] {
-      const auto watched = watched_.find(name);
-      if (watched != watched_.end()) {
-        const auto entry = watched->second->interests.find(interest);
-        if (entry != watched->second->interests.end()) {
-          Died(entry->second)();
+  Watched& watched = *found->second;
+  try {
+    connect(watched);
+    watched.interests.emplace(interest, std::move(died));
+    if (watched.dead) { // died for another group, which still looks
+      loop_.post([this, name, interest] {
+        const auto again = watched_.find(name);
+        if (again != watched_.end()) {
+          const auto entry = again->second->interests.find(interest);
+          if (entry != again->second->interests.end()) {
+            Died(entry->second)();
+          }
         }
-      }
-    });
+      });
+    }
+  } catch (...) { // nobody knows the number to unwatch it
+    watched.interests.erase(interest);
+    if (watched.interests.empty()) {
+      forget(found);
+    }
+    throw;
   }
   return interest;
 }

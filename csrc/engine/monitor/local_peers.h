@@ -72,7 +72,7 @@ class LocalPeers final : Loop::Ticker {
   [[nodiscard]] std::string name();
 
   /// Calls `died` on the control loop if the process of that name ends otherwise than through close(). Takes effect soon, never
-  /// blocks, never throws.
+  /// blocks. Throws only std::bad_alloc, and then watches nothing.
   uint64_t watch(const std::string& name, Died died);
   void unwatch(uint64_t interest) noexcept;
 

@@ -131,7 +131,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
     // The choice is due: a rank whose thread comes to it late must not choose from more than the others, nor excuse more ranks. But a goodbye
     // may come before the choice and leave nothing to choose.
     const auto same = [&](const Late& known) {
-      return isSameNews(known.record, record) && doubtful(known.record) == doubtful(record);
+      return isSameNews(known.record, record) && mayHaveLeft(known.record) == mayHaveLeft(record);
     };
     if (std::none_of(late_.begin(), late_.end(), same)) {
       late_.push_back(Late{std::move(record), from, now});
@@ -142,7 +142,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   spoke(from); // a rank that passes news on hangs up because of it
   for (Candidate& known : candidates_) {
     if (isSameNews(known.record, record)) {
-      if (known.isDoubtful() && !doubtful(record)) {
+      if (known.mayHaveLeft() && !mayHaveLeft(record)) {
         confirm(known, from, now);
       }
       return; // else it is the same news by another way
@@ -150,7 +150,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   }
   const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
   const auto merge = std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
-  const TimePoint due = now + (doubtful(record) ? kGoodbyeWithin : merge);
+  const TimePoint due = now + (mayHaveLeft(record) ? kGoodbyeWithin : merge);
   candidates_.reserve(candidates_.size() + 1); // all or nothing, also without memory
   flood(record, from);
   candidates_.push_back(Candidate{std::move(record), due});
@@ -165,7 +165,7 @@ void Membership::learnLate() {
   }
 }
 
-// The other ranks have had time for their own news since the doubtful report: so this makes the choice earlier and never later.
+// The other ranks have had time for their own news since the report of a reset: so this makes the choice earlier and never later.
 void Membership::confirm(Candidate& known, int from, TimePoint now) {
   ErrorRecord certain = known.record;
   certain.phase = ErrorPhase::Unknown;
@@ -180,7 +180,7 @@ TimePoint Membership::decideAt() const noexcept {
     return TimePoint::max();
   }
   const auto certain = std::find_if(
-      candidates_.begin(), candidates_.end(), [](const Candidate& candidate) { return !candidate.isDoubtful(); });
+      candidates_.begin(), candidates_.end(), [](const Candidate& candidate) { return !candidate.mayHaveLeft(); });
   return certain == candidates_.end() ? candidates_.front().due : certain->due;
 }
 
@@ -204,7 +204,7 @@ void Membership::dropExplained() noexcept {
 
 bool Membership::doubts(int peer) const noexcept {
   return std::any_of(candidates_.begin(), candidates_.end(), [&](const Candidate& candidate) {
-    return candidate.isDoubtful() && isOwn(candidate.record) && candidate.record.peer == config_.job.of(peer);
+    return candidate.mayHaveLeft() && isOwn(candidate.record) && candidate.record.peer == config_.job.of(peer);
   });
 }
 
@@ -347,7 +347,7 @@ void Membership::choose() {
     }
   }
   ErrorRecord chosen = *best;
-  if (doubtful(chosen)) {
+  if (mayHaveLeft(chosen)) {
     chosen.phase = ErrorPhase::Unknown; // no goodbye came
   }
   Action fail;

@@ -128,8 +128,8 @@ class Membership {
   struct Candidate {
     ErrorRecord record;
     TimePoint due; ///< when this rank chooses, if this is the only candidate
-    [[nodiscard]] bool isDoubtful() const noexcept {
-      return doubtful(record);
+    [[nodiscard]] bool mayHaveLeft() const noexcept {
+      return Membership::mayHaveLeft(record);
     }
   };
 
@@ -143,8 +143,8 @@ class Membership {
   [[nodiscard]] static bool isSameNews(const ErrorRecord& a, const ErrorRecord& b) noexcept;
   /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.
   static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
-  /// The report of a link that was reset; no other one has that phase.
-  [[nodiscard]] static bool doubtful(const ErrorRecord& record) noexcept {
+  /// The report of a link that was reset, which a goodbye may explain; no other one has that phase.
+  [[nodiscard]] static bool mayHaveLeft(const ErrorRecord& record) noexcept {
     return record.code == ErrorCode::PeerDead && record.phase == ErrorPhase::Reset;
   }
   void learn(ErrorRecord record, int from, TimePoint now);

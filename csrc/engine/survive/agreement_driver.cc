@@ -25,12 +25,10 @@ constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer tha
 constexpr int kQuickMeetings =
     3; // the same members meet so often with this patience; then it doubles, up to the last time
 constexpr int kMostMeetings = 6;
-constexpr int kSealMs = 300; // for a failure to reach both planes
-constexpr milliseconds kGoodbyes{300};
+constexpr int kEndWithinMs = 300; // for a failure to reach both planes, the disk to be through, or goodbyes to be taken
 constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
 constexpr int kLongestTurnMs = 60000;
 constexpr int kFirstPeersMs = 2000; // for a disk
-constexpr int kLastPeersMs = 300;
 
 /// `peer`: a place in the view, -1 for none.
 bool blamesPeer(int peer, const View& view, int self) noexcept {
@@ -224,7 +222,7 @@ void AgreementDriver::close() noexcept {
   if (groups_thread_.joinable()) {
     groups_thread_.join();
   }
-  peers_.close(Deadline::after(kLastPeersMs));
+  peers_.close(Deadline::after(kEndWithinMs));
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
   guarded([&] { closeRest(); });
   inbox_->leave();
@@ -392,7 +390,6 @@ bool AgreementDriver::committed(uint64_t epoch, const Wish& all) {
   undelivered_ = false;
   if (committed != Committed::GoesOn) {
     over_ = true; // no step begins before the next view
-    stops_ = epoch;
     inbox_->put(Boundary{epoch, committed == Committed::Admits});
   }
   if (ledger_.hasLeft()) {
@@ -468,6 +465,7 @@ void AgreementDriver::failWith(ErrorRecord record) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     error_ = error_ ? error_ : std::move(record);
+    stopGivingLocked(*error_);
   }
   changed_.notify_all();
   admitNobody();
@@ -654,7 +652,6 @@ void AgreementDriver::handle(Event event, TimePoint now) {
       pause_until_ = now + milliseconds(config_.join_pause_ms);
       agreement_->boundary(now, boundary->admits);
     }
-    knows_stop_ = true;
   } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {
     if (sealed->epoch == agreement_->view().epoch) {
       trace("is sealed");
@@ -796,14 +793,13 @@ void AgreementDriver::seal(const Agreement::Action& action) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
-    giving_.to.clear(); // nothing would end what begins now
+    endGiving(why);
     job.view = view_;
     if (present_) {
       job.old = std::exchange(present_, std::nullopt)->met;
     }
     meeting = meeting_;
   }
-  stopGiving(why);
   PYCOMM_FAULT_POINT("survive.stop_giving");
   if (meeting != nullptr) {
     meeting->abort(why); // without the lock, as it may wait for the planes of a group
@@ -822,6 +818,7 @@ void AgreementDriver::install(const View& view) {
     const std::lock_guard<std::mutex> lock(mutex_);
     before = std::exchange(view_, view);
     over_ = false;
+    endGiving(end.why); // also if no seal has come before
     if (!before.members.empty()) { // a newcomer counts from its first view on
       changes_.count(before, view);
     }
@@ -833,6 +830,7 @@ void AgreementDriver::install(const View& view) {
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
+  pause_until_.reset();
   PYCOMM_FAULT_POINT("survive.install");
   if (meeting != nullptr) {
     meeting->abort(end.why);
@@ -967,7 +965,7 @@ void AgreementDriver::farewell(TimePoint now) {
   catchUp(); // whether it leaves in order
   agreement_->close(now);
   act();
-  const TimePoint end = now + kGoodbyes;
+  const TimePoint end = now + milliseconds(kEndWithinMs);
   for (auto& [name, member] : members_by_name_) {
     member.witness.reset();
   }
@@ -1047,9 +1045,9 @@ void AgreementDriver::sealNow(const Job& job) {
 }
 
 void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
-  if (!group.fail(why, Deadline::after(kSealMs))) {
+  if (!group.fail(why, Deadline::after(kEndWithinMs))) {
     why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
-    if (!group.fail(why, Deadline::after(kSealMs))) {
+    if (!group.fail(why, Deadline::after(kEndWithinMs))) {
       group.close();
     }
   }

@@ -75,7 +75,7 @@ class AgreementDriver final : public Engine::Maker {
       const Config& config,
       const std::function<void()>& wait_for_all);
   /// Of a newcomer, which asks these members to admit it: see arrive(). Throws Error(ShutDown).
-  [[nodiscard]] static std::shared_ptr<AgreementDriver> join(
+  [[nodiscard]] static std::shared_ptr<AgreementDriver> askToJoin(
       Reconfigurable& members,
       const std::vector<MemberHandle>& asked,
       const Config& config);
@@ -130,7 +130,7 @@ class AgreementDriver final : public Engine::Maker {
   /// called again in the same epoch.
   [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, elastic::Round round = elastic::Round::Step);
   /// The commit round of this epoch has ended well, with what it says of all. False if that comes too late. If somebody leaves, or it is an
-  /// Admission and all admit, the epoch is over behind it, and begin() waits for the next one. In the second case rank 0 calls newcomers() next.
+  /// Admission and all admit, the epoch is over behind it, and begin() waits for the next one. In the second case all call newcomers() next.
   [[nodiscard]] bool committed(uint64_t epoch, const Wish& all);
   /// Whether all members make an Admission before their next forward pass, if they are still those of the last round.
   [[nodiscard]] bool admissionIsDue() const;
@@ -170,9 +170,9 @@ class AgreementDriver final : public Engine::Maker {
 
   // ---- the training thread of a member
 
-  /// After a commit behind which members change: how many newcomers wait for this rank to give them the members' state. Waits for the
-  /// agreement's thread, not for another process.
-  [[nodiscard]] size_t newcomers();
+  /// Between two steps, where newcomers may get the members' state: waits until some want it of this rank, and returns how many; or until the
+  /// members are known and enough for a step, or this rank has left: then 0. nullopt at the deadline. Throws the error that ended it all.
+  [[nodiscard]] std::optional<size_t> newcomers(Deadline deadline);
   /// Of the last newcomers(): how many members there are with all that wait, or have got the state before, in the present view.
   [[nodiscard]] size_t ranksWithNewcomers() const;
   /// Sends them this state, one after the other. Blocks for as long as the members wait (Config::join_pause_ms). Throws nothing that they
@@ -359,6 +359,8 @@ class AgreementDriver final : public Engine::Maker {
   void refuseOne(const MemberHandle& to, const std::string& why) const noexcept;
   using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&, const AbortToken&)>;
   void giveEach(const GiveOne& give_one);
+  void stopGivingLocked(const ErrorRecord& why);
+  void endGiving(const ErrorRecord& why); ///< the members change; with mutex_
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch) const;
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
@@ -391,30 +393,27 @@ class AgreementDriver final : public Engine::Maker {
   std::unique_ptr<elastic::Agreement> agreement_;
   std::vector<elastic::Incarnation> asked_; ///< of a newcomer: whom it asks to admit it
   TimePoint ask_again_ = TimePoint::max(); ///< of a newcomer: when it asks who the members are now
-  bool knows_stop_ = false; ///< the boundary of stops_ has been handled
   int next_number_ = 0; ///< of the next process that becomes a member
-  TimePoint pause_until_; ///< how long members wait for newcomers after their last commit
+  std::optional<TimePoint> pause_until_; ///< how long members wait for newcomers, if this epoch has ended with a commit
   int states_ = 0; ///< of a newcomer: how often the members' state has come
   std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
   struct Giving {
-    uint64_t view = 0;
+    uint64_t view = 0; ///< id of the members' view
     size_t ranks = 0; ///< the members, `to`, and newcomers that hold the state already
     std::vector<MemberHandle> to;
     std::vector<std::string>
         roster; ///< first what the next new member is called, then of each member and newcomer its handle and number
-    TimePoint until; ///< the members wait so long
+    std::optional<TimePoint> until; ///< the members wait so long; else, too few for a step, for each one that comes
   };
   Giving giving_; ///< newcomers that wait for the state, if this is rank 0
   Giving served_; ///< those that newcomers() has counted, for give()
-  std::set<ProcessId> given_; ///< those that have got that of given_at_, or did not
-  std::pair<int64_t, uint64_t> given_at_{-1, 0}; ///< a step, and a view
+  std::set<ProcessId> given_; ///< those of giving_ that have got it, or did not
   bool gives_ = false; ///< newcomers() has found some, and nothing has ended it since
   std::shared_ptr<AbortToken> give_abort_; ///< of the one that gets it now
   elastic::Incarnation giving_to_; ///< that one
-  uint64_t stops_ = 0; ///< the epoch behind whose last commit members change, until the agreement's thread knows it
   std::optional<State> arrived_; ///< of a newcomer
   elastic::StepLedger ledger_;
   elastic::View view_;

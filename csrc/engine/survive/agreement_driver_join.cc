@@ -5,7 +5,8 @@
 //      newcomer can be reached. If all members say so in the commit round of a step, they stop before their next forward pass: a round of
 //      its own ends the epoch there (Agreement::boundary()).
 //   3. Rank 0's training thread gives the members' state to the newcomers then (give()): one connection to a newcomer's endpoint, with parts of
-//      1 MiB. The others wait where their next step begins.
+//      1 MiB. All stay there until the next members are known (newcomers()). If those are too few for a step, they stay on, and their rank 0 gives
+//      the state to each newcomer that comes.
 //   4. The newcomer's training thread loads it (arrive(), loaded()), which its next Join says, and the agreement admits it.
 //
 // Each member drops a newcomer of which it has heard nothing for as long as a member may be silent. So a newcomer that dies costs the members
@@ -38,9 +39,7 @@ constexpr int kShortestAskMs = 250;
 constexpr int kLongestAskMs = 60000; // of all
 constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
 constexpr int kNewWitnessMs = 300; // a process that has just answered
-constexpr int kBoundaryMs = 2000; // for the agreement's thread
-constexpr milliseconds kAskEvery{1000};
-constexpr milliseconds kFirstJoinBackOff{1000};
+constexpr milliseconds kAskEvery{1000}; // nor is a newcomer that failed to join looked at sooner
 constexpr milliseconds kLongestJoinBackOff{60000};
 constexpr std::string_view kStateBegins = "begin"; // step, id of the members' view, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
@@ -244,7 +243,7 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
   return std::nullopt;
 }
 
-std::shared_ptr<AgreementDriver> AgreementDriver::join(
+std::shared_ptr<AgreementDriver> AgreementDriver::askToJoin(
     Reconfigurable& members,
     const std::vector<MemberHandle>& asked,
     const Config& config) {
@@ -495,7 +494,7 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
     if (const auto found = members_by_name_.find(lost->to); found != members_by_name_.end()) {
       Member& member = found->second;
-      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kFirstJoinBackOff, kLongestJoinBackOff);
+      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kAskEvery, kLongestJoinBackOff);
       member.not_before = now + member.back_off;
       dropNewcomer(lost->to, lost->why.code, now);
     }
@@ -670,37 +669,42 @@ void AgreementDriver::showNewcomers() {
     for (const MemberHandle& newcomer : giving.to) {
       enter(incarnationOf(newcomer.incarnation));
     }
-    const TimePoint now = Clock::now();
-    // Too few members for a step wait for newcomers, and no commit was before.
-    giving.until = pause_until_ > now ? pause_until_ : now + milliseconds(config_.join_pause_ms);
+    giving.until = pause_until_;
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     giving_ = std::move(giving);
-    if (std::exchange(knows_stop_, false)) {
-      stops_ = 0;
-    }
+    std::erase_if(given_, [this](const ProcessId& one) { // one that comes again is given it again
+      return std::none_of(
+          giving_.to.begin(), giving_.to.end(), [&](const MemberHandle& to) { return to.incarnation == one; });
+    });
   }
   changed_.notify_all();
 }
 
 // ---- the training thread of rank 0
 
-size_t AgreementDriver::newcomers() {
+std::optional<size_t> AgreementDriver::newcomers(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  // A round that was dropped has told the next view before its newcomers are shown.
-  (void)waitFor(lock, Deadline::after(kBoundaryMs), [this] {
-    return (stops_ == 0 && giving_.view == view_.id()) || error_;
+  const auto asks = [this](const MemberHandle& to) { return given_.count(to.incarnation) == 0; };
+  const auto goesOn = [this] { // the next group may still be made
+    return !over_ && view_.members.size() >= config_.min_ranks;
+  };
+  const bool found = waitFor(lock, deadline, [&] {
+    return error_ || ledger_.hasLeft() || goesOn() || std::any_of(giving_.to.begin(), giving_.to.end(), asks);
   });
-  const std::pair<int64_t, uint64_t> here(ledger_.state().committed, giving_.view);
-  if (std::exchange(given_at_, here) != here) {
-    given_.clear();
+  if (ledger_.hasLeft()) {
+    return 0;
+  }
+  if (error_) {
+    throw Error(*error_);
   }
   served_ = giving_;
-  std::erase_if(served_.to, [this](const MemberHandle& to) { return given_.count(to.incarnation) != 0; });
+  std::erase_if(served_.to, [&](const MemberHandle& to) { return !asks(to); });
+  served_.until = served_.until.value_or(Clock::now() + milliseconds(config_.join_pause_ms));
   gives_ = !served_.to.empty();
-  return served_.to.size();
+  return found ? std::optional<size_t>(served_.to.size()) : std::nullopt;
 }
 
 size_t AgreementDriver::ranksWithNewcomers() const {
@@ -723,7 +727,7 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!gives_ &&
-          began < serving.until) { // a member has died, or a signal has come: the next state is for this one, too
+          began < *serving.until) { // a member has died, or a signal has come: the next state is for this one, too
         return;
       }
       given_.insert(to.incarnation);
@@ -731,7 +735,7 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
       give_abort_ = abort;
     }
     std::optional<ErrorRecord> why;
-    if (longest != TimePoint::duration::zero() && began + longest > serving.until) {
+    if (longest != TimePoint::duration::zero() && began + longest > *serving.until) {
       why = record(
           ErrorCode::ConnectionReset,
           "There is no time left for it in this join_pause, after another one. It is asked again.",
@@ -780,10 +784,20 @@ void AgreementDriver::refuse(const std::string& why, size_t keep) {
 
 void AgreementDriver::stopGiving(const ErrorRecord& why) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  stopGivingLocked(why);
+}
+
+void AgreementDriver::stopGivingLocked(const ErrorRecord& why) {
   gives_ = false;
   if (give_abort_ != nullptr) {
     (void)give_abort_->abort(why);
   }
+}
+
+void AgreementDriver::endGiving(const ErrorRecord& why) {
+  giving_.to.clear(); // nothing would end what begins now
+  given_.clear(); // the next view has a state of its own
+  stopGivingLocked(why);
 }
 
 namespace {
@@ -813,7 +827,7 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
     const Giving& giving,
     std::string_view bytes,
     const AbortToken& abort) {
-  const Deadline deadline = Deadline::at(giving.until);
+  const Deadline deadline = Deadline::at(*giving.until);
   size_t given = 0;
   try {
     if (deadline.expired()) { // an endpoint that answers at once would take the state all the same, and get no reason

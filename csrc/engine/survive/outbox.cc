@@ -15,10 +15,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kWay{2000}; // for a way to an endpoint: a lost packet is sent again in that time
-constexpr milliseconds kAnswer{3000};
 constexpr milliseconds kPause{50}; // after the last way
-constexpr milliseconds kAgain{5}; // after a connection that had worked
 constexpr milliseconds kIdle{10000};
 constexpr size_t kAnswerNbytes = 4 << 10; // answers are short
 constexpr size_t kMostAnswer = 1 << 10;
@@ -65,12 +62,12 @@ void Outbox::lost(TimePoint now) noexcept {
     return;
   }
   hangUp();
-  not_before_ = now + kAgain;
+  not_before_ = now + milliseconds(kShortPauseMs);
 }
 
 void Outbox::open(TimePoint now) {
   link_ = openWay(to_, ways_[way_], from_);
-  due_ = now + kWay;
+  due_ = now + milliseconds(kOneTryMs);
 }
 
 short Outbox::events() const noexcept {
@@ -139,7 +136,7 @@ void Outbox::ask() {
 bool Outbox::converse(TimePoint now) {
   if (!asked_ && !queue_.empty()) {
     ask();
-    due_ = now + kAnswer;
+    due_ = now + milliseconds(kOneTryMs);
   }
   while (!out_.empty() || link_->unsent()) {
     const ConstBufferView rest(reinterpret_cast<const std::byte*>(out_.data()), out_.size());

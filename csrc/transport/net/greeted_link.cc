@@ -178,7 +178,7 @@ void GreetedLink::pause() {
       throw Error(systemError(ErrorCode::SystemError, "no timer (timerfd_create)", errno));
     }
   }
-  const int64_t pause_ms = std::min(kFirstConnectPauseMs << std::min(drops_++, kDoublings), kLastConnectPauseMs);
+  const int64_t pause_ms = std::min(kShortPauseMs << std::min(drops_++, kDoublings), kLastConnectPauseMs);
   itimerspec until{};
   until.it_value.tv_nsec = pause_ms * 1000000;
   // Cannot fail: the descriptor is a timer of ours and the time is in range (man 2 timerfd_settime).

@@ -153,7 +153,7 @@ std::unique_ptr<SocketLink> connectSocket(
     const AbortToken& abort,
     const TcpOptions& options) {
   const TimePoint begin = Clock::now();
-  int pause_ms = kFirstConnectPauseMs;
+  int pause_ms = kShortPauseMs;
   for (int attempts = 1;; ++attempts) {
     abort.throwIfAborted();
     SocketConnector connector(local, remote, options);

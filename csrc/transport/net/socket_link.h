@@ -64,8 +64,7 @@ class SocketLink final : public Link {
     const SocketAddress& remote,
     const TcpOptions& options = {});
 
-inline constexpr int kFirstConnectPauseMs = 5; ///< between attempts, doubled up to kLastConnectPauseMs
-inline constexpr int kLastConnectPauseMs = 250;
+inline constexpr int kLastConnectPauseMs = 250; ///< between attempts: doubled from kShortPauseMs up to this
 
 /// Connects, and retries until the deadline while the peer refuses or is unreachable. Throws Error(ConnectFailed)
 /// naming both addresses, the interface, the number of attempts and the last errno; the token's reason when aborted.

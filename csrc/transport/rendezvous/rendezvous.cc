@@ -423,7 +423,7 @@ void acknowledgeFailure(
           !(all_may_come || store.has(keyOf("member", reader)))) {
         ++reader;
       } else {
-        (void)::poll(nullptr, 0, end.remainingMs(kStaySliceMs));
+        (void)::poll(nullptr, 0, end.remainingMs(kShortPauseMs));
       }
     }
   } catch (const std::exception&) { // without the store, or memory, every rank finds out by itself

@@ -20,7 +20,6 @@ namespace pycomm {
 inline constexpr int kMaxRanks = 1 << 16;
 inline constexpr int kFirstStorePauseMs = 1; ///< between two polls of the store, doubled up to kLastStorePauseMs
 inline constexpr int kLastStorePauseMs = 100;
-inline constexpr int kStaySliceMs = 5; ///< between two looks whether the others have read why this rank fails
 
 /// gather() throws it if this generation was left to an earlier run (StoreRound::over).
 struct GenerationOver {};

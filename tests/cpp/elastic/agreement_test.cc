@@ -155,6 +155,16 @@ std::vector<Incarnation> ids(std::initializer_list<int> members) {
   return found;
 }
 
+TEST(Agreement, WaitsForAQuorumForAnyTime) {
+  Agreement::Config config;
+  config.self = Group::idOf(0);
+  config.quorum_wait_ms = 2'000'000'000;
+  View alone;
+  alone.members = {config.self};
+  const Agreement agreement(config, alone, TimePoint());
+  EXPECT_EQ(agreement.longestWait(), std::chrono::milliseconds(6'000'000'000));
+}
+
 TEST(Agreement, SurvivorsOfADeathInstallOneViewAtOnce) {
   Group group(5);
   group.down[0] = true;

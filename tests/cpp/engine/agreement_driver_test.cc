@@ -891,7 +891,7 @@ struct Joining {
     for (size_t i = 0; i < group.drivers.size(); ++i) {
       handles.push_back(group.handle(i));
     }
-    newcomer = AgreementDriver::join(stranger.members, handles, config);
+    newcomer = AgreementDriver::askToJoin(stranger.members, handles, config);
   }
   ~Joining() {
     newcomer->close();
@@ -912,7 +912,7 @@ TEST(AgreementDriver, ARankThatSkipsAnEpochKnowsWhoCameAndWent) {
   const auto& newcomer = joining.newcomer;
   AgreementDriver& member = *group.drivers[0];
   (void)stopForNewcomers(group);
-  EXPECT_EQ(member.newcomers(), 1U);
+  EXPECT_EQ(member.newcomers(soon()), 1U);
   EXPECT_EQ(member.ranksWithNewcomers(), 2U);
   member.give("a state");
   const auto state = newcomer->arrive(soon()).state;
@@ -1005,7 +1005,7 @@ TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasUnderWay) {
   const auto verdict = member.verdict(last, soon(), elastic::Round::Admission);
   ASSERT_TRUE(verdict);
   EXPECT_FALSE(verdict->counts || verdict->again);
-  EXPECT_EQ(member.newcomers(), 1U);
+  EXPECT_EQ(member.newcomers(soon()), 1U);
   EXPECT_EQ(codeOf([&] { (void)member.begin(Deadline::after(500)); }), std::nullopt);
 }
 
@@ -1022,7 +1022,73 @@ TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasDue) {
   ASSERT_TRUE(epoch);
   EXPECT_EQ(epoch->members, std::vector<int>{0});
   EXPECT_FALSE(member.begin(Deadline::after(100)));
-  EXPECT_EQ(member.newcomers(), 1U);
+  EXPECT_EQ(member.newcomers(soon()), 1U);
+}
+
+TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfOneDiesJustBehindAnAdmission) {
+  const Joining joining(2, withAtLeast(2));
+  AgreementDriver& member = *joining.group.drivers[0];
+  (void)stopForNewcomers(joining.group);
+  const ArmedFaults slow("survive.stop_giving:1:delay=500"); // the program goes on while the members change
+  joining.group.drivers[1]->close();
+  ArmedFaults::waitUntilStruck();
+  EXPECT_EQ(member.newcomers(soon()), 1U);
+}
+
+/// Until this member knows that it is the only one, and too few.
+void waitUntilAlone(AgreementDriver& member) {
+  for (const Deadline end = soon(); member.newcomers(Deadline::after(100)) == 0U;) {
+    ASSERT_FALSE(end.expired());
+  }
+}
+
+TEST(AgreementDriver, TooFewMembersWaitForAProcessThatComesLater) {
+  const testing::TempFolder folder;
+  const AgreementDriver::Config config = joinable(folder, withAtLeast(2));
+  const Members group(2, config);
+  AgreementDriver& member = *group.drivers[0];
+  group.drivers[1]->close();
+  waitUntilAlone(member);
+  Alone stranger;
+  const auto newcomer = AgreementDriver::askToJoin(stranger.members, {group.handle(0)}, config);
+  EXPECT_EQ(member.newcomers(soon()), 1U);
+  newcomer->close();
+}
+
+TEST(AgreementDriver, ANewcomerThatTheStateDidNotReachGetsItWhenItAsksAgain) {
+  AgreementDriver::Config config = withAtLeast(2);
+  config.quorum_wait_ms = 60000;
+  const Joining joining(2, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  joining.group.drivers[1]->close();
+  waitUntilAlone(member);
+  ASSERT_EQ(member.newcomers(soon()), 1U);
+  {
+    const ArmedFaults breaks("survive.give:1:errno=ECONNRESET");
+    member.give("a state");
+  }
+  EXPECT_EQ(member.newcomers(soon()), 1U);
+  member.give("a state");
+  EXPECT_TRUE(joining.newcomer->arrive(soon()).state);
+}
+
+// The members wait for as long as each newcomer needs, up to join_pause: what an earlier stop has left of that does not count.
+TEST(AgreementDriver, AnEarlierStopTakesNoTimeFromThoseThatTooFewWaitFor) {
+  AgreementDriver::Config config = withAtLeast(2);
+  config.join_pause_ms = 3000;
+  const Joining joining(2, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  joining.group.drivers[1]->leave();
+  const uint64_t last = joining.group.begin().front().number;
+  for (const auto& driver : joining.group.drivers) {
+    (void)driver->finished(last);
+  }
+  joining.group.commit(last, {.leaves = true, .admits = false}); // the members stop behind this
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  ASSERT_EQ(member.newcomers(soon()), 1U);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2000)); // so long the state is read
+  member.give("a state");
+  EXPECT_TRUE(joining.newcomer->arrive(soon()).state);
 }
 
 // The others would wait for each of its next groups.
@@ -1066,10 +1132,8 @@ TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {
   const Joining joining(2, withAtLeast(2));
   AgreementDriver& member = *joining.group.drivers[0];
   joining.group.drivers[1]->close();
-  for (const Deadline end = soon(); member.newcomers() == 0;) { // it waits for them as one rank is too few
-    ASSERT_FALSE(end.expired());
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
+  waitUntilAlone(member);
+  ASSERT_EQ(member.newcomers(soon()), 1U); // it waits for them as one rank is too few
   EXPECT_EQ(member.ranksWithNewcomers(), 2U);
 }
 
@@ -1078,12 +1142,11 @@ TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewco
   const Joining joining(3, withAtLeast(3));
   AgreementDriver& member = *joining.group.drivers[0];
   Alone other;
-  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  const auto second = AgreementDriver::askToJoin(other.members, {joining.group.handle(0)}, joining.config);
   joining.group.drivers[1]->close();
   joining.group.drivers[2]->close();
-  for (const Deadline end = soon(); member.newcomers() != 2U;) {
+  for (const Deadline end = soon(); member.newcomers(Deadline::after(100)) != 2U;) {
     ASSERT_FALSE(end.expired());
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   EXPECT_EQ(member.ranksWithNewcomers(), 3U);
   member.give("a state");
@@ -1091,9 +1154,8 @@ TEST(AgreementDriver, ANewcomerThatHasLoadedIsOneOfTheRanksThatThereAreWithNewco
   ASSERT_TRUE(state);
   joining.newcomer->loaded(state->step, state->view);
   for (int i = 0; i < 30; ++i) { // its word is on the way
-    (void)member.newcomers();
+    (void)member.newcomers(Deadline::after(10));
     ASSERT_EQ(member.ranksWithNewcomers(), 3U) << i;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   second->close();
 }
@@ -1102,12 +1164,11 @@ TEST(AgreementDriver, OfTwoThatWaitOneIsRefusedAndTheOtherOneGetsTheState) {
   const Joining joining(3, withAtLeast(3));
   AgreementDriver& member = *joining.group.drivers[0];
   Alone other;
-  const auto second = AgreementDriver::join(other.members, {joining.group.handle(0)}, joining.config);
+  const auto second = AgreementDriver::askToJoin(other.members, {joining.group.handle(0)}, joining.config);
   joining.group.drivers[1]->close();
   joining.group.drivers[2]->close();
-  for (const Deadline end = soon(); member.newcomers() != 2U;) {
+  for (const Deadline end = soon(); member.newcomers(Deadline::after(100)) != 2U;) {
     ASSERT_FALSE(end.expired());
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   member.refuse("no share", 1);
   EXPECT_EQ(member.ranksWithNewcomers(), 2U);
@@ -1127,7 +1188,7 @@ TEST(AgreementDriver, ANewcomerLearnsThatItsStateWasReadTooLate) {
   const Joining joining(1, config);
   AgreementDriver& member = *joining.group.drivers[0];
   (void)stopForNewcomers(joining.group);
-  EXPECT_EQ(member.newcomers(), 1U);
+  EXPECT_EQ(member.newcomers(soon()), 1U);
   std::this_thread::sleep_for(std::chrono::milliseconds(2000)); // the members have gone on
   member.give("a state");
   const auto raised = codeOf([&] {
@@ -1142,11 +1203,11 @@ TEST(AgreementDriver, NobodyBeginsToGiveTheStateOfAnEpochThatIsOver) {
   const Joining joining(2);
   const Members& group = joining.group;
   const AgreementDriver::Epoch last = stopForNewcomers(group);
-  EXPECT_EQ(group.drivers[0]->newcomers(), 1U);
+  EXPECT_EQ(group.drivers[0]->newcomers(soon()), 1U);
   const ArmedFaults stops("survive.stop_giving:1+:hold");
   breakConnection(last);
   ArmedFaults::waitUntilStruck(2); // both members
-  EXPECT_EQ(group.drivers[0]->newcomers(), 0U); // nothing would end what it begins
+  EXPECT_FALSE(group.drivers[0]->newcomers(Deadline::after(100))); // nothing would end what it begins
 }
 
 TEST(AgreementDriver, AFormerMemberIsNoNewcomer) {
@@ -1169,7 +1230,7 @@ TEST(AgreementDriver, AFormerMemberIsNoNewcomer) {
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   EXPECT_EQ(links(), 0);
   Alone stranger;
-  const auto newcomer = AgreementDriver::join(stranger.members, {group.handle(0)}, config);
+  const auto newcomer = AgreementDriver::askToJoin(stranger.members, {group.handle(0)}, config);
   for (const Deadline end = soon(); links() == 0 && !end.expired();) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }

@@ -1,6 +1,10 @@
 // A native thread that gets no memory ends what it does with a typed error, and never the process.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 
+#include <algorithm>
 #include <future>
 
 #include "allocations.h"
@@ -263,6 +267,27 @@ TEST(NoMemory, AnOperationThatCannotBeginEndsNoSoonerThanItsGroup) {
   }
 }
 
+/// Whether this process is connected to the socket at which others watch the process `pid` (LocalPeers).
+bool watches(pid_t pid) {
+  rlimit most{};
+  EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &most), 0);
+  for (int fd = 0; fd < static_cast<int>(std::min<rlim_t>(most.rlim_cur, 4096)); ++fd) {
+    sockaddr_un remote{};
+    socklen_t length = sizeof remote;
+    ucred peer{};
+    socklen_t peer_nbytes = sizeof peer;
+    int type = 0;
+    socklen_t type_nbytes = sizeof type;
+    const bool named = ::getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &length) == 0 &&
+        remote.sun_family == AF_UNIX && length > sizeof remote.sun_family;
+    if (named && ::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_nbytes) == 0 && type == SOCK_SEQPACKET &&
+        ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &peer_nbytes) == 0 && peer.pid == pid) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // The group is gone when its peer dies. Nothing may call it then.
 TEST(NoMemory, AGroupThatCouldNotBeMadeWatchesNobody) {
   bool struck = true;
@@ -283,14 +308,19 @@ TEST(NoMemory, AGroupThatCouldNotBeMadeWatchesNobody) {
     });
     Engine engine;
     engine.control().run([&] { failAllocation(nth); });
+    bool watched = false;
     try {
-      Group::join(engine, store, groupConfig(0, 2))->close();
+      const auto group = Group::join(engine, store, groupConfig(0, 2));
+      watched = watches(victim.pid());
+      group->close();
     } catch (const Error&) {
     }
     engine.control().run([&] {
       struck = allocationFailed();
       failAllocation(0);
     });
+    EXPECT_TRUE(struck || watched);
+    EXPECT_FALSE(watches(victim.pid())) << "allocation " << nth;
     ASSERT_TRUE(tried.wait()) << "allocation " << nth;
     victim.kill();
     EXPECT_FALSE(victim.runsOn(5000));

@@ -128,7 +128,7 @@ class Run {
     const bool failed = tables_.failed();
     const testing::RankTables::Verdict verdict = tables_.arrived(peer, header, now_);
     promise(!failed || verdict == testing::RankTables::Verdict::Ignore, "something is taken after the end");
-    if (verdict == testing::RankTables::Verdict::Accept || verdict == testing::RankTables::Verdict::Hold) {
+    if (verdict == testing::RankTables::Verdict::Accept || verdict == testing::RankTables::Verdict::Keep) {
       understood_ = true;
       promise(header.type == FrameType::Data, "only data has a payload");
       accepted_.push_back({header.op_id, peer, header.payload_nbytes, (header.aux & kEagerFlag) != 0});
@@ -147,7 +147,7 @@ class Run {
   }
 
   void check(const Action& action) {
-    if (action.kind == Action::Kind::Fail) {
+    if (action.kind == Action::Kind::NoticeAndStop) {
       promise(!told_, "two errors");
       told_ = true;
       promise(action.record.rank >= 0 && !action.record.summary.empty(), "an error that says nothing");

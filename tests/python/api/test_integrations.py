@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import logging
 import sys
+import types
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -241,10 +245,83 @@ def test_bad_arguments_come_before_anything_is_made() -> None:
             accelerate.make_accelerator(wrapper="torch", wire_dtype=wire)
     with pytest.raises(ValueError, match="is for CPU training"):
         accelerate.make_accelerator(cpu=False)
+    with pytest.raises(ValueError, match="fsdp_plugin=…: on CPU Accelerate would train without it"):
+        accelerate.make_accelerator(fsdp_plugin=object())
     with pytest.raises(ValueError, match="process_group_backend='gloo'"):
         lightning.make_strategy(process_group_backend="gloo")
     with pytest.raises(ValueError, match=r"choose one of lightning.pytorch, pytorch_lightning"):
         lightning.make_strategy(package="keras")
+    with pytest.raises(ValueError, match=r"Try: Trainer\(accumulate_grad_batches=4\)"):
+        lightning.make_strategy(accumulate=4)
+
+
+class FakeInitProcessGroupKwargs:
+    """Stands in for Accelerate's class of nearly this name."""
+
+
+@dataclasses.dataclass
+class FakeTrainingArguments:
+    """Stands in for those of transformers."""
+
+    output_dir: str
+    use_cpu: bool = False
+    ddp_timeout: int = 1800
+    device: Any = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    distributed_state: Any = dataclasses.field(
+        default_factory=lambda: types.SimpleNamespace(num_processes=1, distributed_type="NO")
+    )
+
+
+@pytest.fixture
+def fake_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate and transformers, as far as they are asked; and no launcher's variables."""
+    library = types.SimpleNamespace(
+        InitProcessGroupKwargs=FakeInitProcessGroupKwargs, TrainingArguments=FakeTrainingArguments
+    )
+    monkeypatch.setattr(_optional, "load", lambda *names, **more: library)
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("fake_libraries")
+def test_a_handler_of_a_group_that_is_made_before_it_is_refused() -> None:
+    handlers = [object(), FakeInitProcessGroupKwargs()]
+    with pytest.raises(ValueError, match=r"Try: make_accelerator\(group_options=.'timeout'"):
+        accelerate.make_accelerator(kwargs_handlers=handlers)
+
+
+@pytest.mark.usefixtures("fake_libraries")
+@pytest.mark.parametrize("option", ["fsdp", "deepspeed"])
+def test_sharding_by_the_trainer_on_cpu_is_refused(option: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"{option}=True: on CPU Accelerate would train without it"
+    ):
+        transformers.make_training_arguments(output_dir="out", use_cpu=True, **{option: True})
+
+
+@pytest.mark.usefixtures("fake_libraries")
+def test_the_trainers_timeout_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(accelerate, "make_group", lambda options, wire: made.append(options))
+    make = transformers.make_training_arguments
+    for more in ({}, {"ddp_timeout": 1800}, {"ddp_timeout": 60}):
+        assert make(output_dir="out", use_cpu=True, **more).ddp_timeout in (60, 1800)
+    assert made == [{}, {}, {"timeout": timedelta(seconds=60)}]
+    with pytest.raises(ValueError, match="ddp_timeout=60, and group_options has"):
+        options = {"timeout": timedelta(seconds=61)}
+        make(output_dir="out", use_cpu=True, ddp_timeout=60, group_options=options)
+
+
+@pytest.mark.usefixtures("fake_libraries")
+def test_a_process_without_a_launcher_says_that_it_trains_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "pycomm"):
+        transformers.make_training_arguments(output_dir="out", use_cpu=True)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "this process trains alone" in record.message
+    assert "torchrun or python -m pycomm run" in record.message
+    assert not dist.is_initialized()
 
 
 # The default group
@@ -281,6 +358,10 @@ def make_with_wire_dtype(rank: int, world_size: int) -> str:
     accelerate.make_group(options, torch.float16)
     accelerate.make_group({}, "FP16")
     accelerate.make_group({})
+    accelerate.make_group(options, "fp16")
+    for other in ({"timeout": timedelta(seconds=7)}, {"pg_options": pycomm.Options(timeout=7)}):
+        with pytest.raises(ValueError, match="is for a group that is made here, and there is a"):
+            accelerate.make_group(other)
     for other, name in (("int8", "int8"), (None, "fp32")):  # None is none, not "as the group"
         with pytest.raises(ValueError, match=f"wire_dtype='{name}', and the default group was"):
             accelerate.make_group({}, other)
@@ -303,12 +384,16 @@ def test_the_group_of_the_trainer_has_a_wire_dtype() -> None:
     assert runs == ["pycomm", "pycomm"]
 
 
-def test_a_wire_dtype_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("fake_libraries")
+@pytest.mark.parametrize(
+    "options", [{"wire_dtype": "fp16"}, {"group_options": {"timeout": timedelta(seconds=7)}}]
+)
+def test_options_of_a_group_on_gpus_are_refused(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises((ValueError, ImportError)) as caught:
-        transformers.make_training_arguments(output_dir="out", use_cpu=False, wire_dtype="fp16")
-    if isinstance(caught.value, ValueError):  # transformers is installed
-        assert "Try: PYCOMM_WIRE_DTYPE" in str(caught.value)
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is for use_cpu=True: .* Try: PYC"):
+        transformers.make_training_arguments(output_dir="out", use_cpu=False, **options)
 
 
 def test_the_wait_for_the_store_has_the_groups_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,17 +160,17 @@ UNSUPPORTED = (
 )
 
 
-def refused_calls(work: Any) -> dict[str, tuple[Any, ...]]:
+def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
     plain = "prepare_for_forward forward_began check_hook_may_be_set _rebuild_buckets "
     plain += "_set_static_graph _delay_all_reduce shadow_backward _remove_autograd_hooks "
-    plain += "_check_reducer_finalized _reset_state"
+    plain += "_check_reducer_finalized _reset_state is_within_forward"
     return {
         **dict.fromkeys(plain.split(), ()),
         "mark_forward": ([], True, 1.0),
         "set_weight": (1.0,),
         "set_weight_unsynced": (1.0,),
         "set_largest": (1,),
-        "pass_without_batch": (True,),
+        "pass_without_batch": ([(reducer, True)],),
         "step_rows": (0,),
         "prepare_for_backward": ([],),
         "_set_forward_pass_work_handle": (work, False),
@@ -197,7 +197,7 @@ def each_method_in_a_handler(rank: int, world_size: int) -> None:
     work = dist.barrier(async_op=True)
     assert work is not None
     work.wait()
-    refused = refused_calls(work)
+    refused = refused_calls(work, model.reducer)
     reducer = model.reducer
     ours = (name for name in vars(type(reducer)) if not name.startswith(("__", "_pybind11")))
     methods = {*ours}

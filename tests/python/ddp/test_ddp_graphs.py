@@ -395,13 +395,13 @@ def test_a_parameter_that_is_unfrozen_before_a_pass_in_no_sync_is_reduced() -> N
 class NamesNoOutput(TwoLayers):
     """Its loss is in an object. The error comes behind the last gradient, or before the first."""
 
-    raises_first = False
+    raises_first = names_output = False
 
     def forward(self, batch: torch.Tensor) -> Any:
         loss = super().forward(batch)
         if self.raises_first:
             loss = Raises.apply(loss)
-        return type("Result", (), {"loss": loss})()
+        return loss if self.names_output else type("Result", (), {"loss": loss})()
 
 
 def hidden_and_cut_off(rank: int, world_size: int) -> list[float]:
@@ -413,17 +413,25 @@ def hidden_and_cut_off(rank: int, world_size: int) -> list[float]:
         with pytest.raises(RuntimeError, match="out of memory"):
             old(torch.tensor(1.0)).loss.backward()
         setattr(module, name, False)
-        new = wrap(module, process_group=dist.new_group())
-        for _ in range(3):
+        new, beside = (wrap(module, process_group=dist.new_group()) for _ in range(2))
+        for mode in (SYNCED, LOCAL, "none", "none", "a pass in no_sync"):
             new.zero_grad()
-            new(torch.tensor(2.0 * rank)).loss.backward()
+            if mode == "a pass in no_sync":
+                with new.no_sync():
+                    new(torch.tensor(4.0 * rank)).loss.backward()
+            result = new(torch.tensor(2.0 * rank))
+            if mode in (SYNCED, LOCAL):  # of another wrapper, which is marked and unused
+                module.names_output = True
+                forward(beside, 1.0, mode)
+                module.names_output = False
+            result.loss.backward()
             found += [float(each.grad[0]) for each in module.parameters()]
     return found
 
 
 def test_an_old_wrapper_takes_no_part_in_passes_that_nothing_marks() -> None:
     found = ranks.run_ranks(2, hidden_and_cut_off, timeout_s=60, preload=ranks.TORCH_DDP)
-    assert found.values() == [[1.0] * 12] * 2
+    assert found.values() == [([1.0] * 8 + [3.0] * 2) * 2] * 2
 
 
 def force_net() -> nn.Sequential:
@@ -518,6 +526,39 @@ def test_a_loss_of_derivatives_goes_through_the_output_that_they_are_of() -> Non
     for found in ranks.run_ranks(2, derivatives, timeout_s=100, preload=ranks.TORCH_DDP).values():
         for case, off in found.items():
             assert off < 1e-12, (case, off)
+
+
+def derivatives_of_a_static_graph(rank: int, world_size: int) -> dict[tuple[str, str], str]:
+    """Passes up to the reduction, beginning with a loss of derivatives."""
+    found = {}
+    how: dict[str, dict[str, Any]] = {
+        "": {},
+        "accumulated": {"accumulate": 2},
+        "in no_sync": {},
+        "weighed": {"weight": "samples"},
+    }
+    for loss, (name, options) in itertools.product(LOSSES[:3], how.items()):
+        group = dist.new_group()
+        model = wrap(force_net(), static_graph=True, process_group=group, **options)
+        try:
+            if name == "in no_sync":
+                with model.no_sync():
+                    loss(model, force_batch(rank, 0)).backward()
+            for number in range(options.get("accumulate", 1)):
+                loss(model, force_batch(rank, number)).backward()
+            found[loss.__name__, name] = "no error"
+        except RuntimeError as error:
+            found[loss.__name__, name] = str(error)
+    return found
+
+
+def test_a_loss_of_derivatives_of_a_static_graph_is_an_error_that_says_so() -> None:
+    found = ranks.run_ranks(
+        2, derivatives_of_a_static_graph, timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    for values in found.values():
+        for case, text in values.items():
+            assert "leave static_graph=True out" in text, (case, text)
 
 
 def two_wrappers(rank: int, world_size: int) -> list[float]:

@@ -398,16 +398,23 @@ def test_a_checkpointed_wrapper_beside_a_parameter_of_the_loss() -> None:
             assert off < 1e-12 and (steps, passes) == (2, 2 * case[1]), (case, result)
 
 
-def test_a_reentrant_one_is_right_or_an_error_that_names_use_reentrant() -> None:
+def test_a_reentrant_one_is_right_if_the_parameters_gradient_comes_before_it() -> None:
+    """Else an error names the parameter and use_reentrant."""
     found = ranks.run_ranks(
         2, checkpointed_wrapper, args=(True,), timeout_s=100, preload=ranks.TORCH_DDP
     )
     for rank in range(2):
         for case, result in found[rank].value.items():
-            if isinstance(result, str):
-                assert "use torch.utils.checkpoint with use_reentrant=false" in result.lower(), case
-            else:
-                assert result[0] < 1e-12, (case, result)
+            where, accumulate, _ = case
+            if where == BEFORE:
+                assert not isinstance(result, str), (case, result)
+                off, steps, passes = result
+                assert off < 1e-12 and (steps, passes) == (2, 2 * accumulate), (case, result)
+                continue
+            assert isinstance(result, str), (case, result)
+            name = "log_sigma" if where == AFTER else "layers.0.weight"
+            assert f"parameter '{name}' got a " in result, (case, result)
+            assert "use torch.utils.checkpoint with use_reentrant=false" in result.lower(), case
 
 
 def halved(rank: int, world_size: int) -> float:

@@ -135,6 +135,9 @@ NAMED: dict[str, Program] = {
         [Step("joined", "no_sync first"), Step("joined", "no_sync last")],
         weight="samples",
     ),
+    "a forward of another wrapper before the backward of a loss in an object": _named(
+        "linear linear", [Step("hidden"), _FULL, Step("hidden"), Step("pass"), Step("hidden")]
+    ),
     "past the wrapper of a static graph": _named(
         "linear linear", [Step("past", "on all ranks"), _FULL, _FULL, _FULL], static_graph=True
     ),

@@ -85,8 +85,8 @@ def test_a_job_that_is_resumed_deals_it_at_once_or_in_the_next_epoch(trained: in
     assert epochs == ([[[2, 3, 4, 5]], whole] if trained == 1 else [[], [[2, 3, 6, 7], *whole]])
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_what_comes_back_and_fills_no_batch_comes_in_the_next_epoch(restarts: bool) -> None:
+@pytest.mark.parametrize("restarts", ["", "before set_epoch", "after set_epoch"])
+def test_what_comes_back_and_fills_no_batch_comes_in_the_next_epoch(restarts: str) -> None:
     """Two of six samples, and the last one of the epoch's order does not."""
     job = Job(2)
     options: dict[str, Any] = {"global_batch": 4, "lookahead": 3, "shuffle": False}
@@ -94,6 +94,8 @@ def test_what_comes_back_and_fills_no_batch_comes_in_the_next_epoch(restarts: bo
     job.members.remove(1)
     epochs: list[list[list[int]]] = [[], []]
     for epoch, dealt in enumerate(epochs):
+        if restarts == "after set_epoch":
+            sampler.set_epoch(epoch)
         if epoch == 1 and restarts:
             state = json.loads(json.dumps(sampler.state_dict()))
             job = Job(1)

@@ -163,8 +163,8 @@ class Stopped:
         self.refused = 0
         self.given: int | None = None
 
-    def newcomers(self) -> int:
-        return self.waiting
+    def admit_newcomers(self, at_join_point: bool = False) -> int:
+        return 0 if self.given is not None or self.refused else self.waiting
 
     def ranks_with_newcomers(self) -> int:
         return self.members + self.waiting
@@ -188,7 +188,7 @@ def test_of_two_that_join_as_many_do_as_have_a_share(
     stopped = Stopped(members, 2)
     model = types.SimpleNamespace(
         _can_be_joined=lambda: True,
-        reducer=types.SimpleNamespace(admit_newcomers=lambda at_join_point: True),
+        reducer=stopped,
         _agreement=stopped,
         _most_ranks=mine.most_ranks,
     )
@@ -225,7 +225,8 @@ class Indices:
         self.rest = self._order()
         self.parts: list[dict[int, list[int]]] = []  # of each batch, as it was dealt
         self.first = dict.fromkeys(range(members), 0)  # each member's first batch
-        self.last: dict[int, tuple[int, int]] = {}  # of those that are gone: see Loss
+        self.last: dict[int, tuple[int, int]] = {}  # of those that are gone: see Departure
+        self.before: list[tuple[list[int], list[int]]] = []  # each batch: what was left
         self.trained: collections.Counter[int] = collections.Counter()
         self.remainders = 0
 
@@ -269,6 +270,7 @@ class Indices:
 
     def deals(self, parts: dict[int, list[int]]) -> None:
         assert list(parts) == self.members()
+        self.before.append((self.back[:], self.rest[:]))
         self.back[:0] = self.returned()
         dealt = [index for part in parts.values() for index in part]
         again = self.back[: len(dealt)]
@@ -286,6 +288,14 @@ class Indices:
         self.remainders += len(self.rest)
         self.epoch += 1
         self.rest = self._order()
+
+    def loses(self, again: int, lost: int) -> None:
+        """Passes that waited for a reduction: as many of this epoch are dealt again, and as many
+        samples of the one before are not."""
+        self.remainders += lost
+        if again:
+            self.back, self.rest = self.before[-again]
+            del self.parts[-again:], self.before[-again:]
 
     def restarts(self, members: int, batch: int) -> bool:
         """As other ranks. Whether the epoch goes on, with all that came back."""
@@ -305,7 +315,7 @@ class Indices:
         waiting = len(self.returned(all_of_them=True)) + len(self.back) + len(self.rest)
         dealt = (self.epoch + 1) * self._length
         assert sum(self.trained.values()) == dealt - waiting - self.remainders
-        assert max(self.trained.values()) <= self.epoch + 1
+        assert max(self.trained.values(), default=0) <= self.epoch + 1
         assert set(self.trained) <= set(range(self._length))
 
 
@@ -323,7 +333,7 @@ class Walk:
         self.history = random.Random(seed)
         self.pulls = random.Random(pulls)
         pick = self.history
-        self.passes = pick.choice([1, 1, 1, 2, 3])
+        self.passes = pick.choice([1, 1, 2, 3, 4])
         self.lookahead = pick.randint(2 * self.passes, 9)
         self.batch = pick.choice([12, 24])
         self.length = pick.randint(3 * self.batch, 7 * self.batch)
@@ -343,7 +353,9 @@ class Walk:
         self.job = job
         self.samplers = {log.rank: sampler_of(log, self.length, **self.options) for log in job.logs}
         self.most = dict.fromkeys(self.samplers, self.batch)
-        self.open: list[dict[int, list[int]]] = []  # batches of the step under way
+        # Batches of the step under way, and the epoch of each.
+        self.open: list[dict[int, list[int]]] = []
+        self.epochs: list[int] = []
         self.iterators: dict[int, Any] = {}
         self.pulled: dict[int, collections.deque[list[int]]] = {}
         self.ended: set[int] = set()
@@ -397,6 +409,7 @@ class Walk:
         needed = min(self.batch, sum(self.most[member] for member in shown))
         assert sum(len(batches[member]) for member in shown) == needed
         self.open.append({member: batches[member] for member in shown})
+        self.epochs.append(self.indices.epoch)
         if len(self.open) == self.passes:
             self.commit()
         else:
@@ -444,7 +457,7 @@ class Walk:
             for size in sizes
         ]
         self.job.train(sizes, seconds, passes=self.passes)
-        self.open = []
+        self.open, self.epochs = [], []
         # One that is gone follows, to show what it would have been dealt.
         for member in self.pulls.sample(self.followers(), len(self.followers())):
             self.job.logs[member].returned()
@@ -466,12 +479,25 @@ class Walk:
         if self.history.random() < 0.5:
             for member in self.followers():
                 self.samplers[member].set_epoch(self.indices.epoch)
+            if self.history.random() < 0.3:
+                self.restart()
+                return
         self.leave()
 
     def restart(self) -> None:
-        """All end, and as many others as may be continue from the state."""
+        """All end, and as many others as may be continue from the state, without the passes of the
+        step under way."""
         states = {json.dumps(self.samplers[each].state_dict()) for each in self.job.members}
         assert len(states) == 1
+        again = self.epochs.count(self.indices.epoch)
+        self.indices.loses(
+            again,
+            sum(
+                len(batches.get(member, []))
+                for batches in self.open[: len(self.open) - again]
+                for member in self.job.members
+            ),
+        )
         job = Job(self.history.randint(1, 4))
         goes_on = self.indices.restarts(job.world_size, self.batch)
         self.begin(job)
@@ -485,9 +511,8 @@ class Walk:
         for _ in range(steps):
             self.one_pass()
             action = self.history.random()
-            if self.open:
-                continue
-            self.indices.check()
+            if not self.open:
+                self.indices.check()
             if action < (0.01 if self.is_there() else 0.2):
                 self.restart()
             elif self.is_there() and action < 0.03:

@@ -11,9 +11,9 @@ import pytest
 from pycomm.balance.step_times import Fit
 from pycomm.balance.whole_shares import (
     Limits,
+    batch_seconds,
     best_shares,
     even_shares,
-    step_seconds,
     why_leave_out,
 )
 
@@ -52,7 +52,7 @@ def test_shares_are_the_best_of_all(seed: int) -> None:
     every = list(allowed(limits))
     assert shares in every
     best = min(max(fit.seconds(n) for fit, n in zip(fits, each, strict=True)) for each in every)
-    assert step_seconds(fits, shares) == best
+    assert batch_seconds(fits, shares) == best
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -69,7 +69,7 @@ def test_many_samples_and_ranks_are_shared_out_at_once() -> None:
     fits = [Fit(0.05 * rank, 1e-3 * (1 + rank)) for rank in range(64)]
     limits = Limits.of(65536, unit=1, fewest=1, most=[None] * 64)
     shares = best_shares(fits, limits)
-    seconds = step_seconds(fits, shares)
+    seconds = batch_seconds(fits, shares)
     assert sum(shares) == 65536 and min(shares) > 1
     for fit, share in zip(fits, shares, strict=True):  # one more would end later, anywhere
         assert fit.seconds(share + 1) >= seconds

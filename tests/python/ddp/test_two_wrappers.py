@@ -56,6 +56,85 @@ def test_random_programs(seeds: range) -> None:
     assert found.values() == [[], []]
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_a_rank_without_a_batch_stands_in_for_one_pass_through_both(
+    own_groups: bool, elastic: bool
+) -> None:
+    kind = Kind(weight=True, elastic=elastic)
+    program = Program(2, (kind, kind), own_groups or elastic, (("without a batch", 0),) * 7)
+    found = ranks.run_ranks(3, trains, args=([program],), timeout_s=40, preload=ranks.TORCH_DDP)
+    assert found.values() == [[], [], []]
+
+
+def without_a_batch(rank: int, world_size: int, own_groups: bool, made_first: int) -> bool:
+    """With buffers, which each forward pass broadcasts; one of the two is called twice."""
+    import pycomm
+
+    groups = [dist.new_group() if own_groups else None for _ in range(2)]
+    models = [wrap(Net(), weight="samples", process_group=group) for group in groups]
+    first, second = models[made_first], models[1 - made_first]
+    same = True
+    for step in range(6):
+        for model in models:
+            model.zero_grad()
+        if rank == step % 3:
+            pycomm.no_batch(first, second, second)
+        else:
+            losses = [
+                model(batch_of(rank, step)).square().mean() for model in (first, second, second)
+            ]
+            sum(losses).backward()
+        for model in models:
+            grad = model.module.wide.weight.grad
+            gathered = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(gathered, grad)
+            same = same and all(torch.equal(each, grad) for each in gathered)
+            same = same and float(grad.abs().sum()) > 0
+    return same
+
+
+@pytest.mark.parametrize("made_first", [0, 1])
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_it_takes_part_in_what_forward_passes_exchange(own_groups: bool, made_first: int) -> None:
+    found = ranks.run_ranks(
+        3, without_a_batch, args=(own_groups, made_first), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    assert found.values() == [True, True, True]
+
+
+def one_at_a_time(rank: int, world_size: int, what: str) -> str:
+    """Rank 1 has no batch, and says it of each wrapper alone, or of one forward pass of two."""
+    models = [wrap(Net(), weight="samples") for _ in range(2)]
+    forwards = [models[0]] * 2 if what == "one of two forward passes" else models
+    for step in range(3):
+        try:
+            if rank == 1 and step > 0:
+                for model in dict.fromkeys(forwards):
+                    model.no_batch()
+            else:
+                sum(model(batch_of(rank, step)).square().mean() for model in forwards).backward()
+        except Exception as error:
+            return "\n".join([repr(error), *getattr(error, "__notes__", [])])
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("what", ["each of two wrappers", "one of two forward passes"])
+def test_a_no_batch_for_each_is_an_error_that_says_what_to_call(what: str) -> None:
+    found = ranks.run_ranks(2, one_at_a_time, args=(what,), timeout_s=60, preload=ranks.TORCH_DDP)
+    for text in found.values():
+        assert "CollectiveMismatchError" in text
+        assert "pycomm.no_batch(first, second, ...)" in text
+
+
+def test_no_batch_of_something_else_is_refused() -> None:
+    import pycomm
+
+    for wrappers in ((), (nn.Linear(1, 1),)):
+        with pytest.raises(TypeError, match="takes the wrappers whose forward"):
+            pycomm.no_batch(*wrappers)
+
+
 def jittered(rank: int, world_size: int) -> None:
     """Two weighed wrappers of one group, whose weights come at another moment on each rank."""
     models = [wrap(Net(), weight="samples", bucket_cap_mb=0.002) for _ in range(2)]

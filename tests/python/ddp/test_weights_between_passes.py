@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -676,6 +678,75 @@ def test_zero_grad_of_a_part_is_an_error_that_names_two_parameters() -> None:
             assert "Call model.zero_grad()" in results[forgets]
 
 
+# A checkpoint that repeats the whole wrapper's forward
+
+
+class Repeated(nn.Module):
+    """It is slow only when the program calls it. The gradient of `last` comes before backward
+    repeats anything, and the one of `first` after that."""
+
+    SLOW_S = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.ones(9)) for _ in range(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() < 0:
+            time.sleep(self.SLOW_S)
+        out = batch * self.first
+        return out + self.last if self.last.requires_grad else out
+
+
+REPEATS = tuple(itertools.product((True, False), repeat=2))
+
+
+def backward_repeats(model: Any, batch: torch.Tensor, *, whole: bool) -> None:
+    with set_checkpoint_early_stop(not whole):
+        checkpoint(model, batch, use_reentrant=False).mean().backward()
+
+
+def repeated_times(rank: int, world_size: int) -> list[float]:
+    """Of a step of two passes, in seconds."""
+    found = []
+    for whole, early in REPEATS:
+        model = wrap(Repeated(), weight="samples")
+        model.module.last.requires_grad_(early)
+        with model.no_sync():
+            backward_repeats(model, torch.ones(3, 9), whole=whole)
+        backward_repeats(model, torch.ones(3, 9), whole=whole)
+        found.append(model.reducer.last_compute_ns() / 1e9)
+    return found
+
+
+def test_the_time_of_a_checkpointed_wrapper_has_the_forward_that_was_called() -> None:
+    found = ranks.run_ranks(2, repeated_times, timeout_s=60, preload=ranks.TORCH_DDP)
+    for seconds in itertools.chain(*found.values()):
+        assert seconds > 2 * Repeated.SLOW_S
+
+
+def repeated_without_share(rank: int, world_size: int) -> list[list[float]]:
+    """Rank 1 has a share of a BalancedSampler from the second step on."""
+    found = []
+    for (whole, early), said in itertools.product(REPEATS, (True, False)):
+        model = wrap(Repeated(), weight="samples")
+        model.module.last.requires_grad_(early)
+        for step in range(2):
+            has_share = rank == 0 or step > 0
+            model._has_share = lambda has_share=has_share: has_share
+            if said:
+                model.samples = 3 + rank
+            backward_repeats(model, torch.ones(3 + rank, 9), whole=whole)
+            ((_, _, rows, _),) = model.reducer.step_rows(step)
+            found.append([samples for samples, *_ in rows])
+    return found
+
+
+def test_a_checkpointed_wrapper_without_a_share_counts_from_its_first_share_on() -> None:
+    found = ranks.run_ranks(2, repeated_without_share, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert found.values() == [[[3.0, 0.0], [3.0, 4.0]] * 8] * 2
+
+
 # Compute times
 
 
@@ -709,6 +780,49 @@ def test_what_happens_now_and_then_is_no_compute_time() -> None:
     for seconds, _ in found:
         for step, each in enumerate(seconds):  # the pass in no_sync() counts in the next step
             assert each < sum(clock_s[max(0, step - 1) : step + 1]) + 0.3, (step, seconds, clock_s)
+
+
+class Sleeps(nn.Module):
+    """And computes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.net, self.seconds = make_net(), seconds
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.net(batch)
+
+
+FORWARDS = ("one", "two", "chained", "two, then two of backward", "one after a dropped one", "one")
+
+
+def several_forwards(rank: int, world_size: int) -> list[float]:
+    """The seconds of rank 0's steps, of which a forward pass takes 0.2."""
+    model = wrap(Sleeps(0.2 if rank == 0 else 0.0), weight="samples")
+    for step, what in enumerate([*FORWARDS, "one"]):
+        model.zero_grad()
+        outputs = [model(batch_of(rank, step))]
+        if what == "chained":
+            outputs = [model(torch.cat([batch_of(rank, step)[:, 2:], outputs[0]], 1))]
+        elif what == "one after a dropped one":
+            outputs[0] = model(batch_of(rank, step))
+        elif what.startswith("two"):
+            outputs.append(model(batch_of(rank, step)))
+        losses = [output.square().mean() for output in outputs]
+        if what != "two, then two of backward":
+            losses = [sum(losses[1:], losses[0])]
+        for loss in losses:
+            loss.backward()
+    return [record.last_seconds[0] for record in model.step_log.records(1)]
+
+
+def test_all_forward_passes_of_a_step_are_in_its_time() -> None:
+    found = ranks.run_ranks(2, several_forwards, timeout_s=60, preload=ranks.TORCH_DDP).values()
+    for seconds in found:
+        counts = [1, 2, 2, 2, 0, 1, 1]  # two of backward are two steps
+        assert all(map(operator.ge, seconds, (0.19 * count for count in counts))), seconds
+        assert seconds[4] < 0.19 and seconds[5] < 0.39, seconds  # none twice, and none dropped
 
 
 class Waits(nn.Module):
@@ -756,6 +870,44 @@ def test_compute_times_have_the_optimizer_in_them_and_no_waits(normed: bool) -> 
         slow, fast = zip(*steps, strict=True)
         assert 0.22 <= min(slow) < 0.33, steps
         assert min(fast) < 0.06, steps
+
+
+class WaitsElsewhere(Waits):
+    """In a way that pycomm's clock of waits does not see."""
+
+    def __init__(self, seconds: float, how: str) -> None:
+        super().__init__(seconds)
+        self.how = how
+        self.group = dist.new_group(backend="gloo") if how == "gloo" else None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        work = dist.all_reduce(torch.ones(1), group=self.group, async_op=True)
+        assert work is not None
+        work.wait() if self.how == "gloo" else work.get_future().wait()
+        return self.net(batch)
+
+
+def with_other_waits(rank: int, world_size: int, how: str) -> list[float]:
+    model = wrap(WaitsElsewhere(0.1 if rank == 0 else 0.0, how), weight="samples")
+    for step in range(6):
+        model.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+    return [record.last_seconds[1] for record in model.step_log.records(3)]
+
+
+@pytest.mark.parametrize("how", ["gloo", "future"])
+def test_waits_that_are_not_known_count_as_computing(how: str) -> None:
+    found = ranks.run_ranks(
+        2,
+        with_other_waits,
+        args=(how,),
+        timeout_s=60,
+        only_pycomm=how != "gloo",
+        preload=ranks.TORCH_DDP,
+    )
+    for seconds in found.values():
+        assert min(seconds) > 0.08, seconds
 
 
 def over_a_load(rank: int, world_size: int) -> tuple[float, float]:

@@ -23,6 +23,7 @@ import rings
 import torch
 from balanced_joining import Plan, noted, trains
 from elastic_training import SHARED, start_training
+from log_lines import LogLines
 from ranks import TORCH_DDP, RankResult, mark, start_ranks
 
 from pycomm.balance.deal import epoch_order
@@ -121,6 +122,7 @@ def is_alone_midway(
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     options: dict[str, Any] = {"weight": "samples", "accumulate": 2} if balanced else {}
+    lines = LogLines()
     ended = []
     try:
         model = pycomm.DistributedDataParallel(
@@ -143,8 +145,8 @@ def is_alone_midway(
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 mark("alone")
-                while model._agreement.newcomers() == 0:
-                    time.sleep(0.02)
+                assert lines.that_have("a process wants to join", within_s=60.0)
+                time.sleep(0.5)  # it is reached
             with contextlib.nullcontext() if balanced or number % 2 else model.no_sync():
                 model(torch.tensor(batch).reshape(-1, 1) / 1000).sum().backward()
     except pycomm.errors.PycommError as error:
@@ -155,7 +157,7 @@ def is_alone_midway(
 @pytest.mark.parametrize("balanced", [True, False], ids=["accumulate", "no_sync"])
 def test_nobody_joins_in_the_middle_of_a_step(balanced: bool, tmp_path: Path) -> None:
     """A process would have none of its first passes. So nobody comes in time."""
-    given = {"preload": TORCH_DDP, "pg_options": SHARED}
+    given = {"preload": TORCH_DDP, "pg_options": {**SHARED, "debug": "INFO"}}
     args = (str(tmp_path), False, balanced)
     with start_ranks(2, is_alone_midway, args=args, **given) as running:
         running.wait_for_mark(0, "alone")
@@ -181,13 +183,13 @@ def goes_on_in_place(rank: int, world_size: int, folder: str, join: bool) -> tup
         ),
     )
     sampler = pycomm.BalancedSampler(range(1000), global_batch=2, lookahead=2, model=model)
+    lines = LogLines()
     for batch in sampler:
         if not join and model.elastic.step == 5:
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+            assert lines.that_have("without rank 1", within_s=60.0)
             mark("alone")
-            while model._agreement.newcomers() == 0:  # a newcomer is reached, and waits for rank 0
-                time.sleep(0.02)
         optimizer.zero_grad()
         model(torch.tensor(batch).reshape(-1, 1) / 1000).sum().backward()
         optimizer.step()
@@ -197,7 +199,8 @@ def goes_on_in_place(rank: int, world_size: int, folder: str, join: bool) -> tup
 
 
 def test_a_process_joins_in_the_place_of_a_rank_that_died_before_the_step(tmp_path: Path) -> None:
-    """The dead rank needs no sample of the batch any more."""
+    """It is started when the other one knows of the death, and waits where it gives its state. The
+    dead rank needs no sample of the batch any more."""
     given = {"preload": TORCH_DDP, "pg_options": SHARED}
     with start_ranks(2, goes_on_in_place, args=(str(tmp_path), False), **given) as running:
         running.wait_for_mark(0, "alone")

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import rings
 import torch
+from ddp_rig import wrap
 from elastic_joining import Plan, start
+from elastic_rig import Net, batch_of
 from elastic_training import SHARED, TCP
 from ranks import TORCH_DDP, run_ranks
 from test_joined_trainings import check, joining, start_with_faults
+
+import pycomm
 
 pytestmark = [
     pytest.mark.ci,
@@ -101,13 +105,15 @@ def test_a_newcomer_dies_within_it(tmp_path: Path) -> None:
     assert values[0]["stats"]["lost_ranks"] == 0
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_member_dies_within_it(who: int, tmp_path: Path) -> None:
-    """The one that gives the state, or one that waits: the process joins at the next one.
+@pytest.mark.parametrize(("who", "least"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_a_member_dies_within_it(who: int, least: int, tmp_path: Path) -> None:
+    """The one that gives the state, or one that waits: the process joins at the next one, or at
+    this one if the members are too few.
 
     A process that is started then ends the training, so that no kill comes too late.
     """
-    plan = at_points(tmp_path, 3, reads_for=0.5)
+    settings = (("join_pause", None), ("min_ranks", least))
+    plan = at_points(tmp_path, 3, reads_for=0.5, settings=settings)
     if who == 0:
         plan = dataclasses.replace(plan, dies=(0, "gives"))
     with start(2, plan, SHARED) as running:
@@ -140,6 +146,36 @@ def test_members_that_wait_for_it_at_other_places_have_called_it_as_often(tmp_pa
     values = check(results)
     assert [value["steps"][-1]["members"] for value in values] == [(0, 1, 3)] * 3
     assert values[2]["steps"][0]["step"] == 10
+
+
+def behind_forgotten_passes(rank: int, world_size: int, folder: str) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    elastic = pycomm.Elastic(peers=f"{folder}/peers", state=[optimizer], join_pause=None)
+    model = wrap(net, elastic=elastic)
+    for step in range(2):
+        model(batch_of(rank, step)).square().mean().backward()
+        model.elastic.join_point()
+        model.zero_grad()
+        with model.no_sync():
+            model(batch_of(rank, step)).square().mean().backward()
+        with pytest.raises(
+            pycomm.errors.InvalidArgumentError, match="between the passes of a step"
+        ):
+            model.elastic.join_point()
+        model.zero_grad()
+        model.elastic.join_point()
+        batch = batch_of(rank, step).requires_grad_()
+        with model.no_sync():
+            torch.autograd.grad(model(batch).sum(), batch)
+        model.elastic.join_point()
+
+
+def test_passes_in_no_sync_that_left_no_gradient_are_of_no_step(tmp_path: Path) -> None:
+    """Those that zero_grad() has forgotten, and a derivative by the batch alone."""
+    run_ranks(
+        2, behind_forgotten_passes, args=(str(tmp_path),), timeout_s=60, preload=TORCH_DDP
+    ).check()
 
 
 def test_members_that_call_it_at_other_steps_raise(tmp_path: Path) -> None:

@@ -324,9 +324,11 @@ def test_a_newcomer_dies_while_it_loads(options: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("turn", rings.first_of(range(3)))
-def test_rank_0_dies_while_it_gives(turn: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [1, 3])
+def test_rank_0_dies_while_it_gives(least: int, turn: int, tmp_path: Path) -> None:
     """Or just after it, if the kill is late: a process that is started then ends the training."""
-    plan = Plan(str(tmp_path / "peers"), 4, payload=64 << 20, check=False)
+    settings = (("min_ranks", least),)
+    plan = Plan(str(tmp_path / "peers"), 4, payload=64 << 20, check=False, settings=settings)
     with start(3, plan, SHARED) as running:
         running.wait_for_mark(0, "step 10")
         with start(1, joining(plan), SHARED) as newcomer:
@@ -518,6 +520,25 @@ def test_newcomers_that_die_before_they_know_that_they_are_members_do_not_count(
         with start_with_faults(1, tmp_path / "second", joining(plan)) as second:
             results = [running.collect(60)[1], *second.collect(60)]
     assert check(results)[0]["steps"][-1]["members"] == (1, 3)
+
+
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.time_bound
+def test_a_rank_that_waits_for_others_to_join_is_interrupted(tmp_path: Path) -> None:
+    settings = (("min_ranks", 2), ("quorum_wait", 60.0))
+    plan = Plan(str(tmp_path / "peers"), 9, payload=4 << 20, check=False, settings=settings)
+    founders = dataclasses.replace(plan, struck_in_stop=(1, "survive.committed:1:kill"))
+    dying = dataclasses.replace(joining(plan), struck=(0, "survive.take:2:kill"))
+    with start_with_faults(2, tmp_path / "store", founders) as running:
+        running.wait_for_mark(0, "step 10")
+        with start_with_faults(1, tmp_path / "first", dying) as newcomer:
+            assert newcomer.collect(60)[0].exit_code == -signal.SIGKILL
+        running.wait_until_asleep(0)
+        sent_s = running.kill(0, signal.SIGINT)
+        result = running.collect(60)[0]
+        took_s = time.monotonic() - sent_s
+    assert "KeyboardInterrupt" in result.stderr, result.describe()
+    assert_within(took_s, 10.0)
 
 
 @pytest.mark.usefixtures("fault_build")

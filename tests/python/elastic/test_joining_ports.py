@@ -97,6 +97,43 @@ def test_another_member_takes_the_port_of_a_dead_one(tmp_path: Path) -> None:
     assert_within(took_s, TAKEN_WITHIN_S)
 
 
+def asks_members(pid: int) -> bool:
+    """Whether this process has the thread that sends its wish to join."""
+    names = [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
+    return "pycomm-agree" in names
+
+
+@pytest.mark.time_bound
+def test_a_process_that_waits_to_become_a_member_takes_no_port(tmp_path: Path) -> None:
+    """It knows no members to name. So another member takes it, and if none is left, another
+    training may begin there."""
+    port = free_port()
+    plan = Plan(at(port), 2, points=10**6, settings=(("join_pause", None),), check=False)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as waiting:
+            (pid,) = pids_of(waiting)
+            waiting.wait_until(0, lambda: asks_members(pid), "does not ask")
+            founders = pids_of(running)
+            first = listener(founders, port)
+            assert first is not None
+            since = running.kill(founders.index(first))
+            others = [each for each in founders if each != first]
+            took_s = taken_after([*others, pid], port, since)
+            assert listener([pid], port) is None
+            running.kill(founders.index(others[0]))
+            time.sleep(3 * TAKEN_WITHIN_S)
+            assert listener([pid], port) is None
+            with start(1, plan, SHARED) as next_one:
+                next_one.wait_for_mark(0, "trains")
+                next_one.kill(0)
+                next_one.collect(30)
+            waiting.kill(0)
+            waiting.collect(30)
+        running.collect(30)
+    assert_within(took_s, TAKEN_WITHIN_S)
+
+
 def test_a_newcomer_answers_when_the_founders_are_gone(tmp_path: Path) -> None:
     plan = Plan(at(free_port()), 2)
     with start(1, plan, TCP) as first:
@@ -317,15 +354,18 @@ def test_a_host_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert_within(joined_s, 20.0)
 
 
-def test_a_process_listens_at_the_port_before_others_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It looks names up, which may take seconds."""
-    calls: list[str] = []
+def test_a_process_listens_at_the_port_once_it_is_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With addresses that it has looked up before others wait for it: that may take seconds."""
+    calls: list[Any] = []
     agreement = types.SimpleNamespace(pull=lambda: calls.append("is admitted"))
     model = types.SimpleNamespace(
         _elastic=types.SimpleNamespace(peers_port=at(29600)), _own_group=None
     )
-    monkeypatch.setattr(joining_module, "offer_port", lambda *_: calls.append("listens"))
-    joining_module.pull(agreement, model)
-    assert calls == ["listens", "is admitted"]
+
+    def offer_port(group: Any, peers: str, addresses: Sequence[str]) -> Any:
+        calls.append(addresses)
+        return ("", ()), ""
+
+    monkeypatch.setattr(joining_module, "offer_port", offer_port)
+    joining_module.pull(agreement, model, ["127.0.0.1"])
+    assert calls == ["is admitted", ["127.0.0.1"]]

@@ -85,16 +85,32 @@ class LeavingTest : public ::testing::Test {
   void sends(const std::shared_ptr<Operation>& operation, int peer) {
     rowOf(operation).outgoing.push_back(unfinished(peer));
   }
-  void receives(const std::shared_ptr<Operation>& operation, int peer) {
+  void receives(const std::shared_ptr<Operation>& operation, int peer, int64_t nbytes = 0) {
     rowOf(operation).incoming.push_back(unfinished(peer));
+    rowOf(operation).incoming.back().total = nbytes;
   }
-  void receivesFromAnyone() {
+  /// A receive that has no message yet.
+  void receivesMessage(int peer, size_t nbytes = 0) {
     Operation::Request request;
     request.descriptor.kind = Collective::Send;
     request.receives = true;
-    request.peer = PointToPoint::kAnyRank;
+    request.peer = peer;
+    request.output.nbytes = nbytes;
     tables.receives.emplace(1, std::make_shared<Operation>(std::move(request)));
-    ++tables.receives_from_any;
+    ++(peer == PointToPoint::kAnyRank ? tables.receives_from_any : tables.peer(peer).receives);
+  }
+  void receivesFromAnyone() {
+    receivesMessage(PointToPoint::kAnyRank);
+  }
+  /// Rank 1 is lost, and nothing waits.
+  void beginAgainWithoutRank1() {
+    tables.entered.clear();
+    tables.receives.clear();
+    tables.peer(1) = PeerRow();
+    tables.away = tables.suspicions = 0;
+    leaving::writingBroke(tables, 1, peerDead(1), at(0));
+    leaving::tick(tables, at(40));
+    ASSERT_TRUE(quiet());
   }
   [[nodiscard]] Reading& link(int peer) {
     return tables.peer(peer).reading;
@@ -357,6 +373,22 @@ TEST_F(LeavingTest, AReceiveFromAnyRankWaits3SecondsForALinkThatHasNotCome) {
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
 
+TEST_F(LeavingTest, ARankThatLeftStaysSoIfAnotherServesTheReceiveThatWaitedForItsLink) {
+  receivesFromAnyone();
+  leaving::saidGoodbye(tables, 2, at(0));
+  leaving::saidGoodbye(tables, 1, at(1));
+  ASSERT_EQ(leaving::nextTick(tables), at(3001));
+  link(2) = Reading::Open; // and brings the message
+  tables.receives.clear();
+  tables.receives_from_any = 0;
+  leaving::tick(tables, at(3001));
+  EXPECT_TRUE(quiet());
+  EXPECT_EQ(leaving::nextTick(tables), TimePoint::max());
+  sends(second, 1);
+  leaving::posted(tables, &with_rank_1, false, at(4000));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
 TEST_F(LeavingTest, OnlyAReceiveMakesAReceiveFromAnyRankGiveUpOnALostPeer) {
   leaving::saidGoodbye(tables, 2, at(0));
   leaving::writingBroke(tables, 1, peerDead(1), at(0));
@@ -372,11 +404,7 @@ TEST_F(LeavingTest, OnlyAReceiveMakesAReceiveFromAnyRankGiveUpOnALostPeer) {
 // It has said nothing: its link to this rank may come yet, and if it does not, what broke is the reason.
 TEST_F(LeavingTest, AnOperationThatWaitsForALostPeerFailsWithWhatBroke) {
   for (const bool comes : {false, true}) {
-    tables.entered.clear();
-    tables.peer(1) = PeerRow();
-    tables.away = 0;
-    leaving::writingBroke(tables, 1, peerDead(1), at(0));
-    leaving::tick(tables, at(40));
+    beginAgainWithoutRank1();
     leaving::tick(tables, at(3040));
     ASSERT_EQ(action().kind, Kind::Doubt);
     receives(second, 1);
@@ -386,12 +414,36 @@ TEST_F(LeavingTest, AnOperationThatWaitsForALostPeerFailsWithWhatBroke) {
     EXPECT_TRUE(quiet());
     leaving::tick(tables, at(7000));
     if (comes) {
-      EXPECT_TRUE(quiet()) << "its end will be reported";
+      EXPECT_TRUE(quiet()) << "so few bytes come without credit";
       continue;
     }
     const ErrorRecord record = action().record;
     EXPECT_EQ(record.code, ErrorCode::ConnectionReset) << record.text();
     EXPECT_NE(record.summary.find("although that rank is still there"), std::string::npos) << record.summary;
+  }
+}
+
+// Credit travels on the link that broke. The peer's own link never ends while that rank lives.
+TEST_F(LeavingTest, AnOperationThatTakesCreditFailsAtOnceIfThePeerIsLost) {
+  const int64_t eager_nbytes = tables.limits.eager_nbytes;
+  for (const bool begun : {false, true}) {
+    for (const Reading reading : {Reading::Open, Reading::NotOpened}) {
+      for (const int64_t nbytes : {eager_nbytes, eager_nbytes + 1}) {
+        beginAgainWithoutRank1();
+        link(1) = reading;
+        if (begun) {
+          receives(second, 1, nbytes);
+        } else {
+          receivesMessage(1, static_cast<size_t>(nbytes));
+        }
+        leaving::posted(tables, &with_rank_1, !begun, at(50));
+        if (nbytes == eager_nbytes) {
+          EXPECT_TRUE(quiet()) << begun;
+        } else {
+          EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset) << begun;
+        }
+      }
+    }
   }
 }
 

@@ -118,7 +118,7 @@ TEST(Matching, CreditOfLessThanNothingIsAViolation) {
     FrameHeader credit = frameOf(posted, FrameType::Credit, 0, uint64_t{1} << 63);
     credit.op_id = op_id;
     EXPECT_EQ(root.arrived(1, credit, Clock::now()), RankTables::Verdict::Ignore);
-    const auto failures = of(ActionKind::Fail, root.takeActions());
+    const auto failures = of(ActionKind::NoticeAndStop, root.takeActions());
     ASSERT_EQ(failures.size(), 1U);
     EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   }
@@ -170,7 +170,7 @@ TEST(Matching, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
 TEST(Matching, EagerDataIsHeldUntilItsOperationIsPosted) {
   RankTables leaf(protocolConfig(1, 2));
   const Posted small = broadcastOf(1, 1, 2, 0, 100);
-  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Hold);
+  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Keep);
   post(leaf, small);
   EXPECT_FALSE(leaf.failed());
 }
@@ -184,7 +184,7 @@ TEST(Matching, ACrowdedPoolGivesPostedOperationsCredit) {
     const Posted other = broadcastOf(i, 1, 2, 0, 16 << 10);
     EXPECT_EQ(
         leaf.arrived(0, frameOf(other, FrameType::Data, 64 << 10, kEagerFlag), Clock::now()),
-        RankTables::Verdict::Hold);
+        RankTables::Verdict::Keep);
   }
   const auto credits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_FALSE(credits.empty());
@@ -295,7 +295,7 @@ TEST(Matching, EveryFieldOfTheDescriptorIsCompared) {
     post(leaf, mine);
     EXPECT_EQ(
         leaf.arrived(0, frameOf(theirs, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
-    const auto fails = of(ActionKind::Fail, leaf.takeActions());
+    const auto fails = of(ActionKind::NoticeAndStop, leaf.takeActions());
     ASSERT_EQ(fails.size(), 1U) << i;
     EXPECT_EQ(fails.front().record.code, ErrorCode::CollectiveMismatch);
     EXPECT_EQ(fails.front().record.peer, 0);
@@ -356,7 +356,7 @@ TEST(Matching, PartsOfAGatherOrScatterAreComparedByPair) {
           RankTables& from = by_root ? root : leaf;
           RankTables& to = by_root ? leaf : root;
           static_cast<void>(to.arrived(by_root ? 0 : 1, saidBy(from, by_root ? 1 : 0, type), Clock::now()));
-          const auto failures = of(ActionKind::Fail, to.takeActions());
+          const auto failures = of(ActionKind::NoticeAndStop, to.takeActions());
           ASSERT_EQ(failures.size(), 1U) << collectiveName(kind) << ' ' << at_root << ' ' << at_leaf << ' ' << by_root;
           const ErrorRecord& record = failures.front().record;
           EXPECT_EQ(record.code, ErrorCode::CollectiveMismatch);
@@ -502,7 +502,7 @@ class Deadlock {
  private:
   void exchange(RankTables& from, int from_rank, RankTables& to) {
     for (const auto& action : from.takeActions()) {
-      if (action.kind == ActionKind::Fail) {
+      if (action.kind == ActionKind::NoticeAndStop) {
         EXPECT_EQ(action.record.code, ErrorCode::CollectiveMismatch);
         ++failures_;
       } else if (action.kind == ActionKind::Send) {
@@ -580,7 +580,7 @@ TEST(Matching, WhatNoPeerSendsIsAViolation) {
       post(leaf, mine);
     }
     static_cast<void>(leaf.arrived(0, header, Clock::now()));
-    const auto fails = of(ActionKind::Fail, leaf.takeActions());
+    const auto fails = of(ActionKind::NoticeAndStop, leaf.takeActions());
     return fails.size() == 1 && fails.front().record.code == ErrorCode::ProtocolViolation;
   };
   FrameHeader foreign = frameOf(mine, FrameType::Data, 400, kEagerFlag);
@@ -625,7 +625,7 @@ TEST(Matching, EmptyFramesFillThePool) {
     ASSERT_EQ(sender.maySend(posted.id.id, 1, 0), RankTables::Permission::Eager) << i;
     sender.sent(posted.id.id, 1, 0, RankTables::Permission::Eager);
     ASSERT_EQ(
-        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Hold);
+        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Keep);
   }
   const Posted more = barrierOf(most + 1, 0, 2);
   post(sender, more);
@@ -679,7 +679,7 @@ TEST(Matching, CreditForWhatHasEndedIsNotKept) {
       static_cast<void>(root.arrived(1, frameOf(before, FrameType::Credit, 0, 4 * kNumel), Clock::now()));
       static_cast<void>(root.arrived(1, roomOf(4 * kNumel + protocolConfig(0, 2).frame_nbytes), Clock::now()));
     }
-    ASSERT_FALSE(root.failed()) << of(ActionKind::Fail, root.takeActions()).front().record.summary;
+    ASSERT_FALSE(root.failed()) << of(ActionKind::NoticeAndStop, root.takeActions()).front().record.summary;
     static_cast<void>(root.takeActions());
   }
   EXPECT_EQ(root.usage().unexpected, 0U);
@@ -730,7 +730,7 @@ TEST(Matching, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
   tables.posted(watched.id, watched.descriptor, without_frames, Clock::now());
   EXPECT_EQ(
       tables.arrived(1, frameOf(watched, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
-  const auto failures = of(ActionKind::Fail, tables.takeActions());
+  const auto failures = of(ActionKind::NoticeAndStop, tables.takeActions());
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   EXPECT_EQ(failures[0].record.peer, 1);
@@ -761,7 +761,8 @@ TEST(Matching, ManyCollectivesAheadTakeNoPlacesOfMessages) {
   EXPECT_EQ(slow.usage().unexpected, places) << "and so many are kept";
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(2 * places + i, Collective::Send), Clock::now()));
-    ASSERT_FALSE(slow.failed()) << i << ": " << of(ActionKind::Fail, slow.takeActions()).front().record.summary;
+    ASSERT_FALSE(slow.failed()) << i << ": "
+                                << of(ActionKind::NoticeAndStop, slow.takeActions()).front().record.summary;
   }
   EXPECT_EQ(slow.usage().unexpected, 2 * places);
 }
@@ -789,7 +790,7 @@ TEST(Matching, WhatIsAskedForHasAPlace) {
     ASSERT_FALSE(receiver.failed()) << i;
   }
   static_cast<void>(receiver.arrived(0, waitingIn(places + 3, Collective::Send), Clock::now()));
-  const auto failures = of(ActionKind::Fail, receiver.takeActions());
+  const auto failures = of(ActionKind::NoticeAndStop, receiver.takeActions());
   ASSERT_EQ(failures.size(), 1U) << "nobody has asked for this one";
   EXPECT_EQ(failures.front().record.code, ErrorCode::ProtocolViolation);
   EXPECT_NE(failures.front().record.summary.find("announces too many messages"), std::string::npos);

@@ -51,7 +51,7 @@ class RankTables {
     matching::passed(tables, id, descriptor);
   }
   [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now) {
-    return matching::arrived(tables, tables.find(header.op_id), peer, header, now);
+    return matching::headerArrived(tables, tables.find(header.op_id), peer, header, now);
   }
   void answered(int peer, const FrameHeader& header, TimePoint now) {
     waiting::answered(tables, tables.find(header.op_id), peer, header, now);
@@ -70,7 +70,7 @@ class RankTables {
     return matching::keep(tables, peer, header, now) != nullptr;
   }
   [[nodiscard]] const char* bytesArrived(uint64_t op_id, int peer, int64_t nbytes, bool eager) {
-    return credit::arrived(tables, tables.find(op_id), peer, nbytes, eager);
+    return credit::headerArrived(tables, tables.find(op_id), peer, nbytes, eager);
   }
   void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager) {
     if (OperationRow* const row = tables.find(op_id)) {
@@ -90,7 +90,7 @@ class RankTables {
     return credit::grantedAhead(tables, *matching::keep(tables, peer, header, TimePoint()), peer, limit);
   }
   void sent(uint64_t op_id, int peer, int64_t nbytes, Permission used) {
-    credit::sent(tables, *tables.find(op_id)->to(peer), nbytes, used);
+    credit::queued(tables, *tables.find(op_id)->to(peer), nbytes, used);
   }
   void tick(TimePoint now) {
     waiting::tick(tables, now);

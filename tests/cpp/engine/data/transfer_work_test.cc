@@ -70,13 +70,13 @@ struct WorkingRank {
 
   void act() {
     for (Action& action : tables.takeActions()) {
-      ASSERT_NE(action.kind, Action::Kind::Fail) << action.record.text();
+      ASSERT_NE(action.kind, Action::Kind::NoticeAndStop) << action.record.text();
       if (action.kind == Action::Kind::Send) {
         OutFrame frame;
         frame.header = action.header;
         wire.push_back({action.peer, std::move(frame)});
       } else if (action.kind == Action::Kind::MaySend) {
-        tables.find(action.op_id)->transfer->sendFrames(action.peer);
+        tables.find(action.op_id)->transfer->roomCame(action.peer);
       }
     }
   }
@@ -110,7 +110,8 @@ size_t runInSlices(const std::vector<std::shared_ptr<Operation>>& operations, si
         from->wire.pop_front();
         WorkingRank& to = *ranks[static_cast<size_t>(on.peer)];
         OperationRow* const row = to.tables.find(kId);
-        if (matching::arrived(to.tables, row, from->identity.rank, on.frame.header, now) == matching::Verdict::Accept) {
+        if (matching::headerArrived(to.tables, row, from->identity.rank, on.frame.header, now) ==
+            matching::Verdict::Accept) {
           Sink sink = to.transfers.place(*row, from->identity.rank, on.frame.header, now);
           if (sink.into.nbytes > 0) {
             std::memcpy(sink.into.ptr, on.frame.payload.ptr, sink.into.nbytes);

@@ -74,7 +74,7 @@ struct TransfersTest : ::testing::Test {
     return header;
   }
   [[nodiscard]] matching::Verdict arrived(const FrameHeader& header) {
-    return matching::arrived(tables, tables.find(header.op_id), 0, header, now);
+    return matching::headerArrived(tables, tables.find(header.op_id), 0, header, now);
   }
   [[nodiscard]] size_t unexpectedFrames(uint64_t op_id) const {
     const UnexpectedRow* const unexpected = tables.findUnexpected(op_id);
@@ -82,7 +82,7 @@ struct TransfersTest : ::testing::Test {
   }
   /// The frame of the operation arrives before that.
   void arriveUnexpected(const FrameHeader& header) {
-    ASSERT_EQ(arrived(header), matching::Verdict::Hold);
+    ASSERT_EQ(arrived(header), matching::Verdict::Keep);
     Sink sink = transfers.placeUnexpected(header);
     EXPECT_TRUE(sink.unexpected);
     ASSERT_EQ(sink.into.nbytes, header.payload_nbytes);
@@ -136,7 +136,7 @@ TEST_F(TransfersTest, FramesThatCameBeforeTheirOperationAreReplayed) {
 TEST_F(TransfersTest, AFrameWhoseOperationIsPostedBeforeItsLastByteIsNotHeld) {
   const auto operation = broadcast(1);
   const FrameHeader header = frameOf(*operation);
-  ASSERT_EQ(arrived(header), matching::Verdict::Hold);
+  ASSERT_EQ(arrived(header), matching::Verdict::Keep);
   Sink sink = transfers.placeUnexpected(header);
   std::memcpy(sink.into.ptr, values.data(), sink.into.nbytes);
   OperationRow& row = transfers.add(operation, now);

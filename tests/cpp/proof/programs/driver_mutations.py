@@ -244,7 +244,7 @@ MUTATIONS = [
     _rule(
         "what a member had not taken is not sent again",
         "outbox.cc",
-        "  hangUp();\n  not_before_ = now + kAgain;\n",
+        "  hangUp();\n  not_before_ = now + milliseconds(kShortPauseMs);\n",
         "  giveUp(now);\n",
         "Outbox.SendsAgainWhatABrokenConnectionHasNotTaken",
     ),

@@ -106,7 +106,7 @@ MUTATIONS = [
     _rule(
         "a newcomer whose state was read too late is not told",
         _JOIN,
-        "began < serving.until) { // a member has died,",
+        "began < *serving.until) { // a member has died,",
         "true) { // a member has died,",
         "AgreementDriver.ANewcomerLearnsThatItsStateWasReadTooLate",
     ),
@@ -154,10 +154,31 @@ MUTATIONS = [
     ),
     _rule(
         "rank 0 begins to give the state of an epoch that is over",
-        "agreement_driver.cc",
-        "    giving_.to.clear(); // nothing would end what begins now\n",
+        _JOIN,
+        "  giving_.to.clear(); // nothing would end what begins now\n",
         "",
         "AgreementDriver.NobodyBeginsToGiveTheStateOfAnEpochThatIsOver",
+    ),
+    _rule(
+        "members go on before they know whether they are too few",
+        _JOIN,
+        "return !over_ && view_.members.size() >= config_.min_ranks;",
+        "return view_.members.size() >= config_.min_ranks;",
+        "AgreementDriver.TooFewMembersGiveTheirStateAlsoIfOneDiesJustBehindAnAdmission",
+    ),
+    _rule(
+        "a newcomer that the state did not reach is not asked again",
+        _JOIN,
+        "    std::erase_if(given_, [this](const ProcessId& one) { // one that comes",
+        "    if (false) std::erase_if(given_, [this](const ProcessId& one) { // one that comes",
+        "AgreementDriver.ANewcomerThatTheStateDidNotReachGetsItWhenItAsksAgain",
+    ),
+    _rule(
+        "the time of an earlier stop counts when members are too few",
+        "agreement_driver.cc",
+        "  pause_until_.reset();\n",
+        "",
+        "AgreementDriver.AnEarlierStopTakesNoTimeFromThoseThatTooFewWaitFor",
     ),
     _rule(
         "an admission begins in an epoch in which it is not due",

@@ -117,7 +117,7 @@ MUTATIONS = [
     Mutation(
         "no merge window",
         "membership.cc",
-        "const TimePoint due = now + (doubtful(record) ? kGoodbyeWithin : merge);",
+        "const TimePoint due = now + (mayHaveLeft(record) ? kGoodbyeWithin : merge);",
         "const TimePoint due = now + 0 * merge;",
     ),
     Mutation(
@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation(
         "a reset is a death at once",
         "membership.cc",
-        "(doubtful(record) ? kGoodbyeWithin : merge)",
+        "(mayHaveLeft(record) ? kGoodbyeWithin : merge)",
         "merge",
         kept=1500000027443,
     ),
@@ -224,7 +224,7 @@ MUTATIONS = [
     Mutation(
         "a control goodbye does not wait for the bulk link",
         "leaving.cc",
-        "awaiting_it != nullptr && row.reading == Reading::Ended;",
+        "awaiting_it != nullptr && (row.reading == Reading::Ended || lacksCredit(tables, peer));",
         "awaiting_it != nullptr;",
     ),
     Mutation(

@@ -19,24 +19,24 @@ namespace pycomm {
 /// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
 ///
 /// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
-/// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() that of rank 0.
-class ElasticGroup final : public StepAgreement {
+/// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() the members'.
+class ElasticSteps final : public StepAgreement {
  public:
   /// `backend` has members (reconfigure()); collective over them. `group` is the one of that backend: its rank and size change with the
   /// members. Throws Error(InvalidArgument), and what AgreementDriver::open() does.
-  ElasticGroup(
+  ElasticSteps(
       c10::intrusive_ptr<PycommBackend> backend,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const AgreementDriver::Config& config);
   /// Of a newcomer. `backend` has this process as its only member so far; `asked`: members of the group, as ask() returned them.
-  [[nodiscard]] static std::shared_ptr<ElasticGroup> join(
+  [[nodiscard]] static std::shared_ptr<ElasticSteps> join(
       c10::intrusive_ptr<PycommBackend> backend,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const std::vector<std::string>& asked,
       const AgreementDriver::Config& config);
-  ~ElasticGroup() override;
-  ElasticGroup(const ElasticGroup&) = delete;
-  ElasticGroup& operator=(const ElasticGroup&) = delete;
+  ~ElasticSteps() override;
+  ElasticSteps(const ElasticSteps&) = delete;
+  ElasticSteps& operator=(const ElasticSteps&) = delete;
 
   [[nodiscard]] bool begin() override;
   [[nodiscard]] bool awaitMembers() override;
@@ -51,6 +51,7 @@ class ElasticGroup final : public StepAgreement {
     return driver_->admissionIsDue();
   }
   [[nodiscard]] bool admit() override;
+  [[nodiscard]] size_t newcomers() override;
   void joinPoint() override {
     points_ = {driver_->steps(), joinPoints() + 1};
   }
@@ -73,10 +74,7 @@ class ElasticGroup final : public StepAgreement {
   [[nodiscard]] int64_t steps() const {
     return driver_->steps();
   }
-  /// See AgreementDriver: newcomers(), ranksWithNewcomers() and give().
-  [[nodiscard]] size_t newcomers() {
-    return driver_->newcomers();
-  }
+  /// See AgreementDriver: ranksWithNewcomers() and give().
   [[nodiscard]] size_t ranksWithNewcomers() const {
     return driver_->ranksWithNewcomers();
   }
@@ -87,7 +85,7 @@ class ElasticGroup final : public StepAgreement {
   }
 
  private:
-  ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ElasticSteps(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// How many join_point()s this rank has passed since the last round. None behind a round behind which a process has come: that has not passed
   /// those before its place in the program, and others may have.
   [[nodiscard]] int64_t joinPoints() const {
@@ -95,8 +93,9 @@ class ElasticGroup final : public StepAgreement {
   }
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
-  /// The same, of the epoch that `waits` returns. A signal handler that raises ends the wait.
-  bool takeOver(std::optional<AgreementDriver::Epoch> (AgreementDriver::*waits)(Deadline));
+  /// What `waits` returns once it is not nullopt. A signal handler that raises ends the wait.
+  template <typename Found>
+  [[nodiscard]] Found await(std::optional<Found> (AgreementDriver::*waits)(Deadline));
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;

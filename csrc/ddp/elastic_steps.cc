@@ -1,4 +1,4 @@
-#include "ddp/elastic_group.h"
+#include "ddp/elastic_steps.h"
 
 #include <algorithm>
 #include <array>
@@ -51,9 +51,9 @@ bool isOfMembers(const std::exception_ptr& error) {
 
 } // namespace
 
-ElasticGroup::ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group)
+ElasticSteps::ElasticSteps(c10::intrusive_ptr<PycommBackend> backend, c10::intrusive_ptr<c10d::ProcessGroup> group)
     : backend_(std::move(backend)), group_(std::move(group)) {
-  if (backend_->members() == nullptr) {
+  if (backend_->reconfigurable() == nullptr) {
     throw Error(
         ErrorCode::InvalidArgument, "An elastic group needs one that can be reconfigured.", "pycomm.Reconfigurable()");
   }
@@ -63,12 +63,12 @@ ElasticGroup::ElasticGroup(c10::intrusive_ptr<PycommBackend> backend, c10::intru
   std::iota(present_.members.begin(), present_.members.end(), 0);
 }
 
-ElasticGroup::ElasticGroup(
+ElasticSteps::ElasticSteps(
     c10::intrusive_ptr<PycommBackend> backend,
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const AgreementDriver::Config& config)
-    : ElasticGroup(std::move(backend), std::move(group)) {
-  driver_ = AgreementDriver::open(*backend_->members(), present_.met, config, [&] {
+    : ElasticSteps(std::move(backend), std::move(group)) {
+  driver_ = AgreementDriver::open(*backend_->reconfigurable(), present_.met, config, [&] {
     Group::Call barrier;
     barrier.schedule.kind = Collective::Barrier;
     if (const auto failure = run(barrier, nullptr)) {
@@ -79,7 +79,7 @@ ElasticGroup::ElasticGroup(
   entitle();
 }
 
-std::shared_ptr<ElasticGroup> ElasticGroup::join(
+std::shared_ptr<ElasticSteps> ElasticSteps::join(
     c10::intrusive_ptr<PycommBackend> backend,
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const std::vector<std::string>& asked,
@@ -88,13 +88,13 @@ std::shared_ptr<ElasticGroup> ElasticGroup::join(
   for (const std::string& handle : asked) {
     members.push_back(MemberHandle::parse(handle));
   }
-  std::shared_ptr<ElasticGroup> joining(new ElasticGroup(std::move(backend), std::move(group)));
-  joining->driver_ = AgreementDriver::join(*joining->backend_->members(), members, config);
+  std::shared_ptr<ElasticSteps> joining(new ElasticSteps(std::move(backend), std::move(group)));
+  joining->driver_ = AgreementDriver::askToJoin(*joining->backend_->reconfigurable(), members, config);
   joining->backend_->closeFirst(joining->driver_);
   return joining;
 }
 
-std::optional<std::string> ElasticGroup::pull() {
+std::optional<std::string> ElasticSteps::pull() {
   for (;;) {
     beforeWait();
     AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(kSignalCheckMs));
@@ -114,11 +114,11 @@ std::optional<std::string> ElasticGroup::pull() {
   }
 }
 
-void ElasticGroup::loaded() {
+void ElasticSteps::loaded() {
   driver_->loaded(pulled_, pulled_view_);
 }
 
-void ElasticGroup::give(std::string_view bytes) {
+void ElasticSteps::give(std::string_view bytes) {
   beforeWait();
   runInterruptibly(
       "pycomm-give",
@@ -131,11 +131,11 @@ void ElasticGroup::give(std::string_view bytes) {
       });
 }
 
-ElasticGroup::~ElasticGroup() {
+ElasticSteps::~ElasticSteps() {
   if (driver_ == nullptr) {
     return;
   }
-  if (!backend_->members()->belongsToThisProcess()) {
+  if (!backend_->reconfigurable()->belongsToThisProcess()) {
     // In a child of fork() the threads do not exist for which close() waits.
     (void)new std::shared_ptr<AgreementDriver>(std::move(driver_)); // NOLINT: never freed
     return;
@@ -143,7 +143,7 @@ ElasticGroup::~ElasticGroup() {
   close();
 }
 
-std::optional<ErrorRecord> ElasticGroup::run(Group::Call& call, const std::shared_ptr<void>& memory) const {
+std::optional<ErrorRecord> ElasticSteps::run(Group::Call& call, const std::shared_ptr<void>& memory) const {
   Group& group = *present_.met.group;
   call.deadline = Deadline::after(backend_->timeout().count());
   call.waits = true;
@@ -153,11 +153,11 @@ std::optional<ErrorRecord> ElasticGroup::run(Group::Call& call, const std::share
   return operation->error();
 }
 
-void ElasticGroup::close() noexcept {
+void ElasticSteps::close() noexcept {
   driver_->close();
 }
 
-bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
+bool ElasticSteps::takeOver(const AgreementDriver::Epoch& epoch) {
   if (epoch.number == present_.number) {
     return false;
   }
@@ -169,7 +169,7 @@ bool ElasticGroup::takeOver(const AgreementDriver::Epoch& epoch) {
   return true;
 }
 
-void ElasticGroup::entitle() const {
+void ElasticSteps::entitle() const {
   std::string ranks;
   for (const int member : present_.members) {
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(member);
@@ -177,30 +177,35 @@ void ElasticGroup::entitle() const {
   present_.met.group->identity().title->set("elastic epoch " + std::to_string(present_.number) + ": " + ranks);
 }
 
-bool ElasticGroup::begin() {
-  return takeOver(&AgreementDriver::begin);
+bool ElasticSteps::begin() {
+  return takeOver(await(&AgreementDriver::begin));
 }
 
-bool ElasticGroup::awaitMembers() {
-  return takeOver(&AgreementDriver::present);
+bool ElasticSteps::awaitMembers() {
+  return takeOver(await(&AgreementDriver::present));
 }
 
-bool ElasticGroup::takeOver(std::optional<AgreementDriver::Epoch> (AgreementDriver::*waits)(Deadline)) {
+size_t ElasticSteps::newcomers() {
+  return await(&AgreementDriver::newcomers);
+}
+
+template <typename Found>
+Found ElasticSteps::await(std::optional<Found> (AgreementDriver::*waits)(Deadline)) {
   for (;;) {
     beforeWait();
-    if (const auto epoch = ((*driver_).*waits)(Deadline::after(kSignalCheckMs))) {
-      return takeOver(*epoch);
+    if (const auto found = ((*driver_).*waits)(Deadline::after(kSignalCheckMs))) {
+      return *found;
     }
     checkSignals();
   }
 }
 
-bool ElasticGroup::admit() {
+bool ElasticSteps::admit() {
   const bool changed = awaitMembers();
   return (driver_->beginAdmission(present_.number) && end(nullptr, Round::Admission) != Outcome::Commit) || changed;
 }
 
-StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round round) {
+StepAgreement::Outcome ElasticSteps::end(const std::exception_ptr& error, Round round) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
@@ -230,7 +235,7 @@ StepAgreement::Outcome ElasticGroup::end(const std::exception_ptr& error, Round 
   }
 }
 
-std::optional<ErrorRecord> ElasticGroup::commitRound(
+std::optional<ErrorRecord> ElasticSteps::commitRound(
     Round round,
     const AgreementDriver::Wish& wish,
     AgreementDriver::Wish& agreed) {

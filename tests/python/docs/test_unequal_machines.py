@@ -1,0 +1,54 @@
+"""docs/unequal-machines.md: its programs run as they are written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import blocks, installed_environment, read
+
+pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
+
+LOOP = "for epoch in range(3):\n"
+
+
+def run(folder: Path, program: str) -> str:
+    (folder / "train.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "train.py"],
+        cwd=folder,
+        env=installed_environment(folder / "installed"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_first_program_trains(tmp_path: Path) -> None:
+    program = blocks(read("docs/unequal-machines.md"), "python")[0]
+    found = re.findall(r"\((\d+), (\d+)\)\n", output := run(tmp_path, program))
+    assert len(found) == 2 and found[0] == found[1], output
+    assert sum(map(int, found[0])) == 256
+    assert "of the shape [128, 32]" in output  # how the first batch was counted
+
+
+def test_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    program, *others = blocks(read("docs/unequal-machines.md"), "python")
+    save, load = (
+        block for block in others if "sampler.state_dict" in block or "torch.load" in block
+    )
+    made, _, loop = program.partition(LOOP)
+    saves = f"if sampler.stats().cursor == 5:\n{save}break\n"
+    loop = loop.partition("print(")[0] + "".join(f"        {line}\n" for line in saves.splitlines())
+    _, _, made_again = made.partition('init_process_group("pycomm")\n')
+    shows = "print('resumed', first_epoch, sampler.stats().cursor)\n"
+    whole = made + "epoch = 1\nfor _ in (1,):\n" + loop + made_again + load + shows
+    output = run(tmp_path, whole + "torch.distributed.destroy_process_group()\n")
+    assert len(re.findall(r"resumed 1 5\n", output)) == 2, output
