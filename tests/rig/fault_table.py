@@ -5,7 +5,7 @@ python tests/rig/fault_table.py [--only WORD] [--print]
 Three ranks on this host, each backend over what it takes by default there (pycomm shared memory,
 gloo TCP, once more with torch's TORCH_DISTRIBUTED_DEBUG=DETAIL), one run of each after the other,
 10 s timeout given to the group: gloo's own default is 30 minutes, and nobody would wait for it
-here. Whatever runs longer than 25 s is killed and counts as hanging. MINUTES
+here. Whatever runs longer than 25 s is killed and counts as hanging. All takes some 10 minutes.
 """
 
 from __future__ import annotations
