@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,6 +99,10 @@ def make_accelerator(
     return accelerator
 
 
+# Groups that make_group() has made, and with which arguments: variables may overrule what was asked.
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
 def group_arguments(group_options: object) -> dict[str, Any]:
     """The arguments of ``init_process_group`` that a caller gave."""
     if group_options is None:
@@ -142,9 +147,13 @@ def make_group(
                 "script with torchrun or python -m pycomm run to train on several; accelerate "
                 "launch --cpu starts one process"
             )
+        else:
+            _MADE[dist.distributed_c10d._get_default_group()] = arguments
         return
     check_backend()
     world = dist.distributed_c10d._get_default_group()
+    if _MADE.get(world) == arguments:
+        return
     if wire is not None and (other := group_wire_dtype(world)) != wire:
         raise ValueError(
             f"wire_dtype={wire!r}, and the default group was made with {other!r}. "

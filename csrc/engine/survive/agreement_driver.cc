@@ -209,6 +209,7 @@ void AgreementDriver::close() noexcept {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       error_ = error_ ? error_ : why;
+      stopGivingLocked(why);
       left.peer = jobRankOf(view_, self_);
       meeting = meeting_;
     }

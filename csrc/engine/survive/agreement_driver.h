@@ -171,7 +171,7 @@ class AgreementDriver final : public Engine::Maker {
   // ---- the training thread of a member
 
   /// Between two steps, where newcomers may get the members' state: waits until some want it of this rank, and returns how many; or until the
-  /// members are known and enough for a step, or this rank has left: then 0. nullopt at the deadline. Throws the error that ended it all.
+  /// members are known and enough for a step, or this rank has left, or an error has ended it all: then 0. nullopt at the deadline.
   [[nodiscard]] std::optional<size_t> newcomers(Deadline deadline);
   /// Of the last newcomers(): how many members there are with all that wait, or have got the state before, in the present view.
   [[nodiscard]] size_t ranksWithNewcomers() const;

@@ -694,11 +694,8 @@ std::optional<size_t> AgreementDriver::newcomers(Deadline deadline) {
   const bool found = waitFor(lock, deadline, [&] {
     return error_ || ledger_.hasLeft() || goesOn() || std::any_of(giving_.to.begin(), giving_.to.end(), asks);
   });
-  if (ledger_.hasLeft()) {
+  if (ledger_.hasLeft() || error_) { // a forward pass that trains nothing may follow; begin() throws
     return 0;
-  }
-  if (error_) {
-    throw Error(*error_);
   }
   served_ = giving_;
   std::erase_if(served_.to, [&](const MemberHandle& to) { return !asks(to); });

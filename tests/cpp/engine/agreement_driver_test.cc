@@ -994,6 +994,14 @@ AgreementDriver::Config withAtLeast(size_t ranks) {
   return config;
 }
 
+// A last forward pass, which trains nothing, needs no members.
+TEST(AgreementDriver, NobodyIsLetInBehindTheEnd) {
+  const Members group(1);
+  group.drivers[0]->close();
+  EXPECT_EQ(group.drivers[0]->newcomers(soon()), 0U);
+  EXPECT_EQ(codeOf([&] { (void)group.drivers[0]->begin(soon()); }), ErrorCode::ShutDown);
+}
+
 TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfAnAdmissionWasUnderWay) {
   const Joining joining(2, withAtLeast(2));
   AgreementDriver& member = *joining.group.drivers[0];

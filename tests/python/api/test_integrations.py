@@ -384,6 +384,25 @@ def test_the_group_of_the_trainer_has_a_wire_dtype() -> None:
     assert runs == ["pycomm", "pycomm"]
 
 
+def make_twice(rank: int, world_size: int) -> str:
+    """As a script with two stages does."""
+    options = {"timeout": timedelta(minutes=30), "pg_options": pycomm.Options(transport="tcp")}
+    for _ in range(2):
+        accelerate.make_group(options, "fp16")
+    with pytest.raises(ValueError, match="is for a group that is made here, and there is a"):
+        accelerate.make_group({"timeout": timedelta(seconds=7)})
+    return str(dist.get_backend())
+
+
+@pytest.mark.needs_native
+@pytest.mark.ci
+def test_the_same_arguments_fit_a_group_that_variables_have_changed() -> None:
+    env: dict[str, str | None] = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYCOMM_TIMEOUT": "600"}
+    runs = run_ranks(1, make_twice, init="none", env=lambda rank: env).values()
+    assert runs == ["pycomm"]
+
+
 @pytest.mark.usefixtures("fake_libraries")
 @pytest.mark.parametrize(
     "options", [{"wire_dtype": "fp16"}, {"group_options": {"timeout": timedelta(seconds=7)}}]
