@@ -33,7 +33,7 @@ seed_everything(0)
 trainer = Trainer(
     accelerator="cpu",
     devices=2,  # ranks per host, as torchrun's --nproc-per-node
-    # fp16 pays between hosts; on one host make_strategy() is faster.
+    # fp16 pays between hosts; on one host leave wire_dtype out.
     # torch's wrapper: DDPStrategy(process_group_backend="pycomm")
     strategy=make_strategy(wire_dtype="fp16"),
     max_epochs=5,
