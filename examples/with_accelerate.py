@@ -1,6 +1,6 @@
 """Train with Accelerate: make_accelerator() instead of Accelerator().
 
-pip install accelerate scikit-learn
+pip install accelerate==1.15.0 scikit-learn
 torchrun --nproc-per-node=2 examples/with_accelerate.py
 """
 

@@ -1,6 +1,6 @@
 """Train with Lightning: its Trainer takes pycomm as a strategy.
 
-pip install lightning scikit-learn
+pip install lightning==2.6.6 scikit-learn
 torchrun --nproc-per-node=2 examples/with_lightning.py
 """
 
@@ -33,7 +33,9 @@ seed_everything(0)
 trainer = Trainer(
     accelerator="cpu",
     devices=2,  # ranks per host, as torchrun's --nproc-per-node
-    strategy=make_strategy(wire_dtype="fp16"),  # DDPStrategy(process_group_backend="pycomm"): fp32
+    # fp16 pays between hosts; on one host leave wire_dtype out.
+    # torch's wrapper: DDPStrategy(process_group_backend="pycomm")
+    strategy=make_strategy(wire_dtype="fp16"),
     max_epochs=5,
     logger=False,
     enable_checkpointing=False,

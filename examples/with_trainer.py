@@ -1,6 +1,6 @@
 """Train with the Hugging Face Trainer: make_training_arguments() instead of TrainingArguments().
 
-pip install transformers accelerate scikit-learn
+pip install transformers==5.23.0 accelerate==1.15.0 scikit-learn
 torchrun --nproc-per-node=2 examples/with_trainer.py
 """
 
