@@ -183,9 +183,10 @@ class SharePlan:
             Change(int(batch), tuple(map(int, shares)), tuple(map(int, members)))
             for batch, shares, members in state["changes"]
         ]
+        key = "departures" if "departures" in state else "losses"  # of an earlier version
         plan._departures = [
             Departure(tuple(map(int, members)), int(since), int(until))
-            for members, since, until in state["departures"]
+            for members, since, until in state[key]
         ]
         times = map(StepTimes.load, state["times"])
         plan._times = dict(zip(map(int, state["members"]), times, strict=True))
