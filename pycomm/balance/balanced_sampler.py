@@ -217,10 +217,7 @@ class BalancedSampler(Sampler[list[int]]):
         were trained and ``set_epoch`` was not called since, the next epoch begins.
         """
         now = self._now()
-        if self._begin is not None and now < self._begin:
-            # Of a loaded state: the passes that waited before it were not loaded with the model.
-            self._deals.resume(now, self._order(), *self._deals.left(self._begin, ()))
-            self._begin = now
+        self._begin_by(now)
         if self._deal_until(now):
             if self._deal_nothing:
                 self._deal_nothing = self._just_loaded = False
@@ -228,7 +225,7 @@ class BalancedSampler(Sampler[list[int]]):
             self._start(self._epoch + 1)
         if self._begin is None:
             self._begin = now
-            self._deals.start(now, self._order())
+            self._deals.start(now, self._order(), self._plan.departures)
         for batch in itertools.count(now):
             change = self._shares_of(batch)
             dealt = self._deals.deal(batch, change, self._plan.departures)
@@ -255,7 +252,8 @@ class BalancedSampler(Sampler[list[int]]):
                 f"members are in epoch {self._epoch}: it would deal other batches than they. Try: "
                 "for epoch in range(sampler.stats().epoch, epochs)"
             )
-        complete = self._deal_until(self._now())
+        now = self._now()
+        complete = self._deal_until(now)
         if epoch == self._epoch and (self._just_loaded or not complete):
             self._deal_nothing = complete
         else:
@@ -265,6 +263,7 @@ class BalancedSampler(Sampler[list[int]]):
                     "begins epoch %d anew. Try, with Accelerate: loader.set_epoch(%d)",
                     *(epoch, self._loaded_epoch, epoch, self._loaded_epoch),
                 )
+            self._begin_by(now)
             self._start(epoch)
 
     def stats(self) -> SamplerStats:
@@ -418,6 +417,13 @@ class BalancedSampler(Sampler[list[int]]):
         self._loaded_epoch = 0
         self._begin = None
         self._just_loaded = self._deal_nothing = False
+
+    def _begin_by(self, now: int) -> None:
+        """After a state was loaded without the model, and so without the passes that waited before
+        the epoch: it begins with the next pass."""
+        if self._begin is not None and now < self._begin:
+            self._deals.resume(now, self._order(), *self._deals.left(self._begin, ()))
+            self._begin = now
 
     def _now(self) -> int:
         """How many batches were put through backward, those of an unfinished step too."""

@@ -88,12 +88,13 @@ class Deals:
         """The batch after the one that was dealt last."""
         return self._next
 
-    def start(self, batch: int, order: torch.Tensor) -> None:
+    def start(self, batch: int, order: torch.Tensor, departures: Sequence[Departure]) -> None:
         """This batch is the first of another epoch. It begins with indices that came back, and
-        that no batch of the last one has taken."""
-        left = self._left[min(batch, self._next)]
+        that no batch of the last one has taken; also those that came back at one of the passes
+        between them, of which there is no batch."""
+        back = self.next_left(batch, [each for each in departures if each.until < batch])
         self._order = order.numpy()
-        self._put(batch, Left((*left.returned, *self._carried)))
+        self._put(batch, Left(back))
         self._carried = ()
 
     def resume(self, batch: int, order: torch.Tensor, left: Left, returned: Sequence[int]) -> None:
@@ -106,7 +107,7 @@ class Deals:
             returned: The same.
         """
         self._order = order.numpy()
-        self._dealt = {}
+        self._left, self._dealt = {}, {}
         self._put(batch, left)
         self._carried = tuple(returned)
 

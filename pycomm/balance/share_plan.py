@@ -124,6 +124,9 @@ class SharePlan:
         """Takes the next record: it has the seconds of the step before it."""
         if self._open is not None:
             self._close(self._open, dict(zip(record.members, record.last_seconds, strict=True)))
+            # Not in interrupt(), whose step may reach beyond an epoch: the next one begins with
+            # what came back since.
+            self._departures = [each for each in self._departures if each.until >= self._timed]
         self._open = record
         if list(record.members) != list(self._times):
             self._change_members(record)
@@ -183,9 +186,10 @@ class SharePlan:
             Change(int(batch), tuple(map(int, shares)), tuple(map(int, members)))
             for batch, shares, members in state["changes"]
         ]
+        key = "departures" if "departures" in state else "losses"  # of an earlier version
         plan._departures = [
             Departure(tuple(map(int, members)), int(since), int(until))
-            for members, since, until in state["departures"]
+            for members, since, until in state[key]
         ]
         times = map(StepTimes.load, state["times"])
         plan._times = dict(zip(map(int, state["members"]), times, strict=True))
@@ -217,7 +221,6 @@ class SharePlan:
             self._decide(self._timed - 1 + self._lookahead)
         while len(self._changes) > 1 and self._changes[1].batch <= self._timed:
             self._changes.pop(0)
-        self._departures = [each for each in self._departures if each.until >= self._timed]
 
     def _change_members(self, record: StepRecord) -> None:
         """Shares the samples out among those who have this step on record."""

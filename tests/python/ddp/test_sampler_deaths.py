@@ -111,6 +111,74 @@ def test_what_comes_back_and_fills_no_batch_comes_in_the_next_epoch(restarts: st
     ]
 
 
+def test_what_comes_back_is_in_another_epoch_than_the_one_that_was_saved() -> None:
+    """A pass that waited is not loaded."""
+    job = Job(2)
+    options: dict[str, Any] = {"global_batch": 4, "lookahead": 3, "shuffle": False}
+    sampler, _ = samplers_of(job, 8, **options)
+    for batch in sampler:
+        if batch == [4, 5]:
+            job.members.remove(1)
+        train(job, [2, 2])
+    job.logs[0].pending_passes = 1
+    sampler.set_epoch(1)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    (resumed,) = samplers_of(Job(1), 8, **options)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(2)
+    assert list(resumed) == [[6, 7, 0, 1], [2, 3, 4, 5]]
+
+
+SIX: dict[str, Any] = {"global_batch": 6, "lookahead": 4, "shuffle": False}
+"""Of as many ranks: the last one has 5, 11, 17, 23 and 29 of an epoch of five batches."""
+
+
+def first_of_next_epoch(job: Job, samplers: Sequence[BalancedSampler]) -> tuple[list[int], Any]:
+    """The first batch, and that of a run that is resumed here with the passes that wait."""
+    for sampler in samplers:
+        sampler.set_epoch(1)
+    state = json.loads(json.dumps(samplers[0].state_dict()))
+    other = Job(1)
+    other.logs[0].pending_passes = job.logs[0].pending_passes
+    (resumed,) = samplers_of(other, 30, **SIX)
+    resumed.load_state_dict(state)
+    return [index for each in samplers for index in next(iter(each))], next(iter(resumed))
+
+
+@pytest.mark.parametrize(("dies", "waiting"), [(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)])
+def test_what_comes_back_between_two_epochs_comes_in_the_next_one(dies: int, waiting: int) -> None:
+    """At one of the passes of another loader, which wait for a reduction."""
+    job = Job(6)
+    samplers = samplers_of(job, 30, **SIX)[:-1]
+    for batch, _ in enumerate(zip(*samplers, strict=True)):
+        if batch == dies:
+            job.members.remove(5)
+        train(job, [1] * 6)
+    for log in job.logs:
+        log.pending_passes = waiting
+    lost = [5 + 6 * batch for batch in range(dies, 5)]
+    wanted = [*lost, *range(6 - len(lost))]
+    assert first_of_next_epoch(job, samplers) == (wanted, wanted)
+
+
+def test_what_comes_back_in_a_step_of_two_loaders_comes_in_the_next_epoch() -> None:
+    """Its first pass is the epoch's last one; a step of the other loader alone follows."""
+    job = Job(6)
+    samplers = samplers_of(job, 30, **SIX)[:-1]
+    job.members.remove(5)
+    for batch, _ in enumerate(zip(*samplers, strict=True)):
+        for log in job.logs:
+            log.pending_passes = 1
+        if batch % 2:
+            job.train([2] * 6, [1.0] * 6, passes=2)
+            job.returned()
+    for _ in range(2):
+        job.train([2] * 6, [1.0] * 6, passes=2)
+        job.returned()
+    wanted = [5, 11, 17, 23, 29, 0]
+    assert first_of_next_epoch(job, samplers) == (wanted, wanted)
+
+
 def test_shares_are_those_of_the_ranks_that_are_left() -> None:
     """Each is as large as its rank's speed, and the seconds of one rank stay its own."""
     job, speeds = Job(3), (4.0, 1.0, 2.0)

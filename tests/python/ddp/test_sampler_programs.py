@@ -181,6 +181,34 @@ def test_a_program_that_saves_and_loads_deals_what_the_other_one_does(accumulate
     assert any(lost) == (accumulate > 1)
 
 
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_whose_passes_are_not_loaded_begins_another_epoch(
+    world_size: int, saves: bool
+) -> None:
+    """Each epoch has three batches, and a step two passes. On as many ranks the plan is loaded."""
+    job = Job(1)
+    (sampler,) = (BalancedSampler(range(36), global_batch=BATCH, model=log) for log in job.logs)
+    for batch, indices in enumerate(sampler):
+        job.logs[0].pending_passes = 1
+        if batch == 1:
+            job.train([2 * len(indices)], [1.0], passes=2)
+            job.returned()
+    sampler.set_epoch(1)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert state["cursor"] == -1
+    for _ in range(1 + saves):
+        job = Job(world_size)
+        samplers = [BalancedSampler(range(36), global_batch=BATCH, model=log) for log in job.logs]
+        for each in samplers:
+            each.load_state_dict(state)
+            each.set_epoch(2)
+        state = json.loads(json.dumps(samplers[0].state_dict()))
+        assert (state["epoch"], state["cursor"]) == (2, 0)
+    found = [index for step in zip(*samplers, strict=True) for part in step for index in part]
+    assert found == epoch_order(36, seed=0, epoch=2, shuffle=True).tolist()
+
+
 @pytest.mark.parametrize("part", rings.first_of(range(10), 0))
 def test_thousands_of_them(part: int) -> None:
     for seed in range(1000 + 1000 * part, 2000 + 1000 * part):

@@ -236,6 +236,20 @@ def plan_of(lookahead: int = 4) -> SharePlan:
     return SharePlan(Limits.of(64, unit=1, fewest=1, most=[None, None]), lookahead)
 
 
+def test_a_state_of_an_earlier_version_is_loaded() -> None:
+    """It calls departures losses."""
+    plan, job = plan_of(), Job(2)
+    job.train([32, 32], [1.0, 2.0])
+    plan.add(job.records[-1])
+    job.members.remove(1)
+    job.train([32, 32], [1.0, 2.0])
+    plan.add(job.records[-1])
+    state = plan.state()
+    assert state["departures"] == [[[1], 1, 5]]
+    old = {"losses" if key == "departures" else key: value for key, value in state.items()}
+    assert SharePlan.load(old, plan.limits, 4).state() == state
+
+
 def test_shares_are_not_known_before_the_steps_that_decide_them() -> None:
     plan, job = plan_of(), Job(2)
     assert [plan.shares_of(batch) is None for batch in (0, 3, 4)] == [False, False, True]
