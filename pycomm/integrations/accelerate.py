@@ -99,7 +99,7 @@ def make_accelerator(
     return accelerator
 
 
-# Groups that make_group() has made, and with which arguments: variables may overrule what was asked.
+# Groups that make_group() has made, and its arguments: variables may overrule what was asked.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
