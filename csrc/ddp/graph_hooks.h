@@ -130,6 +130,13 @@ bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void(
 /// Throws: compiled autograd calls no hook of the reducer.
 [[noreturn]] void raiseCompiledAutograd();
 
+/// How a wrapper takes part in a backward call.
+enum class CallKind : uint8_t {
+  Local, ///< through a graph of no_sync() only
+  Began, ///< it has begun its pass there, without a mark
+  Marked, ///< through a marked graph, which reduces
+};
+
 /// What other wrappers of a parameter may know of one.
 struct MarkedWrapper {
   std::unordered_set<const c10::TensorImpl*> params;
@@ -204,6 +211,8 @@ class PassMarks {
   [[nodiscard]] GradientCall callOf(const at::Tensor& param, bool armed) const;
   /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
   [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
+  /// Whether another wrapper of this parameter reduces in this call, through a marked graph or in a pass that it began without one.
+  [[nodiscard]] bool isReducedByAnother(const at::Tensor& param) const;
   /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through. `marked`: see MarkedWrapper.
   void expect(bool any, bool marked);
   /// No forward pass asks any more: the pass has ended, or later calls are none of it.
@@ -226,8 +235,8 @@ class PassMarks {
 
  private:
   void tellOthers() const;
-  /// Whether this call goes through a forward pass of another wrapper of this parameter. `reducing`: through one that reduces.
-  [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
+  /// Whether this call goes through a forward pass of another wrapper of this parameter. `least`: as one of these kinds at least.
+  [[nodiscard]] bool isInAnother(const at::Tensor& param, CallKind least) const;
   [[nodiscard]] bool anyOther(const at::Tensor& param, const std::function<bool(const MarkedWrapper&)>& is) const;
   /// Whether a pass without a mark is of another wrapper of this parameter. One that was made since this one asked, as after an error, has all
   /// passes. Else it is the last one that asked and has outputs without marks, or the last one that asked.
