@@ -353,7 +353,7 @@ bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
 }
 
 GradientCall PassMarks::callOf(const at::Tensor& param, bool armed) const {
-  return {get_current_graph_task_id(), armed && mayBeginUnmarked(param), isInAnother(param, CallKind::Local)};
+  return {get_current_graph_task_id(), armed && mayBeginUnmarked(param), isInAnother(param, CallKind::Local), armed};
 }
 
 bool PassMarks::reducesTwice(const at::Tensor& param) const {
@@ -367,8 +367,7 @@ bool PassMarks::isReducedByAnother(const at::Tensor& param) const {
 bool PassMarks::isInAnother(const at::Tensor& param, CallKind least) const {
   return std::any_of(marked_calls.begin(), marked_calls.end(), [&](const MarkedCall& each) {
     const auto theirs = each.wrapper.lock();
-    return theirs != nullptr && theirs != wrapper_ && each.call.running() && each.kind >= least &&
-        has(*theirs, param);
+    return theirs != nullptr && theirs != wrapper_ && each.call.running() && each.kind >= least && has(*theirs, param);
   });
 }
 
@@ -424,10 +423,10 @@ void PassMarks::note(size_t param, GradientCall call) {
   }
 }
 
-std::vector<size_t> PassMarks::takeNoted() {
+std::vector<size_t> PassMarks::takeNoted(bool armed) {
   std::vector<size_t> params;
-  std::erase_if(noted_, [&params](const Noted& each) {
-    const bool present = each.call.isOfPresent();
+  std::erase_if(noted_, [&params, armed](const Noted& each) {
+    const bool present = each.call.isOfPresent() && (each.call.armed || !armed);
     if (present) {
       params.push_back(each.param);
     }

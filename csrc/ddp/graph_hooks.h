@@ -102,6 +102,8 @@ struct GradientCall {
   int number; ///< autograd's, of the innermost call. One that is nested in another call has a larger number
   bool may_begin; ///< its pass may begin without a mark
   bool in_another; ///< it goes through a forward pass of another wrapper of the parameter
+  bool armed =
+      false; ///< a forward pass had asked for a pass. Else one in the call may have, as a checkpoint repeats one of no_sync()
 
   /// Whether a pass that begins now has that gradient. Not that of a nested call of another wrapper, nor, unless a pass may begin with it, that
   /// of a call around this one, which adds to .grad only.
@@ -228,8 +230,8 @@ class PassMarks {
 
   /// A gradient came that is not reduced so far, and may be of a pass that begins in this call.
   void note(size_t param, GradientCall call);
-  /// The gradients that this call gave before its pass began.
-  [[nodiscard]] std::vector<size_t> takeNoted();
+  /// The gradients that this call gave before its pass began. `armed`: only those.
+  [[nodiscard]] std::vector<size_t> takeNoted(bool armed = false);
   /// Whether a call around this one has given the parameter a gradient, which no pass has taken.
   [[nodiscard]] bool notedAround(size_t param) const;
 

@@ -204,7 +204,8 @@ void Reducer::takeGradient(size_t index, bool defined) {
     weights_->leave();
   }
   if (beginsPass(index)) {
-    beginPassWith(marks_.pending() ? std::vector<size_t>{} : marks_.takeNoted()); // enter() has taken those before it
+    beginPassWith(
+        marks_.pending() ? std::vector<size_t>{} : marks_.takeNoted(/*armed=*/true)); // enter() has taken its own
   } else if (!pass_.reducing()) {
     const GradientCall call = callOf(index);
     const bool stays = pass_.phase() == BackwardPass::Phase::Idle && !call.in_another && !marks_.isLocal();
