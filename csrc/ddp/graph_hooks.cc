@@ -99,7 +99,7 @@ class ComingHook final : public torch::autograd::FunctionPreHook {
 /// A backward call on this thread that a wrapper takes part in: through a marked graph, or because it has begun its pass there without one.
 struct MarkedCall {
   BackwardCall call;
-  bool reduces; ///< through a marked graph
+  CallKind kind;
   std::weak_ptr<const MarkedWrapper> wrapper;
 };
 
@@ -349,22 +349,25 @@ bool PassMarks::mayBeginUnmarked(const at::Tensor& param) const {
   if (any_graph_) {
     return true;
   }
-  return !local_call_.running() && !isInAnother(param, /*reducing=*/false) && !isOfOther(param);
+  return !local_call_.running() && !isInAnother(param, CallKind::Local) && !isOfOther(param);
 }
 
 GradientCall PassMarks::callOf(const at::Tensor& param, bool armed) const {
-  return {get_current_graph_task_id(), armed && mayBeginUnmarked(param), isInAnother(param, /*reducing=*/false)};
+  return {get_current_graph_task_id(), armed && mayBeginUnmarked(param), isInAnother(param, CallKind::Local), armed};
 }
 
 bool PassMarks::reducesTwice(const at::Tensor& param) const {
-  return reduces() && isInAnother(param, /*reducing=*/true);
+  return reduces() && isInAnother(param, CallKind::Marked);
 }
 
-bool PassMarks::isInAnother(const at::Tensor& param, bool reducing) const {
+bool PassMarks::isReducedByAnother(const at::Tensor& param) const {
+  return isInAnother(param, CallKind::Began);
+}
+
+bool PassMarks::isInAnother(const at::Tensor& param, CallKind least) const {
   return std::any_of(marked_calls.begin(), marked_calls.end(), [&](const MarkedCall& each) {
     const auto theirs = each.wrapper.lock();
-    return theirs != nullptr && theirs != wrapper_ && each.call.running() && (each.reduces || !reducing) &&
-        has(*theirs, param);
+    return theirs != nullptr && theirs != wrapper_ && each.call.running() && each.kind >= least && has(*theirs, param);
   });
 }
 
@@ -402,7 +405,7 @@ void PassMarks::begin() {
 }
 
 bool PassMarks::cutOff(const at::Tensor& param) const {
-  return !beganHere() && (begun_ || isInAnother(param, /*reducing=*/false) || isContested(param) || isOfOther(param));
+  return !beganHere() && (begun_ || isInAnother(param, CallKind::Local) || isContested(param) || isOfOther(param));
 }
 
 void PassMarks::end() {
@@ -420,10 +423,10 @@ void PassMarks::note(size_t param, GradientCall call) {
   }
 }
 
-std::vector<size_t> PassMarks::takeNoted() {
+std::vector<size_t> PassMarks::takeNoted(bool armed) {
   std::vector<size_t> params;
-  std::erase_if(noted_, [&params](const Noted& each) {
-    const bool present = each.call.isOfPresent();
+  std::erase_if(noted_, [&params, armed](const Noted& each) {
+    const bool present = each.call.isOfPresent() && (each.call.armed || !armed);
     if (present) {
       params.push_back(each.param);
     }
@@ -444,7 +447,8 @@ void PassMarks::tellOthers() const {
     return theirs == nullptr || theirs == wrapper_ || !each.call.running();
   });
   const BackwardCall& unreduced = isLocal() ? local_call_ : outermost_;
-  marked_calls.push_back({reduces() ? call_ : unreduced, reduces(), wrapper_});
+  const CallKind unmarked = beganHere() ? CallKind::Began : CallKind::Local;
+  marked_calls.push_back({reduces() ? call_ : unreduced, reduces() ? CallKind::Marked : unmarked, wrapper_});
 }
 
 } // namespace pycomm

@@ -102,6 +102,8 @@ struct GradientCall {
   int number; ///< autograd's, of the innermost call. One that is nested in another call has a larger number
   bool may_begin; ///< its pass may begin without a mark
   bool in_another; ///< it goes through a forward pass of another wrapper of the parameter
+  bool armed =
+      false; ///< a forward pass had asked for a pass. Else one in the call may have, as a checkpoint repeats one of no_sync()
 
   /// Whether a pass that begins now has that gradient. Not that of a nested call of another wrapper, nor, unless a pass may begin with it, that
   /// of a call around this one, which adds to .grad only.
@@ -129,6 +131,13 @@ bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void(
 
 /// Throws: compiled autograd calls no hook of the reducer.
 [[noreturn]] void raiseCompiledAutograd();
+
+/// How a wrapper takes part in a backward call.
+enum class CallKind : uint8_t {
+  Local, ///< through a graph of no_sync() only
+  Began, ///< it has begun its pass there, without a mark
+  Marked, ///< through a marked graph, which reduces
+};
 
 /// What other wrappers of a parameter may know of one.
 struct MarkedWrapper {
@@ -204,6 +213,8 @@ class PassMarks {
   [[nodiscard]] GradientCall callOf(const at::Tensor& param, bool armed) const;
   /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
   [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
+  /// Whether another wrapper of this parameter reduces in this call, through a marked graph or in a pass that it began without one.
+  [[nodiscard]] bool isReducedByAnother(const at::Tensor& param) const;
   /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through. `marked`: see MarkedWrapper.
   void expect(bool any, bool marked);
   /// No forward pass asks any more: the pass has ended, or later calls are none of it.
@@ -219,15 +230,15 @@ class PassMarks {
 
   /// A gradient came that is not reduced so far, and may be of a pass that begins in this call.
   void note(size_t param, GradientCall call);
-  /// The gradients that this call gave before its pass began.
-  [[nodiscard]] std::vector<size_t> takeNoted();
+  /// The gradients that this call gave before its pass began. `armed`: only those.
+  [[nodiscard]] std::vector<size_t> takeNoted(bool armed = false);
   /// Whether a call around this one has given the parameter a gradient, which no pass has taken.
   [[nodiscard]] bool notedAround(size_t param) const;
 
  private:
   void tellOthers() const;
-  /// Whether this call goes through a forward pass of another wrapper of this parameter. `reducing`: through one that reduces.
-  [[nodiscard]] bool isInAnother(const at::Tensor& param, bool reducing) const;
+  /// Whether this call goes through a forward pass of another wrapper of this parameter. `least`: as one of these kinds at least.
+  [[nodiscard]] bool isInAnother(const at::Tensor& param, CallKind least) const;
   [[nodiscard]] bool anyOther(const at::Tensor& param, const std::function<bool(const MarkedWrapper&)>& is) const;
   /// Whether a pass without a mark is of another wrapper of this parameter. One that was made since this one asked, as after an error, has all
   /// passes. Else it is the last one that asked and has outputs without marks, or the last one that asked.

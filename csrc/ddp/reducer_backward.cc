@@ -140,6 +140,11 @@ void Reducer::enter(ForwardMark& mark) {
 }
 
 void Reducer::beginPassWith(const std::vector<size_t>& before) {
+  for (const size_t index : before) {
+    if (marks_.isReducedByAnother(params_[index].tensor)) { // by now .grad may hold the average on some ranks only
+      raiseReducedTwice(params_[index].name);
+    }
+  }
   if (!pass_.hasStaticGraph()) {
     // From forward's outputs, but the loss may use them beside these.
     std::vector<size_t> unreachable = pass_.unreachable();
@@ -199,7 +204,8 @@ void Reducer::takeGradient(size_t index, bool defined) {
     weights_->leave();
   }
   if (beginsPass(index)) {
-    beginPass();
+    beginPassWith(
+        marks_.pending() ? std::vector<size_t>{} : marks_.takeNoted(/*armed=*/true)); // enter() has taken its own
   } else if (!pass_.reducing()) {
     const GradientCall call = callOf(index);
     const bool stays = pass_.phase() == BackwardPass::Phase::Idle && !call.in_another && !marks_.isLocal();

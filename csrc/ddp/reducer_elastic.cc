@@ -209,7 +209,7 @@ size_t Reducer::admitNewcomers(bool at_join_point) {
       }
       agreement_->joinPoint();
     }
-    if (agreement_ == nullptr || midway() || marks_.repeatsForward()) {
+    if (agreement_ == nullptr || midway() || marks_.isWithinForward()) {
       return 0;
     }
     throwIfUnfinished();

@@ -92,7 +92,10 @@ class Result:
 
 
 class Net(nn.Module):
-    """The gradient of `trunk` and `head` is the batch's value, that of `bias` comes first."""
+    """The gradient of `trunk` and `head` is the batch's value.
+
+    They come in the order `bias`, `head`, `trunk`.
+    """
 
     bias: nn.Parameter | None
     scale: nn.Parameter | None
@@ -114,7 +117,13 @@ class Net(nn.Module):
         return [0.0 if each is None else float(each[0]) for each in grads]
 
 
-RELATIONS = ("one module", "one module, weighed", "a scale beside", "a common trunk")
+RELATIONS = (
+    "one module",
+    "one module, weighed",
+    "a scale beside",
+    "a common trunk",
+    "a common head",
+)
 
 
 def nets_of(relation: str) -> list[Net]:
@@ -122,6 +131,10 @@ def nets_of(relation: str) -> list[Net]:
     if relation == "a common trunk":
         two = Net(one.trunk)
         one.bias, two.bias = (nn.Parameter(torch.zeros(())) for _ in range(2))
+        return [one, two]
+    if relation == "a common head":
+        two = Net(nn.Parameter(torch.zeros(2)))
+        two.head = one.head
         return [one, two]
     if relation == "a scale beside":  # its gradient comes before the graph is entered
         one.scale = nn.Parameter(torch.zeros(2))
@@ -203,7 +216,9 @@ class Wrappers:
 
 
 def wanted(relation: str, sequence: tuple[Event, ...], rank: int, world_size: int) -> list[Any]:
-    names = [["trunk", "head"], ["trunk", "other" if relation == "a common trunk" else "head"]]
+    names = [["trunk", "head"], ["trunk", "head"]]
+    if relation.startswith("a common"):
+        names[1][relation == "a common trunk"] = "other"
     if relation == "a scale beside":
         names = [[*each, "scale"] for each in names]
     grads = {name: [0.0] * world_size for each in names for name in each}
@@ -224,11 +239,41 @@ def plain(event: Event) -> Event:
     return dataclasses.replace(event, how=PLAIN) if isinstance(event, Forward) else event
 
 
+def spell(sequence: tuple[Event, ...]) -> str:
+    return ", ".join(f"backward {e}" if isinstance(e, int) else str(e) for e in sequence)
+
+
+def asks_late(event: Event) -> bool:
+    """Backward repeats it outside no_sync(), so that it asks for a pass there."""
+    return (
+        isinstance(event, Forward) and event.how == WHOLE and not event.marked and not event.synced
+    )
+
+
+def stays_local(
+    sequence: tuple[Event, ...], found: list[Any], right: list[Any], theirs: list[Any]
+) -> bool:
+    """A backward that averages has not, as torch's does. An error in the next step is too late."""
+    kinds = [each for each in sequence if isinstance(each, Forward)]
+    synced = [kinds[each].synced for each in sequence if isinstance(each, int)]
+    ends = zip(synced, found, right, theirs, strict=False)
+    return any(averages and ours != good == other for averages, ours, good, other in ends)
+
+
 def between(found: list[Any], right: list[Any], theirs: list[Any]) -> bool:
     """Each of them is right or as torch's, and not all that torch does right is wrong."""
     if theirs == right or len(theirs) != len(found):
         return False
     return all(each in two for each, *two in zip(found, right, theirs, strict=True))
+
+
+ENDS = (
+    "right",
+    "an error, as torch's",
+    "an error",
+    "as torch's",
+    "averaged by a repeated forward",
+)
 
 
 def walk(
@@ -237,7 +282,7 @@ def walk(
     """Complaints, and the number of sequences by how they ended."""
     ours, torchs = Wrappers(relation, by_torch=False), Wrappers(relation, by_torch=True)
     wrong: list[str] = []
-    counts = dict.fromkeys(("right", "an error, as torch's", "an error", "as torch's"), 0)
+    counts = dict.fromkeys(ENDS, 0)
     for sequence in sequences(longest, hows):
         if relation == "a scale beside" and any(
             isinstance(each, Forward) and each.how == REENTRANT for each in sequence
@@ -256,15 +301,20 @@ def walk(
         theirs, their_error = ([], "not asked") if marked else torchs.play(sequence, rank)
         if not marked and not error and their_error:  # it cannot do with all checkpoints
             theirs, their_error = torchs.play(tuple(map(plain, sequence)), rank)
-        if not marked and error and (their_error or "weighed" in relation):
+        if stays_local(sequence, found, right, theirs):
+            wrong.append(f"{spell(sequence)}: {found} {error}, not {right} as torch's")
+        elif not marked and error and (their_error or "weighed" in relation):
             counts["an error, as torch's"] += 1
         elif not marked and error and theirs != right:
             counts["an error"] += 1
         elif not marked and not error and between(found, right, theirs):
             counts["as torch's"] += 1
+        elif not marked and not error and their_error and any(map(asks_late, sequence)):
+            counts["averaged by a repeated forward"] += 1
         else:
-            text = ", ".join(f"backward {e}" if isinstance(e, int) else str(e) for e in sequence)
-            wrong.append(f"{text}: {found} {error}, not {right}; torch: {theirs} {their_error}")
+            wrong.append(
+                f"{spell(sequence)}: {found} {error}, not {right}; torch: {theirs} {their_error}"
+            )
         if len(wrong) == 20:
             break
     return wrong, counts
