@@ -466,7 +466,7 @@ class Weighed(TorchDDP):
         return weighed_of(state), float(state.get("weight_unsynced", 0.0))
 
 
-def no_batch(*wrappers: Weighed) -> None:
+def no_batch(*wrappers: torch.nn.Module) -> None:
     """``model.no_batch()`` where one ``backward()`` goes through several forward passes.
 
     Give the wrapper of each ``forward()`` that the other ranks call before ``backward()``, in their
@@ -486,14 +486,15 @@ def no_batch(*wrappers: Weighed) -> None:
         TypeError: Something else than a pycomm.DistributedDataParallel, or nothing, is given.
         Exception: As ``model.no_batch()``.
     """
-    if not wrappers or not all(isinstance(each, Weighed) for each in wrappers):
+    weighed = [each for each in wrappers if isinstance(each, Weighed)]
+    if not weighed or len(weighed) < len(wrappers):
         raise TypeError("no_batch() takes the wrappers whose forward() the other ranks call")
-    for each in dict.fromkeys(wrappers):
+    for each in dict.fromkeys(weighed):
         each._check_no_batch()
-    for each in wrappers:
+    for each in weighed:
         each._forward_without_batch()
     # The order in which backward reaches them on the other ranks.
-    backward = dict.fromkeys(reversed(wrappers))
-    wrappers[0].reducer.pass_without_batch(
+    backward = dict.fromkeys(reversed(weighed))
+    weighed[0].reducer.pass_without_batch(
         [(each.reducer, each.require_backward_grad_sync) for each in backward]
     )
