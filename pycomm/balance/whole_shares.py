@@ -79,7 +79,7 @@ def even_shares(limits: Limits) -> tuple[int, ...]:
 
 
 def batch_seconds(fits: Sequence[Fit], shares: Sequence[int]) -> float:
-    """The time of a step, which ends when the last rank has ended."""
+    """The time of a batch, which ends when the last rank has ended."""
     return max(fit.seconds(share) for fit, share in zip(fits, shares, strict=True))
 
 

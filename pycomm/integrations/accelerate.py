@@ -76,10 +76,7 @@ def make_accelerator(
             "kwargs_handlers=[InitProcessGroupKwargs(backend='pycomm')])"
         )
     if ignored := [name for name in _WITHOUT_EFFECT if options.get(name) is not None]:
-        raise ValueError(
-            f"{ignored[0]}=…: on CPU Accelerate would train without it, and each rank has the "
-            "whole model. Try: leave it out, or torch's FSDP2 in your own loop"
-        )
+        raise without_effect(f"{ignored[0]}=…")
     arguments = group_arguments(group_options)
     accelerate = _optional.load(
         "accelerate", package="accelerate", needed_by="pycomm.integrations.accelerate"
@@ -101,6 +98,14 @@ def make_accelerator(
 
 # Groups that make_group() has made, and its arguments: variables may overrule what was asked.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def without_effect(argument: str) -> ValueError:
+    """The error for an argument that Accelerate accepts on CPU, and ignores."""
+    return ValueError(
+        f"{argument}: on CPU Accelerate would train without it, and each rank has the whole "
+        "model. Try: leave it out, or torch's FSDP2 in your own loop"
+    )
 
 
 def group_arguments(group_options: object) -> dict[str, Any]:

@@ -70,10 +70,7 @@ def make_training_arguments(
         return kind(ddp_backend=backend, **options)
     for name in ("fsdp", "deepspeed"):
         if options.get(name):
-            raise ValueError(
-                f"{name}={options[name]!r}: on CPU Accelerate would train without it, and each "
-                "rank has the whole model. Try: leave it out, or torch's FSDP2 in your own loop"
-            )
+            raise _accelerate.without_effect(f"{name}={options[name]!r}")
     # Accelerate would make the group with it; a parser always gives the default.
     seconds = options.get("ddp_timeout")
     if seconds not in (None, kind.__dataclass_fields__["ddp_timeout"].default):

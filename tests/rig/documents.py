@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from processes import child_environment
@@ -62,3 +64,18 @@ def installed_environment(folder: Path) -> dict[str, str]:
         )
         env["PYTHONPATH"] = os.pathsep.join([str(folder), env["PYTHONPATH"]])
     return env
+
+
+def run_by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program of the folder as a user does who has installed pycomm; it has to succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        cwd=folder,
+        env=installed_environment(folder / "installed"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -16,7 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-from documents import ROOT, blocks, code, installed_environment, read, table
+from documents import ROOT, blocks, code, read, run_by_torchrun, table
 
 import pycomm
 from pycomm import _torch_range, errors, service
@@ -51,17 +50,7 @@ def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(readme_example())
     lines = "".join(blocks(read("README.md"), "bash")).splitlines()
     (documented,) = (shlex.split(line)[1:] for line in lines if " torchrun " in line)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *documented[1:]]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=installed_environment(tmp_path / "installed"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_by_torchrun(tmp_path, *documented[1:])
     losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", done.stdout))
     assert set(losses) == {"0", "1"}, done.stdout
     assert losses["0"] == losses["1"] and 0 < float(losses["0"]) < 0.1

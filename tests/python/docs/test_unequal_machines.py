@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from documents import blocks, installed_environment, read
+from documents import blocks, read, run_by_torchrun
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
@@ -18,17 +16,7 @@ LOOP = "for epoch in range(3):\n"
 
 def run(folder: Path, program: str) -> str:
     (folder / "train.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "train.py"],
-        cwd=folder,
-        env=installed_environment(folder / "installed"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_by_torchrun(folder, "--nproc-per-node=2", "train.py")
     return done.stdout + done.stderr
 
 

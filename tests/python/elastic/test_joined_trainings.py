@@ -468,6 +468,16 @@ def test_one_that_was_stopped_joins_when_it_goes_on(
     check(results)
 
 
+def expect_interrupted(running: Ranks) -> None:
+    """Rank 0 waits now, and Ctrl-C ends that soon."""
+    running.wait_until_asleep(0)
+    sent_s = running.kill(0, signal.SIGINT)
+    result = running.collect(60)[0]
+    took_s = time.monotonic() - sent_s
+    assert "KeyboardInterrupt" in result.stderr, result.describe()
+    assert_within(took_s, 10.0)
+
+
 @pytest.mark.time_bound
 def test_rank_0_is_interrupted_while_it_gives(tmp_path: Path) -> None:
     plan = Plan(
@@ -476,12 +486,7 @@ def test_rank_0_is_interrupted_while_it_gives(tmp_path: Path) -> None:
     with start(1, plan, PATIENT) as running, start(1, joining(plan), PATIENT) as newcomer:
         running.wait_for_mark(0, "gives")
         newcomer.kill(0, signal.SIGSTOP)
-        running.wait_until_asleep(0)
-        sent_s = running.kill(0, signal.SIGINT)
-        result = running.collect(60)[0]
-        took_s = time.monotonic() - sent_s
-    assert "KeyboardInterrupt" in result.stderr, result.describe()
-    assert_within(took_s, 10.0)
+        expect_interrupted(running)
 
 
 def tries_in_vain(rank: int, world_size: int, peers: str) -> int:
@@ -533,12 +538,7 @@ def test_a_rank_that_waits_for_others_to_join_is_interrupted(tmp_path: Path) -> 
         running.wait_for_mark(0, "step 10")
         with start_with_faults(1, tmp_path / "first", dying) as newcomer:
             assert newcomer.collect(60)[0].exit_code == -signal.SIGKILL
-        running.wait_until_asleep(0)
-        sent_s = running.kill(0, signal.SIGINT)
-        result = running.collect(60)[0]
-        took_s = time.monotonic() - sent_s
-    assert "KeyboardInterrupt" in result.stderr, result.describe()
-    assert_within(took_s, 10.0)
+        expect_interrupted(running)
 
 
 @pytest.mark.usefixtures("fault_build")
