@@ -52,6 +52,7 @@ from zygote import MODULES, Zygote
 
 QUORUM_WAIT_S = 5.0
 RANKS = 8
+TRAININGS = ("faults", "quiet")
 STRETCH_S = 45.0
 AIMS_S = {"SIGKILL": 0.5, "SIGTERM": 0.5, "SIGSTOP": HEARTBEAT_S + 0.5, CUT: HEARTBEAT_S + 0.5}
 RSS_LIMIT_KB = 4096
@@ -333,16 +334,18 @@ def of(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def hosts_of(count: int) -> Iterator[tuple[list[Zygote], Any]]:
-    """Processes that ranks are forked from, one per host; and what cuts the wire of a host."""
+def hosts_of(count: int) -> Iterator[tuple[dict[str, list[Zygote]], Any]]:
+    """By training the processes that ranks are forked from, one per host; and what cuts the wire
+    of one of the first training's hosts. Each training has hosts of its own.
+    """
     modules = (*MODULES, *TORCH_DDP)
     with contextlib.ExitStack() as stack:
         if count == 1:
             zygote = Zygote(modules)
             stack.callback(zygote.close)
-            yield [zygote], None
+            yield dict.fromkeys(TRAININGS, [zygote]), None
             return
-        made = stack.enter_context(cluster(count))
+        made = stack.enter_context(cluster(count * len(TRAININGS)))
         zygotes = []
         for node in made.nodes:
             zygotes.append(Zygote(modules, node.machine()))
@@ -353,7 +356,10 @@ def hosts_of(count: int) -> Iterator[tuple[list[Zygote], Any]]:
             state = "down" if is_cut else "up"
             run("ip", "-n", made.switch.namespace, "link", "set", port, state)
 
-        yield zygotes, cut
+        yield {
+            name: zygotes[count * number : count * (number + 1)]
+            for number, name in enumerate(TRAININGS)
+        }, cut
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
@@ -374,13 +380,14 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[str], list[
         zygotes, cut = stack.enter_context(hosts_of(options.hosts))
 
         def training(name: str) -> Training:
-            made = Training(folder / name, zygotes, plan, options.ranks, group)
+            made = Training(folder / name, zygotes[name], plan, options.ranks, group)
             stack.callback(made.close)
             return made
 
+        struck, quiet = TRAININGS
         if options.kills:
-            return kill_run(options, training("kills"))
-        return long_table(long_run(options, training("faults"), training("quiet"), cut))
+            return kill_run(options, training(struck))
+        return long_table(long_run(options, training(struck), training(quiet), cut))
 
 
 def hidden_of(megabytes: float) -> int:
