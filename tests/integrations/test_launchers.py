@@ -252,7 +252,7 @@ def test_sbatch_example(slurm: Slurm, tmp_path: Path) -> None:
 def test_the_batch_script_of_the_page(start: str, slurm: Slurm, tmp_path: Path) -> None:
     """docs/launch.md: all but its modules, its environment and its numbers."""
     pytest.importorskip("sklearn")
-    page, torchrun = blocks(read("docs/launch.md"), "sh")
+    page, torchrun, _ = blocks(read("docs/launch.md"), "sh")
     script = re.sub(r"^(module load|source) .*\n", "", page, flags=re.M)
     assert script.count("\n") == page.count("\n") - 2
     last = "srun --kill-on-bad-exit=1 python train.py\n"
@@ -272,6 +272,21 @@ def test_the_batch_script_of_the_page(start: str, slurm: Slurm, tmp_path: Path) 
     assert "(local rank 0)" in text and "(local rank 1)" in text
     assert "parameters equal on 2 ranks" in text
     assert not list(tmp_path.glob("records-*"))
+
+
+@pytest.mark.nightly
+def test_a_task_dies_and_the_others_go_on(slurm: Slurm, tmp_path: Path) -> None:
+    """docs/launch.md: the step that Slurm does not end."""
+    line = blocks(read("docs/launch.md"), "sh")[2].splitlines()[-1]
+    program = f"{sys.executable} {HERE / 'death_program.py'} {tmp_path}"
+    command = line.replace("srun", "srun -n3 --overcommit").replace("python train.py", program)
+    done = slurm.run(*command.split(), timeout_s=TIMEOUT_S)
+    text = done.stdout + done.stderr
+    assert done.returncode != 0, text
+    ends = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert ends == {f"{rank}.json": {"size": 2, "members": [0, 2]} for rank in (0, 2)}, (
+        text + slurm.logs()
+    )
 
 
 @pytest.mark.integration("Slurm", "a batch script that forgot srun is no rank of many")

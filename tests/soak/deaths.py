@@ -343,7 +343,7 @@ def hosts_of(count: int) -> Iterator[tuple[dict[str, list[Zygote]], Any]]:
         if count == 1:
             zygote = Zygote(modules)
             stack.callback(zygote.close)
-            yield dict.fromkeys(TRAININGS, [zygote]), None
+            yield {name: [zygote] for name in TRAININGS}, None
             return
         made = stack.enter_context(cluster(count * len(TRAININGS)))
         zygotes = []
@@ -356,10 +356,7 @@ def hosts_of(count: int) -> Iterator[tuple[dict[str, list[Zygote]], Any]]:
             state = "down" if is_cut else "up"
             run("ip", "-n", made.switch.namespace, "link", "set", port, state)
 
-        yield {
-            name: zygotes[count * number : count * (number + 1)]
-            for number, name in enumerate(TRAININGS)
-        }, cut
+        yield {TRAININGS[0]: zygotes[:count], TRAININGS[1]: zygotes[count:]}, cut
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
