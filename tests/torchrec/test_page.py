@@ -77,6 +77,8 @@ def run_page(rank: int, world_size: int, folder: str) -> list[int]:
             assert len(losses) == 20 and losses[-1] < losses[0] / 2
         if after:
             assert float(names["loss"].detach()) < 0.2  # of 0.69 at first
+            parts = {n: p for n, p in names["model"].named_parameters() if "sparse" in n}
+            assert parts and not any(part.is_meta for part in parts.values())
     found = read_table(names["model"], "user")
     return [len(blocks), 0 if found is None else len(found.ids)]
 
