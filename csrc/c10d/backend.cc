@@ -134,6 +134,10 @@ void PycommBackend::setTimeout(std::chrono::milliseconds timeout) {
 c10d::ErrorType PycommBackend::getError() {
   const std::shared_ptr<Group> group = groupIfAny();
   const auto failure = group == nullptr ? std::nullopt : group->failure();
+  // The ranks agree on a cause only some milliseconds after abort() has returned, perhaps on another rank's.
+  if (group != nullptr && group->isAborted() && (!failure || failure->code == ErrorCode::Aborted)) {
+    return c10d::ErrorType::COMM_ERROR;
+  }
   if (!failure) {
     return c10d::ErrorType::SUCCESS;
   }

@@ -104,6 +104,10 @@ class Group final : public std::enable_shared_from_this<Group> {
   void close();
 
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
+  /// abort() was called here.
+  [[nodiscard]] bool isAborted() const noexcept {
+    return aborted_.load(std::memory_order_acquire);
+  }
   [[nodiscard]] std::optional<ErrorRecord> failure() const {
     return failure_.record();
   }

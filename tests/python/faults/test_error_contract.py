@@ -156,6 +156,23 @@ def test_an_error_says_everything_ends_everything_and_sticks(
     assert dict(told) | {"elapsed_ms": 0} == seen["errors"][0].record | {"elapsed_ms": 0}
 
 
+def aborts(rank: int, world_size: int) -> list[str]:
+    dist.barrier()
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.abort()
+    at_once = torchs_kind()
+    while pycomm.last_error() is None:
+        threading.Event().wait(0.02)
+    return [at_once, torchs_kind()]
+
+
+@pytest.mark.needs_native
+def test_a_rank_that_aborts_has_an_error_at_once() -> None:
+    """Also if another has aborted, too, and is the cause that the ranks agree on."""
+    for seen in run_ranks(3, aborts).values():
+        assert seen == ["ErrorType.COMM_ERROR"] * 2
+
+
 @pytest.mark.needs_native
 def test_an_error_of_joining_says_everything(tmp_path: Path) -> None:
     options = {"pg_options": {"timeout": 1.0}, "ranks": [1], "init": f"file://{tmp_path}/store"}
