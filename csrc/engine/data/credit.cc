@@ -164,7 +164,7 @@ void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool 
     PeerRow& pool = tables.peer(peer);
     pool.eager_in -= tables.limits.cost(nbytes);
     pool.eager_used += tables.limits.cost(nbytes);
-    if (pool.eager_used >= tables.limits.eager_pool_nbytes / 4) {
+    if (pool.eager_used >= tables.limits.eager_pool_nbytes / 4 && pool.trouble == nullptr) { // else its link broke
       tables.credit_actions.push_back(
           CreditAction{CreditAction::Kind::Grant, peer, 0, std::exchange(pool.eager_used, 0)});
     }

@@ -129,20 +129,31 @@ ErrorRecord awayFrom(const Tables& tables, int peer, const Operation& operation)
   return lost != nullptr ? *lost : peerLeftUs(peer, operation, tables.identity);
 }
 
-// Whether an operation waits for so many bytes of a lost peer that they take credit, which does not reach that any more.
+// Whether operations wait for so many bytes of a lost peer that they take credit, or room of the pool that it has used up: neither reaches it
+// any more.
 bool lacksCredit(const Tables& tables, int peer) noexcept {
-  const auto takes_credit = [&](int64_t nbytes) { return nbytes > tables.limits.eager_nbytes; };
-  const auto begun = [&](const auto& entry) {
+  const PeerRow& row = tables.peer(peer);
+  if (row.presence != Presence::Lost) {
+    return false;
+  }
+  int64_t pool = row.eager_in + row.eager_used;
+  bool takes_credit = false;
+  const auto add = [&](int64_t nbytes, size_t frames) {
+    takes_credit = takes_credit || nbytes > tables.limits.eager_nbytes;
+    pool += tables.limits.cost(nbytes, frames);
+  };
+  for (const auto& entry : tables.entered) {
     const EdgeRow* const edge = entry.second.from(peer);
-    return edge != nullptr && edge->done < edge->frames && takes_credit(edge->total);
-  };
-  const auto waiting = [&](const auto& entry) {
-    const Operation::Request& receive = entry.second->request();
-    return receive.peer == peer && takes_credit(static_cast<int64_t>(receive.output.nbytes));
-  };
-  return tables.peer(peer).presence == Presence::Lost &&
-      (std::any_of(tables.entered.begin(), tables.entered.end(), begun) ||
-       std::any_of(tables.receives.begin(), tables.receives.end(), waiting));
+    if (edge != nullptr && edge->done < edge->frames) {
+      edge->passed == 0 ? add(edge->total, edge->frames) : add(edge->total, 0); // what has arrived is in the pool
+    }
+  }
+  for (const auto& entry : tables.receives) {
+    if (entry.second->request().peer == peer) {
+      add(static_cast<int64_t>(entry.second->request().output.nbytes), 1);
+    }
+  }
+  return takes_credit || pool > tables.limits.eager_pool_nbytes;
 }
 
 // Of a peer that has left or is lost: whether an operation still needs it.

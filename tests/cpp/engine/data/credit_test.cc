@@ -141,6 +141,19 @@ TEST(Credit, RoomIsGivenBackAQuarterOfThePoolAtATime) {
   EXPECT_EQ(credits.usage().eager_in, 0);
 }
 
+// It would not arrive; and leaving.cc counts what is missing.
+TEST(Credit, RoomIsNotGivenBackOnALinkThatBroke) {
+  RankTables credits(smallLimits(2));
+  credits.tables.peer(1).trouble = std::make_unique<PeerRow::Trouble>();
+  for (uint64_t op_id = 1; op_id <= 4; ++op_id) {
+    postTo(credits, op_id, receiving(1000));
+    ASSERT_EQ(credits.bytesArrived(op_id, 1, 1000, true), nullptr);
+    credits.consumed(op_id, 1, 1000, true);
+  }
+  EXPECT_TRUE(credits.takeCreditActions().empty());
+  EXPECT_EQ(credits.tables.peer(1).eager_used, 4 * (1000 + kFrameCost));
+}
+
 TEST(Credit, NoMoreOperationsHaveCreditThanThePeerMayRemember) {
   RankTables credits(smallLimits(2));
   for (uint64_t op_id = 1; op_id <= 3; ++op_id) {
