@@ -61,13 +61,12 @@ template <typename Body>
 std::shared_ptr<Operation> Group::orFail(const Body& body) {
   try {
     return body();
-  } catch (const Error& error) {
-    if (isOwnTrouble(error.record().code)) { // else all ranks find it
-      planes_.onThrown(std::current_exception());
-    }
-    throw;
   } catch (...) {
-    planes_.onThrown(std::current_exception());
+    const std::exception_ptr thrown = std::current_exception();
+    const ErrorRecord why = recordInAnyCase(roster_.identity, [&] { return ownTrouble(thrown, roster_.identity); });
+    if (isOwnTrouble(why.code)) { // else all ranks find it
+      abort(why); // a caller may try again at once
+    }
     throw;
   }
 }
