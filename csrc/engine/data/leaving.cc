@@ -20,7 +20,7 @@ using Suspicion = PeerRow::Suspicion;
 constexpr std::chrono::milliseconds kLinkWithin(kOneTryMs);
 
 void notice(Tables& tables, ErrorRecord record) {
-  Action& action = tables.leaving_actions.emplace_back();
+  Action& action = tables.actions.emplace_back();
   action.kind = Action::Kind::Notice;
   action.record = std::move(record);
 }
@@ -212,7 +212,7 @@ void lose(Tables& tables, int peer, const ErrorRecord& broke, TimePoint doubt_at
 // link is better evidence. If the peer died, the ranks with a control link to it report that.
 void decide(Tables& tables, int peer, Suspicion suspicion, TimePoint now) {
   if (suspicion.state == Suspicion::State::Doubted) {
-    Action& action = tables.leaving_actions.emplace_back();
+    Action& action = tables.actions.emplace_back();
     action.kind = Action::Kind::Doubt;
     action.record = std::move(suspicion.record);
     check(tables, peer, now); // what was posted meanwhile
@@ -266,7 +266,6 @@ void saidGoodbye(Tables& tables, int peer, TimePoint now) {
 
 void readingEnded(Tables& tables, int peer, ErrorRecord gone, TimePoint now) {
   PeerRow& row = tables.peer(peer);
-  row.reading = Reading::Ended;
   if (row.presence != Presence::Left) {
     notice(tables, std::move(gone));
     return;

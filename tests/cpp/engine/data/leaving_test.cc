@@ -62,12 +62,12 @@ class LeavingTest : public ::testing::Test {
   }
   /// The one action that there is.
   Action action() {
-    std::vector<Action> actions = std::exchange(tables.leaving_actions, {});
+    std::vector<Action> actions = std::exchange(tables.actions, {});
     EXPECT_EQ(actions.size(), 1U);
     return actions.empty() ? Action() : std::move(actions.front());
   }
   bool quiet() {
-    return std::exchange(tables.leaving_actions, {}).empty();
+    return std::exchange(tables.actions, {}).empty();
   }
 
   // What the operations of this rank still need.
@@ -191,7 +191,7 @@ TEST_F(LeavingTest, ATickWithoutMemoryLosesNoSuspicion) {
     strikes += struck ? 1 : 0;
     leaving::tick(tables, at(40));
     std::set<int> dead;
-    for (const Action& found : std::exchange(tables.leaving_actions, {})) {
+    for (const Action& found : std::exchange(tables.actions, {})) {
       dead.insert(found.record.peer);
     }
     EXPECT_EQ(dead, (std::set<int>{1, 2})) << "allocation " << nth;
