@@ -79,8 +79,7 @@ struct FaultSite {
   static inline const bool remembered = rememberFaultSite(name.text);
 };
 
-#define PYCOMM_FAULT(site) \
-  (static_cast<void>(::pycomm::FaultSite<site>::remembered), ::pycomm::visitFaultPoint(site))
+#define PYCOMM_FAULT(site) (static_cast<void>(::pycomm::FaultSite<site>::remembered), ::pycomm::visitFaultPoint(site))
 #define PYCOMM_FAULT_POINT(site) \
   (static_cast<void>(::pycomm::FaultSite<site>::remembered), ::pycomm::passFaultPoint(site))
 

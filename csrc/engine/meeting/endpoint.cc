@@ -270,8 +270,7 @@ class Endpoint::Session final : public Loop::Handler {
     const auto request = unpackWords(std::string_view(in_).substr(sizeof length, length));
     in_.erase(0, sizeof length + length);
     // One request, one answer, in turn; only a member that gives up, because there is no answer, says so behind its request.
-    if (!request || (isStranger() && !in_.empty()) ||
-        (!out_.empty() && request->front() != endpoint_request::kFail)) {
+    if (!request || (isStranger() && !in_.empty()) || (!out_.empty() && request->front() != endpoint_request::kFail)) {
       end();
       return false;
     }
@@ -566,7 +565,8 @@ std::string Endpoint::introduce(Session& session, const std::vector<std::string>
     return packWords({endpoint_answer::kGone});
   }
   session.gives = request[0] == endpoint_request::kGive;
-  for (const auto& other : sessions_) { // one connection per member: it has opened another, so that one is of no use to it
+  for (const auto& other :
+       sessions_) { // one connection per member: it has opened another, so that one is of no use to it
     if (other->from == request[2] && other->gives == session.gives && other->mailbox.lock() == mailbox) {
       other->end();
     }

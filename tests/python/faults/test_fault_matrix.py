@@ -250,7 +250,16 @@ def bad_specs(rank: int, world_size: int) -> None:
     fault_ranks.use_fault_build()
     extension = loader.load()
     x, y = "socket.write", "socket.read"
-    for spec in (x, f"{x}:1", ":1:kill", f"{x}:0:kill", f"{x}:z:kill", f"{x}:1:die", f"{x}:1:errno=EWHAT", "x:1:kill"):
+    for spec in (
+        x,
+        f"{x}:1",
+        ":1:kill",
+        f"{x}:0:kill",
+        f"{x}:z:kill",
+        f"{x}:1:die",
+        f"{x}:1:errno=EWHAT",
+        "x:1:kill",
+    ):
         with pytest.raises(pycomm.errors.InvalidArgumentError, match="site:nth:action"):
             extension.arm_fault_points(spec)
     extension.arm_fault_points(f"{x}:1:kill,{y}:2+:delay=5")

@@ -585,7 +585,7 @@ def meets_often(rank: int, world_size: int, path: str, times: int) -> list[dict[
         dist.all_reduce(tensor)
         assert torch.equal(tensor, torch.full((4,), float(world_size)))
         if uuid % (times // 3) == 0:
-            # The other rank watches this process by a descriptor of its own, until it closes its group.
+            # The other rank watches this process by a descriptor, until it closes its group.
             member.wait_for_all(f"looks {uuid}")
             seen.append(settled(seen[0] if seen else None))
             member.wait_for_all(f"has looked {uuid}")
