@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -41,6 +42,12 @@ std::vector<ArmedPoint> g_points;
 uint64_t g_armings = 0; ///< calls of armFaultPoints()
 std::condition_variable g_armed_anew;
 std::atomic<bool> g_armed{false};
+
+/// All of this program; complete when main() begins.
+std::vector<std::string>& sites() {
+  static std::vector<std::string> names;
+  return names;
+}
 
 constexpr std::pair<const char*, int> kErrnos[] = {
     {"EAGAIN", EAGAIN},
@@ -122,6 +129,9 @@ ArmedPoint readPoint(const std::string& part) {
   ArmedPoint point;
   point.text = part;
   point.site = part.substr(0, first);
+  if (std::find(sites().begin(), sites().end(), point.site) == sites().end()) {
+    unreadable(part, "there is no site '" + point.site + "'");
+  }
   std::string nth = part.substr(first + 1, second - first - 1);
   if (!nth.empty() && nth.back() == '+') {
     point.later_too = true;
@@ -168,6 +178,11 @@ void holdUntilArmedAnew(uint64_t arming) {
 } // namespace
 
 bool faultPointsBuiltIn() noexcept {
+  return true;
+}
+
+bool rememberFaultSite(const char* site) {
+  sites().emplace_back(site);
   return true;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -34,7 +35,7 @@ struct Fault {
 /// and every later visit. Actions: kill, stop, exit (without any handler), delay=MILLISECONDS, hold (until the next
 /// call of this function, 60 s at most), nomem (throws std::bad_alloc), errno=NAME, short, flip. The last three need a
 /// PYCOMM_FAULT site; at a PYCOMM_FAULT_POINT site, errno throws Error(SystemError).
-/// Throws Error(InvalidArgument) if the spec does not parse, Error(Unsupported) if faultPointsBuiltIn() is false.
+/// Throws Error(InvalidArgument) if the spec does not parse or names no site of this program, Error(Unsupported) if faultPointsBuiltIn() is false.
 void armFaultPoints(const std::string& spec);
 
 /// The counts of one armed fault point since it was armed.
@@ -63,8 +64,24 @@ void passFaultPoint(const char* site);
 /// Flips the lowest bit of the last byte.
 void flipBit(void* bytes, size_t nbytes) noexcept;
 
-#define PYCOMM_FAULT(site) (::pycomm::visitFaultPoint(site))
-#define PYCOMM_FAULT_POINT(site) ::pycomm::passFaultPoint(site)
+/// Remembers the name of a site that this program has.
+bool rememberFaultSite(const char* site);
+template <size_t N>
+struct FaultSiteName {
+  consteval FaultSiteName(const char (&name)[N]) { // NOLINT
+    std::copy_n(name, N, text);
+  }
+  char text[N]; // NOLINT
+};
+/// Of each site there is one, which is initialized when the program starts.
+template <FaultSiteName name>
+struct FaultSite {
+  static inline const bool remembered = rememberFaultSite(name.text);
+};
+
+#define PYCOMM_FAULT(site) (static_cast<void>(::pycomm::FaultSite<site>::remembered), ::pycomm::visitFaultPoint(site))
+#define PYCOMM_FAULT_POINT(site) \
+  (static_cast<void>(::pycomm::FaultSite<site>::remembered), ::pycomm::passFaultPoint(site))
 
 #else
 

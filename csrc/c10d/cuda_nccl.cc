@@ -41,13 +41,12 @@ ErrorRecord closedInTheMiddle() {
 
 /// A small collective of the group's own, on the CPU. Within an Interruptible.
 void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
-  constexpr int kLookEveryMs = 100;
   call.schedule.dtype = DType::UInt8;
   call.deadline = deadline;
   call.waits = true;
   const auto operation = group.start(call);
   beforeWait();
-  while (!group.wait(*operation, Deadline::after(kLookEveryMs))) {
+  while (!group.wait(*operation, Deadline::after(Interruptible::kEveryMs))) {
     if (Interruptible::look() && !group.failure()) {
       group.abort(interrupted(group)); // which ends it: its memory is the caller's, who goes away
     }

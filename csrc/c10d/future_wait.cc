@@ -1,4 +1,5 @@
 #include "c10d/future_wait.h"
+#include "c10d/interruptible.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -13,7 +14,6 @@ namespace {
 
 // How often a waiting main thread looks for Ctrl-C. Other callbacks of the future, which may take their time, run before ours: so the
 // future itself is looked at as often.
-constexpr int kLookMs = 100;
 
 struct Completed {
   std::mutex mutex; ///< guards the next
@@ -41,7 +41,7 @@ bool awaitCompletion(c10::ivalue::Future& future, Deadline deadline) {
   future.addCallback([completed](c10::ivalue::Future& /*future*/) { completed->note(); });
   while (true) {
     beforeWait();
-    if (completed->within(deadline.remainingMs(kLookMs)) || future.completed()) {
+    if (completed->within(deadline.remainingMs(Interruptible::kEveryMs)) || future.completed()) {
       return true;
     }
     if (deadline.expired()) {

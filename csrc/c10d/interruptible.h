@@ -15,7 +15,8 @@ namespace pycomm {
 /// identifies the thread's task, which a handler must not begin again: see within().
 class Interruptible {
  public:
-  static constexpr std::chrono::milliseconds kEvery{100}; ///< how often Python's signal handlers are run
+  static constexpr int kEveryMs = 100; ///< how often Python's signal handlers are run, here and in every other wait
+  static constexpr std::chrono::milliseconds kEvery{kEveryMs};
 
   explicit Interruptible(const void* about);
   ~Interruptible();

@@ -1,4 +1,5 @@
 #include "c10d/work.h"
+#include "c10d/interruptible.h"
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
@@ -23,7 +24,6 @@ namespace pycomm {
 namespace {
 
 // How often a waiting main thread looks for Ctrl-C.
-constexpr int kSignalCheckMs = 100;
 
 bool isMessage(c10d::OpType type) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
@@ -366,7 +366,8 @@ void PycommWork::synchronize() {
 void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds timeout, Deadline deadline) {
   const auto ended = [&] {
     beforeWait();
-    return raising([&] { return group.wait(operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
+    return raising(
+        [&] { return group.wait(operation, Deadline::after(deadline.remainingMs(Interruptible::kEveryMs))); });
   };
   std::optional<WaitClock::Waiting> waiting;
   if (!operation.done()) {

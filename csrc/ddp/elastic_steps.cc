@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/wait_point.h"
+#include "c10d/interruptible.h"
 #include "c10d/process_engine.h"
 #include "c10d/python_errors.h"
 #include "c10d/torch_compat.h"
@@ -16,7 +17,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kSignalCheckMs = 100;
 /// What a commit round carries, as maxima.
 enum CommitWord : size_t {
   kStep,
@@ -97,7 +97,7 @@ std::shared_ptr<ElasticSteps> ElasticSteps::join(
 std::optional<std::string> ElasticSteps::pull() {
   for (;;) {
     beforeWait();
-    AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(kSignalCheckMs));
+    AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(Interruptible::kEveryMs));
     if (arrival.state) {
       pulled_ = arrival.state->step;
       pulled_view_ = arrival.state->view;
@@ -193,7 +193,7 @@ template <typename Found>
 Found ElasticSteps::await(std::optional<Found> (AgreementDriver::*waits)(Deadline)) {
   for (;;) {
     beforeWait();
-    if (const auto found = ((*driver_).*waits)(Deadline::after(kSignalCheckMs))) {
+    if (const auto found = ((*driver_).*waits)(Deadline::after(Interruptible::kEveryMs))) {
       return *found;
     }
     checkSignals();
@@ -222,7 +222,7 @@ StepAgreement::Outcome ElasticSteps::end(const std::exception_ptr& error, Round 
   }
   for (;;) {
     beforeWait();
-    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(kSignalCheckMs), round)) {
+    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(Interruptible::kEveryMs), round)) {
       if (verdict->counts) {
         return Outcome::CommitLast;
       }

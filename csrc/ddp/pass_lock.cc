@@ -7,6 +7,7 @@
 
 #include "base/deadline.h"
 #include "base/wait_point.h"
+#include "c10d/interruptible.h"
 #include "c10d/process_end.h"
 #include "c10d/python_errors.h"
 #include "c10d/without_gil.h"
@@ -17,7 +18,6 @@ namespace {
 
 // A daemon thread may have stayed in the turn for good, as in a comm hook that waits for another rank.
 constexpr int64_t kPatienceAtEndMs = 3000;
-constexpr int kLookMs = 100; // how often a wait looks for Ctrl-C, and whether it would be refused by now
 
 bool inCallback() noexcept {
   return IssueContext::current() != nullptr;
@@ -53,7 +53,7 @@ void PassLock::await(bool brief) {
         "Try: join that thread before the program ends");
     checkSignals();
     beforeWait();
-  } while (!takeWithin(deadline.remainingMs(kLookMs), brief));
+  } while (!takeWithin(deadline.remainingMs(Interruptible::kEveryMs), brief));
 }
 
 bool PassLock::takeWithin(int64_t ms, bool brief) noexcept {
@@ -80,7 +80,7 @@ PassLock::Interval::~Interval() {
   const WithoutGil no_gil;
   do {
     beforeWait();
-  } while (!lock_.takeWithin(kLookMs, /*brief=*/false));
+  } while (!lock_.takeWithin(Interruptible::kEveryMs, /*brief=*/false));
 }
 
 bool PassLock::refuses() const noexcept {

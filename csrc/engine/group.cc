@@ -57,6 +57,20 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   }
 }
 
+template <typename Body>
+std::shared_ptr<Operation> Group::orFail(const Body& body) {
+  try {
+    return body();
+  } catch (...) {
+    const std::exception_ptr thrown = std::current_exception();
+    const ErrorRecord why = recordInAnyCase(roster_.identity, [&] { return ownTrouble(thrown, roster_.identity); });
+    if (isOwnTrouble(why.code)) { // else all ranks find it
+      abort(why); // a caller may try again at once
+    }
+    throw;
+  }
+}
+
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   refuseInChild(); // before it takes a number
   if (aborted_.load(std::memory_order_acquire) && !call.held) {
@@ -66,18 +80,20 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   }
   PYCOMM_FAULT_POINT("group.start");
   if (servedByHost(call.schedule)) {
-    return startOnHost(call);
+    return orFail([&] { return startOnHost(call); });
   }
-  std::shared_ptr<Operation> operation = issuer_.overLinks(call);
-  const Collective kind = call.schedule.kind;
-  if (call.held) {
-    onDataLoop(&DataPlane::hold, operation, RunOn::DataLoopThread);
-  } else if (kind == Collective::Send || kind == Collective::Recv) { // torch does not say who waits for it
-    onDataLoop(&DataPlane::post, operation, kind == Collective::Send ? RunOn::Caller : RunOn::CallerPatiently);
-  } else {
-    onDataLoop(&DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::DataLoopThread);
-  }
-  return operation;
+  return orFail([&] {
+    std::shared_ptr<Operation> operation = issuer_.overLinks(call);
+    const Collective kind = call.schedule.kind;
+    if (call.held) {
+      onDataLoop(&DataPlane::hold, operation, RunOn::DataLoopThread);
+    } else if (kind == Collective::Send || kind == Collective::Recv) { // torch does not say who waits for it
+      onDataLoop(&DataPlane::post, operation, kind == Collective::Send ? RunOn::Caller : RunOn::CallerPatiently);
+    } else {
+      onDataLoop(&DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::DataLoopThread);
+    }
+    return operation;
+  });
 }
 
 std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
@@ -95,9 +111,11 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
 
 std::shared_ptr<Operation> Group::follow(const Call& call) {
   refuseInChild(); // before it takes a number
-  std::shared_ptr<Operation> operation = issuer_.followed(call);
-  onDataLoop(&DataPlane::follow, operation, RunOn::DataLoopThread);
-  return operation;
+  return orFail([&] {
+    std::shared_ptr<Operation> operation = issuer_.followed(call);
+    onDataLoop(&DataPlane::follow, operation, RunOn::DataLoopThread);
+    return operation;
+  });
 }
 
 void Group::followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) {

@@ -99,8 +99,8 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// Ends everything on every rank with `reason`, as if the group had failed, once the ranks have agreed on that. What this rank starts
   /// after the call ends with the group, and what it has started `held` unless it is released.
   void abort(const ErrorRecord& reason);
-  /// Leaves the group: not collective, bounded (about 50 ms), idempotent. Operations under way end with SHUT_DOWN. Not on a native
-  /// thread.
+  /// Leaves the group: not collective, bounded (about 50 ms; 1.6 s if a peer reads nothing), idempotent. Operations under way end with
+  /// SHUT_DOWN. Not on a native thread.
   void close();
 
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
@@ -199,6 +199,10 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// Runs Planes::run() on the data loop.
   void onDataLoop(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(const Call& call);
+  /// Issues an operation by `body`. If this process cannot, the group fails: the id may be taken, so the others would wait for this rank, and
+  /// its next operation would not be theirs.
+  template <typename Body>
+  [[nodiscard]] std::shared_ptr<Operation> orFail(const Body& body);
 
   Engine& engine_;
   Store& store_;

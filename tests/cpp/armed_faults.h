@@ -12,13 +12,17 @@
 
 namespace pycomm::testing {
 
-/// Fault points that are armed while it exists. What they hold goes on at its end.
+/// Fault points that are armed while it exists. What they hold goes on at its end. By then each must have struck, but for those that only
+/// count visits.
 class ArmedFaults {
  public:
   explicit ArmedFaults(const std::string& spec) {
     armFaultPoints(spec);
   }
   ~ArmedFaults() {
+    for (const FaultPointTally& tally : faultPointTallies()) {
+      EXPECT_GT(tally.point.find(kCounts) == std::string::npos ? tally.strikes : tally.visits, 0) << tally.point;
+    }
     armFaultPoints("");
   }
   ArmedFaults(const ArmedFaults&) = delete;
@@ -38,6 +42,8 @@ class ArmedFaults {
   }
 
  private:
+  static constexpr const char* kCounts = ":1000000:"; ///< a visit that never comes
+
   template <typename Condition>
   static void waitUntil(const Condition& condition) {
     const Deadline most = Deadline::after(60000);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "engine/data/waiting.h"
+
 namespace pycomm::credit {
 namespace {
 
@@ -14,7 +16,8 @@ bool crowded(const Tables& tables, int rank) {
   return tables.peer(rank).eager_in > std::max<int64_t>(0, std::min(pool / 2, held_when_full));
 }
 
-void grant(Tables& tables, uint64_t op_id, EdgeRow& edge) {
+/// `shown`: the peer has entered the operation, as a frame of it shows.
+void grant(Tables& tables, uint64_t op_id, EdgeRow& edge, bool shown) {
   if (edge.passed == edge.frames) {
     return; // all of it has arrived
   }
@@ -26,13 +29,13 @@ void grant(Tables& tables, uint64_t op_id, EdgeRow& edge) {
   if (limit <= edge.limit || !worth_it) {
     return;
   }
-  if (edge.limit == kNoLimit && !edge.shown) {
+  if (edge.limit == kNoLimit && !shown) {
     PeerRow& from = tables.peer(edge.peer);
-    if (from.ahead >= tables.limits.max_ahead) {
+    if (from.granted_early >= tables.limits.max_ahead) {
       return; // the peer says when it waits for this, or answers when this rank does, and shown() grants it then
     }
-    edge.ahead = true;
-    ++from.ahead;
+    edge.granted_early = true;
+    ++from.granted_early;
   }
   edge.limit = limit;
   tables.credit_actions.push_back(CreditAction{CreditAction::Kind::Grant, edge.peer, op_id, limit});
@@ -41,14 +44,14 @@ void grant(Tables& tables, uint64_t op_id, EdgeRow& edge) {
 void grantAllFrom(Tables& tables, int rank) {
   for (auto& entry : tables.entered) {
     if (EdgeRow* edge = entry.second.from(rank)) {
-      grant(tables, entry.first, *edge);
+      grant(tables, entry.first, *edge, waiting::hasCome(entry.second, rank));
     }
   }
 }
 
-void noLongerAhead(Tables& tables, EdgeRow& edge) noexcept {
-  if (std::exchange(edge.ahead, false)) {
-    --tables.peer(edge.peer).ahead;
+void noLongerEarly(Tables& tables, EdgeRow& edge) noexcept {
+  if (std::exchange(edge.granted_early, false)) {
+    --tables.peer(edge.peer).granted_early;
   }
 }
 
@@ -92,13 +95,12 @@ void entered(Tables& tables, OperationRow& row, const PreparedSchedule& schedule
       }
       if (EdgeRow* edge = row.from(peer)) {
         edge->passed = ahead.frames;
-        edge->shown = true;
       }
     }
   }
   for (EdgeRow& edge : row.incoming) {
     if (edge.total > tables.limits.eager_nbytes || crowded(tables, edge.peer)) {
-      grant(tables, row.id().id, edge);
+      grant(tables, row.id().id, edge, unexpected != nullptr && unexpected->peers.count(edge.peer) != 0);
     }
   }
 }
@@ -112,7 +114,7 @@ void ended(Tables& tables, OperationRow& row) {
 
 void forget(Tables& tables, OperationRow& row) noexcept {
   for (EdgeRow& edge : row.incoming) {
-    noLongerAhead(tables, edge);
+    noLongerEarly(tables, edge);
   }
 }
 
@@ -128,10 +130,9 @@ void shown(Tables& tables, OperationRow& row, int peer) {
   if (edge == nullptr) {
     return;
   }
-  edge->shown = true;
-  noLongerAhead(tables, *edge);
+  noLongerEarly(tables, *edge);
   if (edge->limit == kNoLimit && (edge->total > tables.limits.eager_nbytes || crowded(tables, peer))) {
-    grant(tables, row.id().id, *edge);
+    grant(tables, row.id().id, *edge, true);
   }
 }
 
@@ -164,7 +165,7 @@ void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool 
     PeerRow& pool = tables.peer(peer);
     pool.eager_in -= tables.limits.cost(nbytes);
     pool.eager_used += tables.limits.cost(nbytes);
-    if (pool.eager_used >= tables.limits.eager_pool_nbytes / 4) {
+    if (pool.eager_used >= tables.limits.eager_pool_nbytes / 4 && pool.trouble == nullptr) { // else its link broke
       tables.credit_actions.push_back(
           CreditAction{CreditAction::Kind::Grant, peer, 0, std::exchange(pool.eager_used, 0)});
     }
@@ -172,7 +173,7 @@ void consumed(Tables& tables, OperationRow& row, int peer, int64_t nbytes, bool 
   if (EdgeRow* edge = row.from(peer)) {
     edge->moved += nbytes;
     if (edge->limit != kNoLimit) { // an edge that goes eagerly needs no credit
-      grant(tables, row.id().id, *edge);
+      grant(tables, row.id().id, *edge, true);
     }
   }
 }
@@ -196,7 +197,7 @@ const char* grantedAhead(Tables& tables, AheadOfUs& ahead, int peer, int64_t lim
   if (limit < 0) {
     return "credit of less than nothing";
   }
-  if (ahead.limit == kNoLimit && ++tables.peer(peer).limits > tables.limits.max_ahead) {
+  if (ahead.limit == kNoLimit && ++tables.peer(peer).credited_unexpected > tables.limits.max_ahead) {
     return "credit for too many operations that are not posted here";
   }
   ahead.limit = std::max(ahead.limit, limit);

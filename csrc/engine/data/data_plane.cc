@@ -73,7 +73,7 @@ void DataPlane::takeUp(const std::shared_ptr<Operation>& operation, Was was) {
       if (request.descriptor.kind == Collective::Send) {
         was == Was::Held ? messages_.release(operation) : messages_.post(operation);
         leaving::posted(tables_, request.schedule.get(), request.receives, Clock::now());
-        report();
+        act();
       } else {
         start(operation);
       }
@@ -95,7 +95,6 @@ void DataPlane::start(const std::shared_ptr<Operation>& operation) {
   row.transfer->start();
   transfers_.replayUnexpected(row);
   leaving::posted(tables_, operation->request().schedule.get(), false, now);
-  report();
   act();
   finishIfComplete(row);
 }
@@ -122,7 +121,7 @@ void DataPlane::release(const std::shared_ptr<Operation>& operation) {
   }
   guarded(-1, [&] { // more of the input is here
     OperationRow* const row = tables_.find(operation->request().id.id);
-    if (row != nullptr && row->transfer != nullptr) {
+    if (row != nullptr && row->runsHere()) {
       row->transfer->inputArrived();
       act();
       finishIfComplete(*row);
@@ -190,8 +189,7 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link, bool shared) {
     } else {
       links_.adopt(peer, std::move(link));
     }
-    PeerRow::Reading& reading = tables_.peer(peer).reading; // what the link has brought already may have ended it
-    reading = reading == PeerRow::Reading::NotOpened ? PeerRow::Reading::Open : reading;
+    noteReading(peer); // what the link has brought already may have ended it
   });
 }
 
@@ -205,12 +203,20 @@ void DataPlane::useRings(bool all_have_them) {
 
 void DataPlane::peerLeft(int peer) {
   leaving::saidGoodbye(tables_, peer, Clock::now());
-  report();
+  act();
+}
+
+void DataPlane::noteReading(int peer) noexcept {
+  using Reading = PeerRow::Reading;
+  tables_.peer(peer).reading = links_.hasEnded(peer) ? Reading::Ended
+      : links_.isOpened(peer)                        ? Reading::Open
+                                                     : Reading::NotOpened;
 }
 
 void DataPlane::onReadingEnded(int peer, const Error& error) {
+  noteReading(peer);
   leaving::readingEnded(tables_, peer, brokenLink(peer, error), Clock::now());
-  report();
+  act();
 }
 
 void DataPlane::onWritingBroke(int peer, const Error& error) {
@@ -219,7 +225,7 @@ void DataPlane::onWritingBroke(int peer, const Error& error) {
     return;
   }
   leaving::writingBroke(tables_, peer, brokenLink(peer, error), Clock::now());
-  report();
+  act();
 }
 
 ErrorRecord DataPlane::brokenLink(int peer, const Error& error) const {
@@ -228,12 +234,6 @@ ErrorRecord DataPlane::brokenLink(int peer, const Error& error) const {
     record.cause = error.record().summary;
   }
   return record;
-}
-
-void DataPlane::report() {
-  for (Action& action : std::exchange(tables_.leaving_actions, {})) {
-    take(action);
-  }
 }
 
 // ---- frames arrive
@@ -257,7 +257,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   }
   OperationRow* row = tables_.find(header.op_id);
   if (ours && header.kind == static_cast<uint8_t>(Collective::Send)) {
-    if (!messages_.arrived(peer, header, row != nullptr && row->transfer != nullptr)) {
+    if (!messages_.arrived(peer, header, row != nullptr && row->runsHere())) {
       act();
       return sink;
     }
@@ -291,7 +291,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
   }
   if (header.type == FrameType::Goodbye) {
     links_.endReading(peer);
-    tables_.peer(peer).reading = PeerRow::Reading::Ended;
+    noteReading(peer);
     events_.left(peer);
     peerLeft(peer);
     return;
@@ -317,7 +317,7 @@ void DataPlane::onSent(const std::vector<OutFrame>& frames) {
 
 void DataPlane::sent(const OutFrame& frame) {
   OperationRow* const row = frame.step < 0 ? nullptr : tables_.find(frame.header.op_id);
-  if (row != nullptr && row->transfer != nullptr) {
+  if (row != nullptr && row->runsHere()) {
     row->transfer->sent(static_cast<uint32_t>(frame.step));
     finishIfComplete(*row);
   }
@@ -373,21 +373,17 @@ void DataPlane::push(int peer, OutFrame&& frame) {
   }
 }
 
-void DataPlane::send(int peer, const FrameHeader& header, bool needs) {
+void DataPlane::send(int peer, const FrameHeader& header, Action::Way way) {
+  if (way == Action::Way::OpenLink && !links_.isWriting(peer)) {
+    questions_.push_back(Question{peer, header});
+    return;
+  }
   OutFrame frame;
   frame.header = header;
-  if (needs || peer == identity_.rank) {
+  if (way == Action::Way::Needed || peer == identity_.rank) {
     push(peer, std::move(frame));
   } else if (running()) {
     links_.ask(peer, std::move(frame));
-  }
-}
-
-void DataPlane::ask(int peer, const FrameHeader& question) {
-  if (!links_.isWriting(peer)) {
-    questions_.push_back(Question{peer, question});
-  } else {
-    send(peer, question, false);
   }
 }
 
@@ -404,19 +400,14 @@ void DataPlane::act() {
 void DataPlane::take(Action& action) {
   switch (action.kind) {
     case Action::Kind::Send:
-      if (action.way == Action::Way::OpenLink) {
-        ask(action.peer, action.header);
-      } else {
-        send(action.peer, action.header, action.way == Action::Way::Needed);
-      }
+      send(action.peer, action.header, action.way);
       break;
     case Action::Kind::MaySend:
-      if (const OperationRow* const row = tables_.find(action.op_id); row != nullptr && row->transfer != nullptr) {
+      if (const OperationRow* const row = tables_.find(action.op_id); row != nullptr && row->runsHere()) {
         row->transfer->roomCame(action.peer);
       }
       break;
     case Action::Kind::Notice:
-    case Action::Kind::NoticeAndStop:
       notice(std::move(action.record));
       break;
     case Action::Kind::Doubt:
@@ -455,8 +446,7 @@ void DataPlane::overdue(uint64_t op_id) {
   if (row == nullptr) {
     return;
   }
-  std::optional<ErrorRecord> late =
-      row->transfer != nullptr ? std::optional(transfers_.overdue(*row)) : watched_.overdue(*row);
+  std::optional<ErrorRecord> late = row->runsHere() ? std::optional(transfers_.overdue(*row)) : watched_.overdue(*row);
   if (late) {
     notice(std::move(*late));
   }
@@ -498,7 +488,7 @@ void DataPlane::tick(TimePoint now) {
       notice(std::move(late));
     }
     leaving::tick(tables_, now);
-    report();
+    act();
     links_.tick(now);
   });
   endRefusedLate(now);
@@ -525,7 +515,7 @@ DataPlane::Usage DataPlane::usage() const {
   usage.held = watched_.held();
   for (const auto& entry : tables_.entered) {
     const OperationRow& row = entry.second;
-    usage.transfers += row.runs == OperationRow::Runs::Here ? 1 : 0;
+    usage.transfers += row.runsHere() ? 1 : 0;
     usage.on_host += row.runs == OperationRow::Runs::InSharedMemory ? 1 : 0;
     usage.followed += row.runs == OperationRow::Runs::Elsewhere ? 1 : 0;
     usage.unexpected_frames += row.unexpected.size();

@@ -41,7 +41,7 @@ namespace pycomm {
 ///   Closing -> Failed and closing, by fail(), or Failed -> Failed and closing, by close(): links stay open for a while.
 ///   From either of the last two -> ended, when that time is over.
 /// Thread: the event loop's, for everything.
-class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
+class DataPlane final : public Loop::Ticker, private LinkOwner {
  public:
   using Usage = pycomm::Usage;
   /// Any thread may be behind these; they must not block. Once the plane ends it reports no failure and no doubt, and asks nothing.
@@ -129,9 +129,8 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   /// The operation ends with the group's failure, which the exception that is being handled becomes. If it ended before, its waiter might
   /// begin an operation that the other ranks do not expect, and they would blame that.
   void cannotBegin(const std::shared_ptr<Operation>& operation) noexcept;
-  /// Sends a frame without payload over the bulk link. If an operation `needs` it, it fails the group if it cannot be sent; else that is
-  /// logged.
-  void send(int peer, const FrameHeader& header, bool needs);
+  /// Sends a frame without payload. If an operation needs it, it fails the group if it cannot be sent; else that is logged.
+  void send(int peer, const FrameHeader& header, Action::Way way);
   /// The group has failed, as far as this rank knows.
   void notice(ErrorRecord record) const;
 
@@ -143,7 +142,7 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   /// The error of an operation that ends with others. The row is null if it is not entered.
   using Why = std::function<ErrorRecord(const Operation&, const OperationRow*)>;
 
-  // PeerLinks::Owner
+  // LinkOwner
   [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override;
   void onFrame(int peer, const FrameHeader& header, Sink sink) override;
   void onSent(const std::vector<OutFrame>& frames) override;
@@ -185,16 +184,14 @@ class DataPlane final : public Loop::Ticker, private PeerLinks::Owner {
   void take(Action& action);
   /// A frame of an operation.
   void push(int peer, OutFrame&& frame);
-  /// A question or an answer, over the bulk link if there is one, else over control links.
-  void ask(int peer, const FrameHeader& question);
   void flush();
   /// The frame has left.
   void sent(const OutFrame& frame);
   void deliverToSelf();
 
   // ---- peers come and go
-  /// Does what leaving.cc has listed.
-  void report();
+  /// The link that the peer opened has changed its state.
+  void noteReading(int peer) noexcept;
   [[nodiscard]] ErrorRecord brokenLink(int peer, const Error& error) const;
 
   // ---- the end: ends.cc

@@ -30,8 +30,8 @@ void DataPlane::notice(ErrorRecord record) const {
 }
 
 void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
-  if (peer >= 0 && links_.hasEnded(peer)) {
-    tables_.peer(peer).reading = PeerRow::Reading::Ended; // the link brought bytes that cannot be taken
+  if (peer >= 0) {
+    noteReading(peer); // the link may have brought bytes that cannot be taken
   }
   try {
     ErrorRecord record = ownTrouble(exception, identity_);
@@ -138,7 +138,7 @@ void DataPlane::endAll(const Why& why) noexcept {
     entry.second.frames.clear();
   }
   for (const auto& entry : rows) {
-    if (entry.second.runs == OperationRow::Runs::Here) {
+    if (entry.second.runsHere()) {
       transfers_.ended();
     }
   }
@@ -170,8 +170,7 @@ void DataPlane::tellOldest(const ErrorRecord& cause, const OldestEnds& told) con
   const OperationRow* oldest = nullptr;
   for (const auto& entry : tables_.entered) {
     const OperationRow& row = entry.second;
-    if (row.runs == OperationRow::Runs::Here &&
-        (oldest == nullptr || row.operation->issuedAt() < oldest->operation->issuedAt())) {
+    if (row.runsHere() && (oldest == nullptr || row.operation->issuedAt() < oldest->operation->issuedAt())) {
       oldest = &row;
     }
   }
@@ -185,7 +184,7 @@ void DataPlane::tellOldest(const ErrorRecord& cause, const OldestEnds& told) con
 
 const Operation* DataPlane::unfinished() const noexcept {
   for (const auto& entry : tables_.entered) {
-    if (entry.second.runs == OperationRow::Runs::Here) {
+    if (entry.second.runsHere()) {
       return entry.second.operation.get();
     }
   }

@@ -20,7 +20,7 @@ using Suspicion = PeerRow::Suspicion;
 constexpr std::chrono::milliseconds kLinkWithin(kOneTryMs);
 
 void notice(Tables& tables, ErrorRecord record) {
-  Action& action = tables.leaving_actions.emplace_back();
+  Action& action = tables.actions.emplace_back();
   action.kind = Action::Kind::Notice;
   action.record = std::move(record);
 }
@@ -129,20 +129,31 @@ ErrorRecord awayFrom(const Tables& tables, int peer, const Operation& operation)
   return lost != nullptr ? *lost : peerLeftUs(peer, operation, tables.identity);
 }
 
-// Whether an operation waits for so many bytes of a lost peer that they take credit, which does not reach that any more.
+// Whether operations wait for so many bytes of a lost peer that they take credit, or room of the pool that it has used up: neither reaches it
+// any more.
 bool lacksCredit(const Tables& tables, int peer) noexcept {
-  const auto takes_credit = [&](int64_t nbytes) { return nbytes > tables.limits.eager_nbytes; };
-  const auto begun = [&](const auto& entry) {
+  const PeerRow& row = tables.peer(peer);
+  if (row.presence != Presence::Lost) {
+    return false;
+  }
+  int64_t pool = row.eager_in + row.eager_used;
+  bool takes_credit = false;
+  const auto add = [&](int64_t nbytes, size_t frames) {
+    takes_credit = takes_credit || nbytes > tables.limits.eager_nbytes;
+    pool += tables.limits.cost(nbytes, frames);
+  };
+  for (const auto& entry : tables.entered) {
     const EdgeRow* const edge = entry.second.from(peer);
-    return edge != nullptr && edge->done < edge->frames && takes_credit(edge->total);
-  };
-  const auto waiting = [&](const auto& entry) {
-    const Operation::Request& receive = entry.second->request();
-    return receive.peer == peer && takes_credit(static_cast<int64_t>(receive.output.nbytes));
-  };
-  return tables.peer(peer).presence == Presence::Lost &&
-      (std::any_of(tables.entered.begin(), tables.entered.end(), begun) ||
-       std::any_of(tables.receives.begin(), tables.receives.end(), waiting));
+    if (edge != nullptr && edge->done < edge->frames) {
+      edge->passed == 0 ? add(edge->total, edge->frames) : add(edge->total, 0); // what has arrived is in the pool
+    }
+  }
+  for (const auto& entry : tables.receives) {
+    if (entry.second->request().peer == peer) {
+      add(static_cast<int64_t>(entry.second->request().output.nbytes), 1);
+    }
+  }
+  return takes_credit || pool > tables.limits.eager_pool_nbytes;
 }
 
 // Of a peer that has left or is lost: whether an operation still needs it.
@@ -201,7 +212,7 @@ void lose(Tables& tables, int peer, const ErrorRecord& broke, TimePoint doubt_at
 // link is better evidence. If the peer died, the ranks with a control link to it report that.
 void decide(Tables& tables, int peer, Suspicion suspicion, TimePoint now) {
   if (suspicion.state == Suspicion::State::Doubted) {
-    Action& action = tables.leaving_actions.emplace_back();
+    Action& action = tables.actions.emplace_back();
     action.kind = Action::Kind::Doubt;
     action.record = std::move(suspicion.record);
     check(tables, peer, now); // what was posted meanwhile
@@ -255,7 +266,6 @@ void saidGoodbye(Tables& tables, int peer, TimePoint now) {
 
 void readingEnded(Tables& tables, int peer, ErrorRecord gone, TimePoint now) {
   PeerRow& row = tables.peer(peer);
-  row.reading = Reading::Ended;
   if (row.presence != Presence::Left) {
     notice(tables, std::move(gone));
     return;

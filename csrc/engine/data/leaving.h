@@ -25,7 +25,7 @@ namespace pycomm::leaving {
 // ---- events
 /// The peer's goodbye has arrived, on a bulk link or on its control link.
 void saidGoodbye(Tables& tables, int peer, TimePoint now);
-/// The link that the peer opened has ended, or broke. `gone`: the error if no goodbye explains it.
+/// The link that the peer opened has ended, or broke (PeerRow::reading says so). `gone`: the error if no goodbye explains it.
 void readingEnded(Tables& tables, int peer, ErrorRecord gone, TimePoint now);
 /// The link that this rank opened to the peer broke.
 void writingBroke(Tables& tables, int peer, ErrorRecord gone, TimePoint now);

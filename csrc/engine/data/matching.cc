@@ -103,7 +103,7 @@ std::map<uint64_t, UnexpectedRow>::node_type take(Tables& tables, uint64_t op_id
     for (const auto& [rank, ahead] : taken.mapped().peers) {
       PeerRow& peer = tables.peer(rank);
       --places(peer, ahead.descriptor);
-      peer.limits -= ahead.limit == kNoLimit ? 0 : 1;
+      peer.credited_unexpected -= ahead.limit == kNoLimit ? 0 : 1;
     }
   }
   return taken;
@@ -197,7 +197,7 @@ OperationRow& entered(
     }
   } catch (...) { // nobody would look at its deadline
     const auto first = tables.actions.begin() + actions;
-    const auto fails = [](const Action& action) { return action.kind == Action::Kind::NoticeAndStop; };
+    const auto fails = [](const Action& action) { return action.kind == Action::Kind::Notice; };
     const auto found = std::find_if(first, tables.actions.end(), fails); // a mismatch is one without the row, too
     if (found != tables.actions.end()) {
       std::iter_swap(first, found);
@@ -356,7 +356,7 @@ void fail(Tables& tables, ErrorRecord record) {
     return; // the first error wins
   }
   Action& action = tables.actions.emplace_back();
-  action.kind = Action::Kind::NoticeAndStop;
+  action.kind = Action::Kind::Notice;
   action.record = std::move(record);
   tables.failed = true;
 }

@@ -79,7 +79,7 @@ void Messages::ask(int peer, uint32_t tag) {
   PeerRow& row = tables_.peer(peer);
   // However many are lost, what the peer may announce has a bound.
   row.asked = std::min(row.asked + 1, tables_.limits.places());
-  plane_.send(peer, question, false); // it may be lost: the receive asks again
+  plane_.send(peer, question, Action::Way::BulkLink); // it may be lost: the receive asks again
 }
 
 // Also if an earlier receive from that rank under that tag has waited for long: its pause is not that of the next.

@@ -64,15 +64,15 @@ Tables::Usage Tables::usage() const noexcept {
     const auto& [peer, ahead] = *row.peers.begin();
     usage.first_unexpected = {id, ahead.descriptor.kind, peer, ahead.refused, row.frames.size()};
   }
-  usage.history = std::max(recent.size(), recent_order.size());
-  usage.forgotten = std::max(forgotten.size(), forgotten_order.size());
+  usage.history = recent.size();
+  usage.forgotten = forgotten.size();
   for (const PeerRow& peer : peers) {
     usage.places_taken += peer.collectives + peer.messages;
     usage.asked += peer.asked;
-    usage.unexpected_credit += peer.limits;
+    usage.credited_unexpected += peer.credited_unexpected;
     usage.eager_in += peer.eager_in;
     usage.past += peer.past.size();
-    usage.ahead += peer.ahead;
+    usage.granted_early += peer.granted_early;
   }
   usage.most_past = peers.size() * static_cast<size_t>(limits.eager_pool_nbytes / limits.frame_nbytes + 1);
   return usage;

@@ -61,8 +61,7 @@ struct EdgeRow {
   size_t done = 0; ///< frames that have arrived whole, or that the kernel has taken
   int64_t moved = 0; ///< bytes. Incoming: consumed here; outgoing: queued
   int64_t limit = kNoLimit; ///< bytes of this edge that may be sent in all: as told to the peer, or as told by it
-  bool shown = false; ///< incoming: the peer has entered the operation, as a frame of it shows
-  bool ahead = false; ///< incoming: counted in PeerRow::ahead
+  bool granted_early = false; ///< incoming: counted in PeerRow::granted_early
   int64_t eager_sent = 0; ///< outgoing: PeerRow::eager_sent after its last frame
 };
 
@@ -106,8 +105,11 @@ struct OperationRow {
     Elsewhere, ///< another library: NCCL
   };
   Runs runs = Runs::Here;
+  [[nodiscard]] bool runsHere() const noexcept {
+    return runs == Runs::Here;
+  }
   std::shared_ptr<Operation> operation;
-  std::unique_ptr<Transfer> transfer; ///< null unless it runs here
+  std::unique_ptr<Transfer> transfer; ///< null unless runsHere()
   std::vector<EdgeRow> incoming; ///< in the order of its schedule, as the next; none if it does not run here
   std::vector<EdgeRow> outgoing;
   std::vector<UnexpectedFrame> unexpected; ///< until it begins
@@ -157,8 +159,8 @@ struct PeerRow {
   /// In the order of their last frames. Once more than a pool has been sent after an operation's last frame, the peer has given back
   /// room for some of that, so it has read that frame before, and credit that it granted until then has come.
   std::deque<Past> past;
-  size_t ahead = 0; ///< edges that have credit, while nothing shows that the peer has entered their operations
-  size_t limits = 0; ///< unexpected operations for which it has given credit
+  size_t granted_early = 0; ///< edges that have credit, while nothing shows that the peer has entered their operations
+  size_t credited_unexpected = 0; ///< unexpected operations for which it has given credit
 
   // Messages: messages.h.
   uint64_t sent = 0; ///< messages to it that have been named
@@ -212,8 +214,7 @@ struct PeerRow {
 struct Action {
   enum class Kind {
     Send, ///< a frame without payload to `peer`
-    Notice, ///< `record`: this rank has noticed that the group has failed. What arrives still counts
-    NoticeAndStop, ///< the same, but nothing counts any more
+    Notice, ///< `record`: this rank has noticed that the group has failed. What arrives still counts, unless Tables::failed
     Doubt, ///< the group has failed if `record.peer` is still there: see Membership::doubted
     Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
     MaySend, ///< operation `op_id` may be able to send to `peer` now
@@ -287,7 +288,7 @@ struct Tables {
   [[nodiscard]] bool mayAskEveryone() const noexcept {
     return identity.size <= kAskEveryoneMaxSize;
   }
-  /// Those of matching and waiting first, then those of credit. Nothing depends on the order between the two.
+  /// Those of matching, waiting and leaving first, then those of credit. Nothing depends on the order between the two.
   [[nodiscard]] std::vector<Action> takeActions();
 
   /// The state kept for operations that have not ended here or are not entered here.
@@ -304,13 +305,13 @@ struct Tables {
     Unexpected first_unexpected; ///< with the lowest id, if there are some
     size_t places_taken = 0; ///< of unexpected operations
     size_t asked = 0; ///< see PeerRow::asked
-    size_t unexpected_credit = 0; ///< see PeerRow::limits
+    size_t credited_unexpected = 0; ///< see PeerRow
     size_t history = 0; ///< operations that have ended and are kept
     size_t forgotten = 0; ///< derived ids of older ones
     int64_t eager_in = 0; ///< bytes in the pools of all peers
     size_t past = 0; ///< see PeerRow::past
     size_t most_past = 0; ///< as many as there are frames in a pool, of each peer
-    size_t ahead = 0; ///< see PeerRow::ahead
+    size_t granted_early = 0; ///< see PeerRow
   };
   [[nodiscard]] Usage usage() const noexcept;
 
@@ -341,10 +342,9 @@ struct Tables {
   size_t away = 0; ///< ranks that are not Here
   size_t suspicions = 0; ///< ranks that are under suspicion
 
-  std::vector<Action> actions; ///< of matching and waiting
-  std::vector<Action> leaving_actions;
+  std::vector<Action> actions; ///< of matching, waiting and leaving
   std::vector<CreditAction> credit_actions;
-  bool failed = false; ///< a NoticeAndStop action was made: nothing counts any more
+  bool failed = false; ///< matching or waiting has found a failure: nothing counts any more
 };
 
 /// Frames that went eagerly say so, so that both sides count the same bytes against the pool.

@@ -39,9 +39,9 @@ std::string heldText(const Usage& usage) {
   }
   check("places of unexpected operations", tables.places_taken);
   check("unanswered questions for messages", tables.asked);
-  check("credit of unexpected operations", tables.unexpected_credit);
+  check("credit of unexpected operations", tables.credited_unexpected);
   check("bytes in pools", static_cast<uint64_t>(tables.eager_in));
-  check("operations ahead", tables.ahead);
+  check("operations ahead", tables.granted_early);
   check("history", tables.history, Tables::kRecent);
   check("forgotten operations", tables.forgotten, Tables::kForgotten);
   check("past operations of peers", tables.past, tables.most_past);

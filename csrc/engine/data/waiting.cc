@@ -317,7 +317,7 @@ TimePoint nextTick(const Tables& tables) noexcept {
 
 bool hasCome(const OperationRow& row, int peer) {
   const EdgeRow* const edge = row.from(peer);
-  return row.came.count(peer) != 0 || (edge != nullptr && edge->shown);
+  return row.came.count(peer) != 0 || (edge != nullptr && edge->passed > 0);
 }
 
 std::optional<NotEntered> missing(const OperationRow& row) {

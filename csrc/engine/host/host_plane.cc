@@ -101,19 +101,11 @@ bool HostPlane::post(
     std::shared_ptr<Operation>& made) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    try {
-      made = make();
-      if (closed_) {
-        return false;
-      }
-      put(made);
-    } catch (...) {
-      if (!closed_) {
-        // The id may be taken: the others would wait for this rank, and its next operation would not be theirs.
-        noticeException();
-      }
-      throw;
+    made = make();
+    if (closed_) {
+      return false;
     }
+    put(made);
   }
   static_cast<void>(PYCOMM_FAULT("host.posted"));
   bell_.ringSelf(); // another thread of this process may run operations, and sleep

@@ -79,8 +79,7 @@ std::unique_ptr<Link> Connector::openControl(
     if (final) {
       // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
       for (const Deadline end = Deadline::after(kReasonWithinMs); (gone || link != nullptr) && !end.expired();) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        abort.throwIfAborted();
+        pauseFor(kShortPauseMs, end, abort);
         look();
       }
       if (gone) {

@@ -27,15 +27,13 @@ namespace pycomm {
 /// Thread: the data loop's, for everything.
 class PeerLinks final {
  public:
-  using Owner = LinkOwner;
-
   struct Options {
     OutLinks::Connect connect; ///< begins to connect, for a simulator; empty: by a socket
     size_t read_buffer_nbytes = 64 << 10; ///< of each link
   };
 
   /// All that is given here outlives this.
-  PeerLinks(const GroupIdentity& identity, const Options& options, Loop& loop, StagingPool& staging, Owner& owner)
+  PeerLinks(const GroupIdentity& identity, const Options& options, Loop& loop, StagingPool& staging, LinkOwner& owner)
       : peers_(static_cast<size_t>(identity.size)),
         out_(identity, options.connect, loop, staging, owner, peers_),
         in_(identity, options.read_buffer_nbytes, loop, out_.route(), owner, peers_) {}
@@ -102,9 +100,9 @@ class PeerLinks final {
   [[nodiscard]] bool isWriting(int peer) const noexcept {
     return out_.isWriting(peer);
   }
-  /// The link that the peer opened may still bring something.
-  [[nodiscard]] bool isReading(int peer) const noexcept {
-    return in_.isReading(peer);
+  /// The peer has opened a link to this rank.
+  [[nodiscard]] bool isOpened(int peer) const noexcept {
+    return in_.isOpened(peer);
   }
   /// The link that the peer opened brings nothing more.
   [[nodiscard]] bool hasEnded(int peer) const noexcept {

@@ -5,15 +5,24 @@
 #include <utility>
 
 namespace pycomm {
-namespace {
 
-void unwatchFd(Loop& loop, int& watched) noexcept {
-  if (watched >= 0) {
-    loop.unwatch(std::exchange(watched, -1));
+void PortWatch::set(Loop& loop, int fd, uint32_t events, Loop::Handler& port) {
+  if (fd == fd_ && events == events_) {
+    return;
   }
+  if (fd != fd_) {
+    end(loop);
+  }
+  loop.watch(fd, events, port);
+  fd_ = fd;
+  events_ = events;
 }
 
-} // namespace
+void PortWatch::end(Loop& loop) noexcept {
+  if (fd_ >= 0) {
+    loop.unwatch(std::exchange(fd_, -1));
+  }
+}
 
 // Of a shared link always: the peer's end must be noticed, and bytes of its bell must not pile up.
 uint32_t OutPort::events() const noexcept {
@@ -25,24 +34,9 @@ uint32_t OutPort::events() const noexcept {
 }
 
 void OutPort::watch(Loop& loop) {
-  if (hung_up_) {
-    return;
+  if (!hung_up_) {
+    watch_.set(loop, link->fd(), events(), *this);
   }
-  const int fd = link->fd();
-  const uint32_t wanted = events();
-  if (fd == watched_ && wanted == watched_events_) {
-    return;
-  }
-  if (fd != watched_) {
-    unwatch(loop);
-  }
-  loop.watch(fd, wanted, *this);
-  watched_ = fd;
-  watched_events_ = wanted;
-}
-
-void OutPort::unwatch(Loop& loop) noexcept {
-  unwatchFd(loop, watched_);
 }
 
 // The peer never reads much of this connection, so it always has room: the loop returns at once to bytes that the kernel no longer has.
@@ -51,21 +45,9 @@ uint32_t InPort::events() const noexcept {
 }
 
 void InPort::watch(Loop& loop) {
-  const int fd = link->fd();
-  const uint32_t wanted = events();
-  if (ended || (fd == watched_ && wanted == watched_events_)) {
-    return;
+  if (!ended) {
+    watch_.set(loop, link->fd(), events(), *this);
   }
-  if (fd != watched_) {
-    unwatch(loop);
-  }
-  loop.watch(fd, wanted, *this);
-  watched_ = fd;
-  watched_events_ = wanted;
-}
-
-void InPort::unwatch(Loop& loop) noexcept {
-  unwatchFd(loop, watched_);
 }
 
 } // namespace pycomm

@@ -22,6 +22,16 @@ class PortOwner {
   virtual void onPortThrown(int peer, const std::exception_ptr& exception) noexcept = 0;
 };
 
+/// The descriptor of a port's link that the loop watches, as links change theirs.
+struct PortWatch {
+  void set(Loop& loop, int fd, uint32_t events, Loop::Handler& port);
+  void end(Loop& loop) noexcept;
+
+ private:
+  int fd_ = -1; ///< none
+  uint32_t events_ = 0;
+};
+
 /// The connection that this rank opened to a peer, to write frames. The peer never writes on it.
 struct OutPort final : Loop::Handler {
   enum class State {
@@ -74,7 +84,9 @@ struct OutPort final : Loop::Handler {
 
   /// Has the loop watch the connection that the link goes on with, for what this state needs.
   void watch(Loop& loop);
-  void unwatch(Loop& loop) noexcept;
+  void unwatch(Loop& loop) noexcept {
+    watch_.end(loop);
+  }
   /// The peer has closed: its hang-up would wake the loop again and again.
   void stopWatching(Loop& loop) noexcept {
     unwatch(loop);
@@ -86,7 +98,7 @@ struct OutPort final : Loop::Handler {
   std::unique_ptr<Link> link;
   OutChannel channel;
   SharedLink* shared = nullptr; ///< `link`, if it is one
-  bool needed = false; ///< a frame has been queued that is no question
+  bool needed = false; ///< a frame has been queued that an operation cannot go on without
   bool to_flush = false; ///< is in the list of ports whose frames nobody tried to write yet
   bool reader_gone = false; ///< of a shared link: the next write will fail
   SlowWait slow{Clock::now()}; ///< while it connects
@@ -96,8 +108,7 @@ struct OutPort final : Loop::Handler {
 
   State state_ = State::Connecting;
   bool hung_up_ = false;
-  int watched_ = -1; ///< the descriptor of the link that the loop watches
-  uint32_t watched_events_ = 0;
+  PortWatch watch_;
 };
 
 /// The connection that a peer opened to this rank, to read frames.
@@ -121,7 +132,9 @@ struct InPort final : Loop::Handler {
 
   /// Has the loop watch the connection that the link goes on with, unless it has ended.
   void watch(Loop& loop);
-  void unwatch(Loop& loop) noexcept;
+  void unwatch(Loop& loop) noexcept {
+    watch_.end(loop);
+  }
 
   PortOwner& owner; ///< holds this port
   const int peer;
@@ -133,8 +146,7 @@ struct InPort final : Loop::Handler {
  private:
   [[nodiscard]] uint32_t events() const noexcept;
 
-  int watched_ = -1; ///< the descriptor of the link that the loop watches
-  uint32_t watched_events_ = 0;
+  PortWatch watch_;
 };
 
 /// The bulk links between this rank and one peer.

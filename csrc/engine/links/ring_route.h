@@ -22,7 +22,7 @@ class RingRoute {
   struct Kept {
     int peer;
     OutFrame frame;
-    bool needed; ///< it is no question
+    bool needed; ///< an operation cannot go on without it
   };
 
   /// The identity outlives this.

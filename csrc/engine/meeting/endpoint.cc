@@ -153,14 +153,14 @@ class Endpoint::Ears final : public Loop::Handler, public Loop::Ticker {
 /// One process that has said Hello.
 class Endpoint::Session final : public Loop::Handler {
  public:
-  Session(Endpoint& endpoint, uint64_t number, std::unique_ptr<Link> link, ProcessId found)
-      : found(std::move(found)), endpoint_(endpoint), number_(number), link_(std::move(link)), since_(Clock::now()) {
+  Session(Endpoint& endpoint, std::unique_ptr<Link> link, ProcessId found)
+      : found(std::move(found)), endpoint_(endpoint), link_(std::move(link)), since_(Clock::now()) {
     endpoint_.control_.watch(link_->fd(), EPOLLIN, *this);
   }
   ~Session() override {
     endpoint_.control_.unwatch(link_->fd());
     if (instance != nullptr) {
-      instance->left(rank);
+      instance->left(rank, knows_that_it_entered);
     }
   }
 
@@ -181,28 +181,33 @@ class Endpoint::Session final : public Loop::Handler {
     if (!goesOn()) {
       return;
     }
-    while (!takeRequest()) {
-      if (over_) {
-        return;
+    do {
+      while (!takeRequest()) {
+        if (over_) {
+          return;
+        }
+        const Progress progress = link_->tryRead({bytes.data(), bytes.size()});
+        in_.append(reinterpret_cast<const char*>(bytes.data()), progress.nbytes);
+        if (progress.closed) {
+          end();
+          return;
+        }
+        if (progress.nbytes == 0) {
+          return;
+        }
       }
-      const Progress progress = link_->tryRead({bytes.data(), bytes.size()});
-      in_.append(reinterpret_cast<const char*>(bytes.data()), progress.nbytes);
-      if (progress.closed) {
-        end();
-        return;
-      }
-      if (progress.nbytes == 0) {
-        return;
-      }
-    }
+    } while (!in_.empty()); // what it gives up for is not lost with an answer that it does not wait for
     (void)goesOn(); // the next request has an event of its own
   }
-  /// When a process that has not entered is dropped. Single bytes do not put it off.
+  /// When it is dropped: at once if it is over, and a process that has not entered after a while. Single bytes do not put that off.
   [[nodiscard]] TimePoint patience() const noexcept {
-    return isStranger() ? since_ + kForRequest : TimePoint::max();
+    return over_ ? Loop::Ticker::kAtOnce : isStranger() ? since_ + kForRequest : TimePoint::max();
   }
-  [[nodiscard]] uint64_t number() const noexcept {
-    return number_;
+  /// Nothing comes on it any more.
+  void end() noexcept {
+    if (!std::exchange(over_, true)) {
+      endpoint_.control_.unwatch(link_->fd());
+    }
   }
   /// The process at the other end, if the connection is in TLS.
   [[nodiscard]] std::optional<ProcessId> peer() const {
@@ -213,6 +218,7 @@ class Endpoint::Session final : public Loop::Handler {
   const ProcessId found; ///< the incarnation at whose fixed port it came; else empty
   std::shared_ptr<Instance> instance; ///< that it has entered
   int rank = -1;
+  bool knows_that_it_entered = false; ///< it has asked for something since
   std::weak_ptr<Mailbox> mailbox; ///< or to which it brings messages
   ProcessId from; ///< then it is this member or newcomer; else empty
   bool gives = false; ///< and it brings parts of a state
@@ -220,12 +226,6 @@ class Endpoint::Session final : public Loop::Handler {
  private:
   [[nodiscard]] bool isStranger() const noexcept {
     return instance == nullptr && from.empty();
-  }
-  void end() noexcept {
-    if (!std::exchange(over_, true)) {
-      endpoint_.control_.unwatch(link_->fd());
-      endpoint_.drop(number_);
-    }
   }
   /// Whether the last answer has been sent, and there may be a next one: a caller at a fixed port gets one.
   bool goesOn() {
@@ -269,7 +269,8 @@ class Endpoint::Session final : public Loop::Handler {
     }
     const auto request = unpackWords(std::string_view(in_).substr(sizeof length, length));
     in_.erase(0, sizeof length + length);
-    if (!request || !in_.empty()) { // one request, one answer, in turn
+    // One request, one answer, in turn; only a member that gives up, because there is no answer, says so behind its request.
+    if (!request || (isStranger() && !in_.empty()) || (!out_.empty() && request->front() != endpoint_request::kFail)) {
       end();
       return false;
     }
@@ -280,7 +281,6 @@ class Endpoint::Session final : public Loop::Handler {
   }
 
   Endpoint& endpoint_; ///< holds this
-  const uint64_t number_;
   const std::unique_ptr<Link> link_;
   std::string in_;
   std::string out_;
@@ -298,7 +298,7 @@ TimePoint Endpoint::Ears::nextTick() const noexcept {
   for (const Port& port : ports_) {
     next = std::min(next, port.acceptor != nullptr ? port.acceptor->nextDeadline() : try_again_);
   }
-  for (const auto& [number, session] : endpoint_.sessions_) {
+  for (const auto& session : endpoint_.sessions_) {
     next = std::min(next, session->patience());
   }
   return next;
@@ -314,15 +314,7 @@ void Endpoint::Ears::tick(TimePoint now) {
       }
     }
   }
-  std::vector<uint64_t> slow;
-  for (const auto& [number, session] : endpoint_.sessions_) {
-    if (now >= session->patience()) {
-      slow.push_back(number);
-    }
-  }
-  for (const uint64_t number : slow) {
-    endpoint_.sessions_.erase(number);
-  }
+  std::erase_if(endpoint_.sessions_, [now](const auto& session) { return now >= session->patience(); });
 }
 
 std::shared_ptr<Endpoint> Endpoint::open(EventLoop& control, Config config) {
@@ -355,7 +347,7 @@ Endpoint::~Endpoint() {
 void Endpoint::close() noexcept {
   if (forkCount() != forks_) { // nor would its mutexes be safe: a thread of the parent may have held one
     (void)ears_.release();
-    for (auto& [number, session] : sessions_) {
+    for (auto& session : sessions_) {
       (void)session.release();
     }
     return;
@@ -371,7 +363,6 @@ void Endpoint::close() noexcept {
       ears_.reset();
       sessions_.clear();
     });
-    control_.run([] {}); // behind the tasks of drop() that came after the one above
   } catch (const std::exception&) { // no memory for the task: the descriptors stay until the process ends
   }
 }
@@ -493,27 +484,16 @@ void Endpoint::call(const ProcessId& incarnation, std::shared_ptr<Instance> inst
 }
 
 void Endpoint::admit(Accepted accepted, const ProcessId& found) {
-  const auto wasFound = [](const auto& each) { return !each.second->found.empty(); };
+  const auto wasFound = [](const auto& session) { return !session->found.empty(); };
   if (sessions_.size() >= kMaxSessions ||
       (!found.empty() &&
        static_cast<size_t>(std::count_if(sessions_.begin(), sessions_.end(), wasFound)) >= kMaxFoundSessions)) {
     log(LogLevel::Warn, "too many processes are at the endpoint: a connection was dropped, and tries again");
     return;
   }
-  const uint64_t number = next_session_++;
-  auto session = std::make_unique<Session>(*this, number, std::move(accepted.link), found);
-  Session& fresh = *session;
-  sessions_.emplace(number, std::move(session));
-  fresh.onReady(0); // what came with the Hello
-}
-
-// Not at once: the session may be the one that calls. The task runs before close() returns, which posts a later one when there is no
-// session any more.
-void Endpoint::drop(uint64_t session) noexcept {
-  try {
-    control_.post([this, session]() noexcept { sessions_.erase(session); });
-  } catch (const std::exception&) { // no memory: it stays until the endpoint closes
-  }
+  sessions_.push_back(std::make_unique<Session>(*this, std::move(accepted.link), found));
+  Session& fresh = *sessions_.back();
+  Loop::guarded(fresh, [&] { fresh.onReady(0); }); // what came with the Hello
 }
 
 std::shared_ptr<Instance> Endpoint::find(const ProcessId& to, const std::string& name, int64_t uuid, std::string& why) {
@@ -585,10 +565,10 @@ std::string Endpoint::introduce(Session& session, const std::vector<std::string>
     return packWords({endpoint_answer::kGone});
   }
   session.gives = request[0] == endpoint_request::kGive;
-  for (const auto& [number, other] :
+  for (const auto& other :
        sessions_) { // one connection per member: it has opened another, so that one is of no use to it
     if (other->from == request[2] && other->gives == session.gives && other->mailbox.lock() == mailbox) {
-      drop(number);
+      other->end();
     }
   }
   session.mailbox = mailbox;
@@ -648,6 +628,7 @@ std::string Endpoint::answer(Session& session, const std::vector<std::string>& r
     return packWords({endpoint_answer::kGone});
   }
   Instance& instance = *session.instance;
+  session.knows_that_it_entered = true;
   try {
     PYCOMM_FAULT_POINT("endpoint.answer");
     if (what == ask::kSet && request.size() == 3) {

@@ -113,7 +113,6 @@ class Endpoint final {
   Endpoint(EventLoop& control, const Config& config);
   /// `found`: the incarnation at whose fixed port it came; else empty.
   void admit(Accepted accepted, const ProcessId& found);
-  void drop(uint64_t session) noexcept;
   /// The answer to a request, packed.
   [[nodiscard]] std::string answer(Session& session, const std::vector<std::string>& request);
   [[nodiscard]] std::string letIn(Session& session, const std::vector<std::string>& request);
@@ -137,8 +136,7 @@ class Endpoint final {
 
   // The control loop's:
   std::unique_ptr<Ears> ears_;
-  std::map<uint64_t, std::unique_ptr<Session>> sessions_;
-  uint64_t next_session_ = 1;
+  std::vector<std::unique_ptr<Session>> sessions_; ///< dropped only by the tick: one may be the caller
 
   mutable std::mutex mutex_; ///< guards the rest
   std::map<ProcessId, std::deque<Called>> here_; ///< by incarnation: what it has called, the newest last

@@ -111,10 +111,10 @@ bool Instance::hasEntered(int rank) const {
   return entered_.at(static_cast<size_t>(rank));
 }
 
-void Instance::left(int rank) noexcept {
+void Instance::left(int rank, bool knows_that_it_entered) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   entered_[static_cast<size_t>(rank)] = false;
-  if (failure_ || isComplete()) {
+  if (failure_ || isComplete() || !knows_that_it_entered) {
     return;
   }
   try {

@@ -61,8 +61,9 @@ class Instance {
   /// A member has a connection to this one. False if it has one already.
   [[nodiscard]] bool enter(int rank);
   [[nodiscard]] bool hasEntered(int rank) const;
-  /// The connection of a member that has entered has ended: a failure, unless all are ready. Destructors call this.
-  void left(int rank) noexcept;
+  /// The connection of a member that has entered has ended: a failure, unless all are ready. But one that does not know yet that it has
+  /// entered may only have been tired of waiting for the answer, and enters again. Destructors call this.
+  void left(int rank, bool knows_that_it_entered) noexcept;
 
   /// The first cause counts. False if all are ready: then none counts, and the meeting has succeeded.
   bool fail(const ErrorRecord& cause);

@@ -294,10 +294,21 @@ std::vector<std::string> RemoteMeeting::ask(const std::vector<std::string_view>&
           0,
           "does not answer: its process is stopped, or its host or network is down",
           std::string("leave its handle out ") + kTryAgain);
+      leaveWord(*broken_);
     } else {
       broken_ = error.record();
     }
     throw Error(*broken_);
+  }
+}
+
+void RemoteMeeting::leaveWord(const ErrorRecord& why) const noexcept {
+  try {
+    const std::string record = why.serialize();
+    const std::string packed = packWords({endpoint_request::kFail, record});
+    const ConstBufferView words(reinterpret_cast<const std::byte*>(packed.data()), packed.size());
+    (void)link_->tryWrite(&words, 1);
+  } catch (const std::exception&) { // it finds that the connection has ended
   }
 }
 

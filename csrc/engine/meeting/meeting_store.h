@@ -129,6 +129,8 @@ class RemoteMeeting final : public MeetingStore {
  private:
   void enter(const Visitor& from, const AbortToken& abort);
   [[nodiscard]] std::vector<std::string> ask(const std::vector<std::string_view>& request);
+  /// Why this member gives up, for a first member that does not answer: it finds that when it goes on, behind the request.
+  void leaveWord(const ErrorRecord& why) const noexcept;
 
   const std::shared_ptr<Instance> instance_;
   const int rank_;

@@ -11,6 +11,24 @@
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
+namespace {
+
+FrameType typeOf(Membership::Action::Kind kind) noexcept {
+  switch (kind) {
+    case Membership::Action::Kind::Flood:
+    case Membership::Action::Kind::Fail: // is not told
+      return FrameType::Failure;
+    case Membership::Action::Kind::Left:
+      return FrameType::Left;
+    case Membership::Action::Kind::Leaving:
+      return FrameType::Leaving;
+    case Membership::Action::Kind::Heartbeat:
+      return FrameType::Heartbeat;
+  }
+  return FrameType::Heartbeat;
+}
+
+} // namespace
 
 ControlPlane::ControlPlane(
     GroupIdentity identity,
@@ -21,7 +39,6 @@ ControlPlane::ControlPlane(
     : identity_(std::move(identity)),
       loop_(loop),
       events_(std::move(events)),
-      neighbours_(membership.neighbours),
       membership_(membership, Clock::now()),
       staging_(loop_.stagingMemory()),
       missing_(membership.neighbours) {
@@ -166,7 +183,7 @@ void ControlPlane::welcome(Accepted accepted) {
     case LinkPurpose::Control: {
       // Of each pair the lower rank connects, and only neighbours do.
       const int peer = accepted.hello.rank;
-      if (peer < identity_.rank && std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) {
+      if (peer < identity_.rank && membership_.isNeighbour(peer)) {
         adopt(peer, std::move(accepted.link));
       }
       break;
@@ -312,15 +329,17 @@ void ControlPlane::act() {
 }
 
 void ControlPlane::tell(const Membership::Action& action) {
-  const bool flood = action.kind == Membership::Action::Kind::Flood;
-  const bool left = action.kind == Membership::Action::Kind::Left;
-  FrameHeader head = header(flood ? FrameType::Failure : left ? FrameType::Left : FrameType::Heartbeat);
-  head.root = left ? action.left : -1;
-  const std::string payload = flood ? action.record.serialize() : "";
+  using Kind = Membership::Action::Kind;
+  const bool leaves = action.kind == Kind::Left || action.kind == Kind::Leaving;
+  const bool has_record = action.kind == Kind::Flood || action.kind == Kind::Leaving;
+  FrameHeader head = header(typeOf(action.kind));
+  head.root = leaves ? action.left : -1;
+  const std::string payload = has_record ? action.record.serialize() : "";
   for (const auto& entry : links_) {
     ControlLink& link = *entry.second;
-    const bool gone = left && membership_.hasLeft(entry.first); // who has left needs no goodbyes
-    const bool full = head.type == FrameType::Heartbeat && link.waits_for_room; // what waits shows as much
+    // A rank that leaves knows it, and one that has left needs no goodbyes.
+    const bool gone = leaves && (entry.first == action.left || membership_.hasLeft(entry.first));
+    const bool full = action.kind == Kind::Heartbeat && link.waits_for_room; // what waits shows as much
     if (link.down || entry.first == action.except || gone || full) {
       continue;
     }
@@ -333,29 +352,8 @@ void ControlPlane::tell(const Membership::Action& action) {
 }
 
 void ControlPlane::leaving(const ErrorRecord& why) {
-  tellLeaving(identity_.rank, why, -1);
-  flushAll();
+  membership_.willLeave(identity_.rank, why, -1);
   act();
-}
-
-// Each rank passes it on once.
-void ControlPlane::tellLeaving(int rank, const ErrorRecord& why, int except) {
-  if (!membership_.willLeave(rank, why)) {
-    return;
-  }
-  FrameHeader head = header(FrameType::Leaving);
-  head.root = rank;
-  const std::string payload = why.serialize();
-  for (const auto& entry : links_) {
-    if (entry.second->down || entry.first == except || entry.first == rank || membership_.hasLeft(entry.first)) {
-      continue;
-    }
-    try {
-      sendTo(*entry.second, head, payload);
-    } catch (const Error& error) {
-      linkBroke(*entry.second, error);
-    }
-  }
 }
 
 std::optional<ErrorRecord> ControlPlane::trouble() const {

@@ -93,7 +93,6 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void act();
   void tell(const Membership::Action& action);
   void tellFailure();
-  void tellLeaving(int rank, const ErrorRecord& why, int except);
   void tellNews(ControlLink& link);
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events);
@@ -115,7 +114,6 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   Loop& loop_;
   const Events events_;
   std::vector<std::unique_ptr<Acceptor>> acceptors_; ///< none where somebody else listens: a simulator
-  const std::vector<int> neighbours_; ///< ranks with a control link
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;

@@ -74,7 +74,7 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
       if (header.type == FrameType::Failure) {
         membership_.reported(peer, std::move(*record), now);
       } else if (identity_.isRank(header.root)) {
-        tellLeaving(header.root, *record, peer);
+        membership_.willLeave(header.root, *record, peer);
       } else {
         throw violation(identity_, peer, "the reason of a rank that does not exist");
       }

@@ -100,8 +100,7 @@ void Membership::sign(ErrorRecord& record, int peer) const {
 }
 
 Membership::Rank* Membership::neighbour(int rank) noexcept {
-  Rank* const found = find(rank);
-  return found != nullptr && found->is_neighbour ? found : nullptr;
+  return isNeighbour(rank) ? find(rank) : nullptr;
 }
 
 void Membership::spoke(int rank) noexcept {
@@ -271,13 +270,19 @@ bool Membership::saidGoodbye(int peer, int from) {
   return true;
 }
 
-bool Membership::willLeave(int peer, const ErrorRecord& why) {
+void Membership::willLeave(int peer, const ErrorRecord& why, int from) {
   std::unique_ptr<const ErrorRecord>& because = ranks_.at(static_cast<size_t>(peer)).leaves_because;
   if (because != nullptr) {
-    return false;
+    return;
   }
-  because = std::make_unique<const ErrorRecord>(why);
-  return true;
+  auto known = std::make_unique<const ErrorRecord>(why);
+  Action news;
+  news.kind = Action::Kind::Leaving;
+  news.except = from;
+  news.left = peer;
+  news.record = why;
+  actions_.push_back(std::move(news));
+  because = std::move(known);
 }
 
 bool Membership::isSilent(int peer, TimePoint now) const noexcept {

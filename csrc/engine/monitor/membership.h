@@ -63,6 +63,7 @@ class Membership {
       Flood, ///< send `record` to every neighbour but `except`
       Heartbeat, ///< send a heartbeat to every neighbour
       Left, ///< tell every neighbour but `except` that rank `left` has left in order
+      Leaving, ///< tell them, but not that rank, that it will leave because of `record`
       Fail, ///< the group has failed with `record`
     };
     Kind kind = Kind::Flood;
@@ -99,8 +100,14 @@ class Membership {
     const Rank* const found = find(peer);
     return found != nullptr && found->left;
   }
-  /// A rank will leave because something else in its process has failed: a report that it has left says so. False if that was known.
-  bool willLeave(int peer, const ErrorRecord& why);
+  /// A rank will leave because something else in its process has failed: a report that it has left says so. `from` passes that on, -1 for
+  /// this rank itself. It is passed on once.
+  void willLeave(int peer, const ErrorRecord& why, int from);
+  /// There is to be a control link to that rank.
+  [[nodiscard]] bool isNeighbour(int peer) const noexcept {
+    const Rank* const found = find(peer);
+    return found != nullptr && found->is_neighbour;
+  }
   /// The neighbour has missed a heartbeat: it may be stopped. No failure yet, but nothing should be sent by way of it.
   [[nodiscard]] bool isSilent(int peer, TimePoint now) const noexcept;
   /// By rank: when it was last heard. TimePoint::max() if that says nothing: it is no neighbour, has not connected, or has left.

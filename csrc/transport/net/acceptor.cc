@@ -103,7 +103,7 @@ std::vector<Accepted> Acceptor::poll(TimePoint now) {
 bool Acceptor::serve(Stranger& stranger, TimePoint now) {
   Verdict verdict = stranger.refused ? drain(stranger) : readFirst(stranger);
   if (verdict == Verdict::Wait && now - stranger.arrived >= kStrangerWithin) {
-    verdict = giveUp("said nothing useful for 2 s");
+    verdict = giveUp("said nothing useful for " + std::to_string(kStrangerWithin.count()) + " s");
   }
   switch (verdict) {
     case Verdict::Wait:
@@ -131,7 +131,7 @@ void Acceptor::introduce(Stranger& stranger) {
     if (stranger.tls != nullptr) {
       peer.link = std::move(stranger.tls);
     } else {
-      peer.link = std::make_unique<SocketLink>(std::move(stranger.fd), config_.tcp);
+      peer.link = std::make_unique<SocketLink>(std::move(stranger.fd));
     }
     accepted_.push_back(std::move(peer));
   } catch (const std::exception& error) {
@@ -274,7 +274,7 @@ Acceptor::Verdict Acceptor::readFirst(Stranger& stranger) {
 Acceptor::Verdict Acceptor::readTls(Stranger& stranger) {
   try {
     if (stranger.tls == nullptr) {
-      stranger.tls = TlsLink::accept(config_.tls, std::make_unique<SocketLink>(std::move(stranger.fd), config_.tcp));
+      stranger.tls = TlsLink::accept(config_.tls, std::make_unique<SocketLink>(std::move(stranger.fd)));
     }
     if (!stranger.tls->finishConnect()) {
       return Verdict::Wait;

@@ -38,7 +38,6 @@ struct AcceptorConfig {
   int32_t rank = -1; ///< this process's own rank; a Hello with this rank is refused
   int32_t size = 0;
   JobRanks job; ///< what texts call the ranks
-  TcpOptions tcp;
   std::shared_ptr<const TlsContext> tls; ///< null: connections are plain; a Unix socket's are in any case
   std::vector<ProcessId> processes; ///< by rank, with `tls`: a Hello of a rank must come from its process
   bool any_process = false; ///< with `tls`: any process that has the secret may come (Endpoint)

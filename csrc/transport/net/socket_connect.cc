@@ -17,7 +17,7 @@ namespace pycomm {
 /// One attempt to connect: either `link` is set, connected or connecting, or `error_number` gives the reason.
 class SocketConnector {
  public:
-  SocketConnector(const SocketAddress& local, const SocketAddress& remote, const TcpOptions& options) {
+  SocketConnector(const SocketAddress& local, const SocketAddress& remote) {
     const bool needs_scope = remote.isLinkLocal() && remote.scopeId() == 0;
     const SocketAddress target = needs_scope ? remote.withScopeId(local.scopeId()) : remote;
     UniqueFd fd = UniqueFd::from(
@@ -31,7 +31,7 @@ class SocketConnector {
       error_number = fault.error_number;
       return;
     }
-    auto fresh = std::make_unique<SocketLink>(std::move(fd), options);
+    auto fresh = std::make_unique<SocketLink>(std::move(fd));
     fresh->remote_ = target;
     fresh->connecting_ = true;
     if (::connect(fresh->fd(), target.raw(), target.rawLength()) != 0 && errno != EINPROGRESS && errno != EINTR) {
@@ -135,11 +135,8 @@ bool SocketLink::finishConnect() {
   return status == 0;
 }
 
-std::unique_ptr<SocketLink> startConnect(
-    const SocketAddress& local,
-    const SocketAddress& remote,
-    const TcpOptions& options) {
-  SocketConnector connector(local, remote, options);
+std::unique_ptr<SocketLink> startConnect(const SocketAddress& local, const SocketAddress& remote) {
+  SocketConnector connector(local, remote);
   if (!connector.link) {
     throw Error(connectFailed(local, remote, connector.error_number));
   }
@@ -150,13 +147,12 @@ std::unique_ptr<SocketLink> connectSocket(
     const SocketAddress& local,
     const SocketAddress& remote,
     Deadline deadline,
-    const AbortToken& abort,
-    const TcpOptions& options) {
+    const AbortToken& abort) {
   const TimePoint begin = Clock::now();
   int pause_ms = kShortPauseMs;
   for (int attempts = 1;; ++attempts) {
     abort.throwIfAborted();
-    SocketConnector connector(local, remote, options);
+    SocketConnector connector(local, remote);
     const int status = attempt(connector, deadline, abort);
     if (status == 0) {
       return std::move(connector.link);

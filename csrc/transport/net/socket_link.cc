@@ -18,6 +18,10 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kMaxSendViews = 64; // far below IOV_MAX; more views simply take another call
+// An idle peer is probed: its host may have vanished silently.
+constexpr int kIdleS = 10;
+constexpr int kProbeEveryS = 5;
+constexpr int kProbes = 3;
 
 SocketAddress addressOf(int fd, int (*query)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage address{};
@@ -33,17 +37,12 @@ void tune(int fd, int level, int option, int value) {
   (void)::setsockopt(fd, level, option, &value, sizeof value);
 }
 
-void configure(int fd, const TcpOptions& options) {
+void configure(int fd) {
   tune(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  if (options.keepalive) {
-    tune(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-    tune(fd, IPPROTO_TCP, TCP_KEEPIDLE, options.keepalive_idle_s);
-    tune(fd, IPPROTO_TCP, TCP_KEEPINTVL, options.keepalive_interval_s);
-    tune(fd, IPPROTO_TCP, TCP_KEEPCNT, options.keepalive_count);
-  }
-  if (options.user_timeout_ms > 0) {
-    tune(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, options.user_timeout_ms);
-  }
+  tune(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  tune(fd, IPPROTO_TCP, TCP_KEEPIDLE, kIdleS);
+  tune(fd, IPPROTO_TCP, TCP_KEEPINTVL, kProbeEveryS);
+  tune(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 
 [[noreturn]] void throwBroken(const char* what, const SocketLink& link, int error_number) {
@@ -53,7 +52,7 @@ void configure(int fd, const TcpOptions& options) {
 
 } // namespace
 
-SocketLink::SocketLink(UniqueFd fd, const TcpOptions& options) : fd_(std::move(fd)) {
+SocketLink::SocketLink(UniqueFd fd) : fd_(std::move(fd)) {
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0 || ::fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) != 0 ||
       ::fcntl(fd_.get(), F_SETFD, FD_CLOEXEC) != 0) {
@@ -62,7 +61,7 @@ SocketLink::SocketLink(UniqueFd fd, const TcpOptions& options) : fd_(std::move(f
   local_ = addressOf(fd_.get(), ::getsockname);
   remote_ = addressOf(fd_.get(), ::getpeername);
   if (!local_.isUnix()) {
-    configure(fd_.get(), options);
+    configure(fd_.get());
   }
 }
 

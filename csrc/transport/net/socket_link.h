@@ -9,21 +9,13 @@
 
 namespace pycomm {
 
-struct TcpOptions {
-  bool keepalive = true; ///< probe an idle peer: its host may have vanished silently
-  int keepalive_idle_s = 10;
-  int keepalive_interval_s = 5;
-  int keepalive_count = 3;
-  int user_timeout_ms = 0; ///< TCP_USER_TIMEOUT: unacknowledged data ends the link after this; 0: the kernel's default
-};
-
 /// A Link over one socket: TCP, or a Unix socket within a host. `would_block` and `closed` are set only if the kernel
 /// reports so: a short read or write
 /// implies neither. Interrupted calls are repeated.
 class SocketLink final : public Link {
  public:
-  /// Takes over a connected socket. Sets it nonblocking and closed on exec, and the options if it is TCP.
-  explicit SocketLink(UniqueFd fd, const TcpOptions& options = {});
+  /// Takes over a connected socket. Sets it nonblocking and closed on exec; over TCP, the kernel probes an idle peer.
+  explicit SocketLink(UniqueFd fd);
 
   [[nodiscard]] int fd() const noexcept override {
     return fd_.get();
@@ -59,10 +51,7 @@ class SocketLink final : public Link {
 /// Starts to connect and returns at once. `local` is the address to connect from (its port does not count); if empty,
 /// the kernel chooses, as it does for a Unix socket. The process behind a Unix socket must be this user's. A link-local `remote` without a scope gets that of `local`. Throws Error(ConnectFailed),
 /// Error(TooManyFiles).
-[[nodiscard]] std::unique_ptr<SocketLink> startConnect(
-    const SocketAddress& local,
-    const SocketAddress& remote,
-    const TcpOptions& options = {});
+[[nodiscard]] std::unique_ptr<SocketLink> startConnect(const SocketAddress& local, const SocketAddress& remote);
 
 inline constexpr int kLastConnectPauseMs = 250; ///< between attempts: doubled from kShortPauseMs up to this
 
@@ -72,7 +61,6 @@ inline constexpr int kLastConnectPauseMs = 250; ///< between attempts: doubled f
     const SocketAddress& local,
     const SocketAddress& remote,
     Deadline deadline,
-    const AbortToken& abort,
-    const TcpOptions& options = {});
+    const AbortToken& abort);
 
 } // namespace pycomm

@@ -180,32 +180,51 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
 }
 
 // Its id may be taken by then: either nothing has happened, or the group fails on all ranks, and none waits for its deadline.
-TEST(NoMemory, WhileAnOperationInSharedMemoryIsIssued) {
+void issueWithoutMemory(Algorithm algorithm) {
   int strikes = 0;
-  for (int64_t nth = 1; nth <= 12; ++nth) {
+  for (int64_t nth = 1; nth <= 24; ++nth) {
     runRanks(2, [&](Rank& self) {
-      std::vector<float> values(100, 1.0F);
-      const Group::Call call = allReduceCall(values);
+      std::vector<float> first(100, 1.0F);
+      std::vector<float> values(100, self.rank == 0 ? 1.0F : 10.0F);
+      Group::Call call = allReduceCall(first);
+      Group::Call again = allReduceCall(values);
+      call.schedule.algorithm = again.schedule.algorithm = algorithm;
+      bool issued = true;
       if (self.rank == 0) {
         failAllocation(nth);
         try {
           (void)self.group.start(call);
         } catch (const std::exception&) {
           ++strikes;
+          issued = false;
         }
         failAllocation(0);
       } else {
         (void)self.group.start(call);
       }
       try {
-        const auto next = self.group.start(call);
-        EXPECT_TRUE(self.group.wait(*next, Deadline::after(60000))) << "allocation " << nth;
+        const auto next = self.group.start(again);
+        EXPECT_TRUE(self.group.wait(*next, Deadline::after(20000))) << "allocation " << nth;
+        if (!next->error()) { // what has met what
+          EXPECT_EQ(values.front(), issued ? 11.0F : 2.0F) << "allocation " << nth;
+        }
       } catch (const Error& error) { // the group has failed
         EXPECT_EQ(error.record().code, ErrorCode::OutOfMemory) << error.record().text();
       }
     });
+    if (::testing::Test::HasFailure()) {
+      FAIL() << "allocation " << nth;
+    }
   }
   EXPECT_GE(strikes, 3);
+}
+
+TEST(NoMemory, WhileAnOperationInSharedMemoryIsIssued) {
+  issueWithoutMemory(Algorithm::Auto);
+}
+
+TEST(NoMemory, WhileAnOperationOverLinksIsIssued) {
+  issueWithoutMemory(Algorithm::Ring);
 }
 
 TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {

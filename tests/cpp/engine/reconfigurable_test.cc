@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -16,6 +17,8 @@
 #include "engine/meeting/endpoint_words.h"
 #include "engine/meeting/meeting_store.h"
 #include "ranks.h"
+#include "transport/net/hello.h"
+#include "transport/net/socket_link.h"
 #include "transport/secure/secret.h"
 #include "within.h"
 
@@ -181,7 +184,7 @@ TEST(Instance, FailsIfAMemberLeavesBeforeAllAreReadyAndNotAfter) {
       EXPECT_EQ(ready.first_missing, rank == 2 ? -1 : rank + 1);
     }
     EXPECT_EQ(instance.ready(0).count, all_ready ? 3 : 2); // each counts once
-    instance.left(1);
+    instance.left(1, true);
     ASSERT_EQ(instance.failure().has_value(), !all_ready);
     if (!all_ready) {
       EXPECT_EQ(instance.failure()->peer, 1);
@@ -453,6 +456,14 @@ struct Visited {
     const MemberHandle& first = instance->member(0);
     return pycomm::dial(first, {*visitor, first, false}, Deadline::after(20000), none).link;
   }
+  /// A connection that has entered as rank 1; null if it may not.
+  [[nodiscard]] std::unique_ptr<Link> entered() const {
+    endpoint->call(instance->member(0).incarnation, instance);
+    auto link = dial();
+    const std::vector<std::string> words = requestFor(endpoint_request::kEnter, *instance, 0, 1);
+    return link != nullptr && ask(*link, {words.begin(), words.end()}) == endpoint_answer::kHere ? std::move(link)
+                                                                                                 : nullptr;
+  }
   [[nodiscard]] static std::string ask(Link& link, const std::vector<std::string_view>& request) {
     const AbortToken none;
     return askEndpoint(link, request, Deadline::after(20000), none).front();
@@ -496,6 +507,71 @@ TEST(Endpoint, OneThatCannotOpenForWantOfMemoryLeavesNothing) {
   EXPECT_GE(refused, 4);
 }
 
+// It dials again, as one does that has waited in vain for the answer.
+TEST(Endpoint, OneThatHangsUpBeforeItKnowsThatItHasEnteredMayEnterAgain) {
+  const Visited visited;
+  ASSERT_NE(visited.entered(), nullptr);
+  std::unique_ptr<Link> again;
+  for (const Deadline most = Deadline::after(5000); again == nullptr && !most.expired(); again = visited.entered()) {
+  }
+  EXPECT_FALSE(visited.instance->failure());
+  ASSERT_NE(again, nullptr);
+  EXPECT_EQ(Visited::ask(*again, {endpoint_request::kHas, "a"}), endpoint_answer::kNone);
+}
+
+/// What the control loop does without memory for its `nth` allocation. Whether it made so many.
+bool strikes(Engine& engine, int64_t nth, const std::function<void()>& body) {
+  engine.control().run([&] { testing::failAllocation(nth); });
+  body();
+  bool struck = false;
+  engine.control().run([&] {
+    struck = testing::allocationFailed();
+    testing::failAllocation(0);
+  });
+  return struck;
+}
+
+// Else nobody learns that the member has ended.
+TEST(Endpoint, OneWhoseMemberHangsUpWithoutMemoryEndsItNevertheless) {
+  bool struck = true;
+  for (int64_t nth = 1; struck; ++nth) {
+    ASSERT_LT(nth, 100);
+    Visited visited;
+    auto link = visited.entered();
+    EXPECT_EQ(Visited::ask(*link, {endpoint_request::kHas, "a"}), endpoint_answer::kNone);
+    struck = strikes(visited.engine, nth, [&] {
+      link.reset();
+      for (const Deadline most = Deadline::after(5000); !visited.instance->failure() && !most.expired();) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+    ASSERT_TRUE(visited.instance->failure()) << "allocation " << nth;
+    EXPECT_EQ(visited.instance->failure()->peer, 1);
+  }
+}
+
+TEST(Endpoint, OneThatAsksWithItsHelloIsAnsweredOrSentAwayAlsoWithoutMemory) {
+  bool struck = true;
+  for (int64_t nth = 1; struck; ++nth) {
+    ASSERT_LT(nth, 100);
+    Visited visited;
+    const AbortToken none;
+    const std::vector<std::string> words = requestFor(endpoint_request::kEnter, *visited.instance, 0, 1);
+    const std::string bytes = encodeHello(Endpoint::hello(7)) + packWords({words.begin(), words.end()});
+    const Deadline deadline = Deadline::after(5000);
+    struck = strikes(visited.engine, nth, [&] {
+      const auto link = connectSocket({}, visited.instance->member(0).addresses.front(), deadline, none);
+      writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, none);
+      std::array<std::byte, sizeof(FrameHeader) + 1> answer{}; // the Hello's, and more
+      try {
+        readAll(*link, {answer.data(), answer.size()}, deadline, none);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.record().code, ErrorCode::ConnectionReset) << error.record().text() << ", allocation " << nth;
+      }
+    });
+  }
+}
+
 TEST(Endpoint, AnswersCompleteToAMemberThatGivesUpWhenAllAreReady) {
   const Visited visited;
   visited.endpoint->call(visited.instance->member(0).incarnation, visited.instance);
@@ -534,7 +610,7 @@ TEST(Instance, AMemberThatHangsUpFailsItAlsoWithoutMemory) {
     second.incarnation = newProcessId();
     Instance instance(1, {first, second});
     ASSERT_TRUE(instance.enter(1));
-    EXPECT_FALSE(testing::throwsWithoutMemory(nth, [&] { instance.left(1); })) << nth;
+    EXPECT_FALSE(testing::throwsWithoutMemory(nth, [&] { instance.left(1, true); })) << nth;
     failed = instance.failure() && instance.failure()->code == ErrorCode::OutOfMemory;
     ASSERT_TRUE(instance.failure());
     EXPECT_EQ(instance.failure()->peer, 1);
@@ -582,6 +658,41 @@ TEST(Reconfigurable, AMemberWithoutAWayToAnotherFailsAtOnceAndNamesIt) {
   EXPECT_EQ(error->code, ErrorCode::ConnectFailed) << error->text();
   EXPECT_EQ(error->peer, 1) << error->text();
   EXPECT_WITHIN_MS(testing::elapsedMs(began), 5000);
+}
+
+/// While a process is stopped, its loops do nothing.
+void stop(Process& process, int ms) {
+  process.engine.control().post([ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
+}
+
+TEST(Reconfigurable, AFirstMemberThatIsStoppedWhileOthersEnterIsMetAfterwards) {
+  const auto made = processes(2, [](Group::Config& config) { config.dead_after_ms = 1000; });
+  const std::vector<Process*> all = {made[0].get(), made[1].get()};
+  const std::vector<std::string> handles = handlesOf(all);
+  std::optional<ErrorRecord> error;
+  std::thread enters([&] { error = all[1]->meet(1, handles); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(500)); // it asks whether it may enter
+  stop(*all[0], 2500);
+  const auto error_of_first = all[0]->meet(1, handles);
+  enters.join();
+  EXPECT_FALSE(error_of_first) << error_of_first->text();
+  EXPECT_FALSE(error) << error->text();
+}
+
+TEST(Reconfigurable, AFirstMemberThatIsStoppedWhileOthersWaitInItIsNamedByAll) {
+  const auto made = processes(3, [](Group::Config& config) { config.dead_after_ms = 1000; });
+  const std::vector<Process*> all = {made[0].get(), made[1].get(), made[2].get()};
+  const std::vector<std::string> handles = handlesOf(all);
+  std::vector<Outcome> outcomes;
+  std::thread meets([&] { outcomes = meetAll({all[0], all[1]}, 1, handles); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000)); // they wait for the third
+  stop(*all[0], 3000);
+  meets.join();
+  for (const Outcome& outcome : outcomes) {
+    ASSERT_TRUE(outcome.error);
+    EXPECT_EQ(outcome.error->code, ErrorCode::PeerUnresponsive) << outcome.error->text();
+    EXPECT_EQ(outcome.error->peer, 0) << outcome.error->text();
+  }
 }
 
 TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {

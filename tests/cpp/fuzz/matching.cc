@@ -147,7 +147,7 @@ class Run {
   }
 
   void check(const Action& action) {
-    if (action.kind == Action::Kind::NoticeAndStop) {
+    if (action.kind == Action::Kind::Notice) {
       promise(!told_, "two errors");
       told_ = true;
       promise(action.record.rank >= 0 && !action.record.summary.empty(), "an error that says nothing");

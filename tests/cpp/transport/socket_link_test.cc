@@ -83,14 +83,12 @@ int option(int fd, int level, int name) {
 
 TEST(SocketLink, SetsItsSocketUp) {
   Listener listener = Listener::bind(kLoopback, {});
-  TcpOptions options;
-  options.user_timeout_ms = 2000;
-  options.keepalive_idle_s = 7;
-  const auto link = connectSocket(kLoopback, listener.address(), Deadline::after(10000), AbortToken(), options);
+  const auto link = connectSocket(kLoopback, listener.address(), Deadline::after(10000), AbortToken());
   EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_NODELAY), 1);
   EXPECT_EQ(option(link->fd(), SOL_SOCKET, SO_KEEPALIVE), 1);
-  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_KEEPIDLE), 7);
-  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_USER_TIMEOUT), 2000);
+  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_KEEPIDLE), 10);
+  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_KEEPINTVL), 5);
+  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_KEEPCNT), 3);
   EXPECT_NE(::fcntl(link->fd(), F_GETFL) & O_NONBLOCK, 0);
   EXPECT_NE(::fcntl(link->fd(), F_GETFD) & FD_CLOEXEC, 0);
   EXPECT_EQ(link->describe(), link->local().text() + " -> " + listener.address().text());

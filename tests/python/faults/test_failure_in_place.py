@@ -113,13 +113,14 @@ def check(running: Ranks, code: str) -> tuple[RankError, float]:
     return error, took_s
 
 
-def fastest(attempt: Callable[[], float], enough_s: float) -> float:
-    """Of up to three attempts: a program that takes the cores makes some late, and none early."""
-    least_s = attempt()
-    for _ in range(2):
-        if least_s >= enough_s:
-            least_s = min(least_s, attempt())
-    return least_s
+def typical(attempt: Callable[[], float]) -> float:
+    """The median of five attempts.
+
+    Where other programs take the cores, the fastest: they make some late, and none early.
+    """
+    crowded = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
+    took_s = sorted(attempt() for _ in range(5))
+    return took_s[0 if crowded else 2]
 
 
 def seconds_until_known(gib: int) -> float:
@@ -134,7 +135,7 @@ def seconds_until_known(gib: int) -> float:
 @sizes
 def test_a_rank_is_killed(gib: int) -> None:
     needs(2 * gib * GIB + GIB)
-    assert_within(fastest(lambda: seconds_until_known(gib), AGREED_S), AGREED_S)
+    assert_within(typical(lambda: seconds_until_known(gib)), AGREED_S)
 
 
 @sizes
@@ -166,7 +167,7 @@ def test_a_rank_is_late(gib: int) -> None:
     """Beside one element: machines differ in how soon they report any deadline."""
     needs(2 * gib * GIB + GIB)
     limit_s = seconds_until_late(0) + AGREED_S
-    assert_within(fastest(lambda: seconds_until_late(gib), limit_s), limit_s)
+    assert_within(typical(lambda: seconds_until_late(gib)), limit_s)
 
 
 def test_no_rank_dies_where_there_is_no_room_for_a_copy() -> None:

@@ -249,11 +249,21 @@ def test_the_variable_is_an_error_in_an_ordinary_build() -> None:
 def bad_specs(rank: int, world_size: int) -> None:
     fault_ranks.use_fault_build()
     extension = loader.load()
-    for spec in ("x", "x:1", ":1:kill", "x:0:kill", "x:z:kill", "x:1:die", "x:1:errno=EWHAT"):
+    x, y = "socket.write", "socket.read"
+    for spec in (
+        x,
+        f"{x}:1",
+        ":1:kill",
+        f"{x}:0:kill",
+        f"{x}:z:kill",
+        f"{x}:1:die",
+        f"{x}:1:errno=EWHAT",
+        "x:1:kill",
+    ):
         with pytest.raises(pycomm.errors.InvalidArgumentError, match="site:nth:action"):
             extension.arm_fault_points(spec)
-    extension.arm_fault_points("x:1:kill,y:2+:delay=5")
-    assert extension.fault_points() == [("x:1:kill", 0, 0), ("y:2+:delay=5", 0, 0)]
+    extension.arm_fault_points(f"{x}:1:kill,{y}:2+:delay=5")
+    assert extension.fault_points() == [(f"{x}:1:kill", 0, 0), (f"{y}:2+:delay=5", 0, 0)]
     extension.arm_fault_points("")
     assert extension.fault_points() == []
 

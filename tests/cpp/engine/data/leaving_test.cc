@@ -62,12 +62,12 @@ class LeavingTest : public ::testing::Test {
   }
   /// The one action that there is.
   Action action() {
-    std::vector<Action> actions = std::exchange(tables.leaving_actions, {});
+    std::vector<Action> actions = std::exchange(tables.actions, {});
     EXPECT_EQ(actions.size(), 1U);
     return actions.empty() ? Action() : std::move(actions.front());
   }
   bool quiet() {
-    return std::exchange(tables.leaving_actions, {}).empty();
+    return std::exchange(tables.actions, {}).empty();
   }
 
   // What the operations of this rank still need.
@@ -90,13 +90,13 @@ class LeavingTest : public ::testing::Test {
     rowOf(operation).incoming.back().total = nbytes;
   }
   /// A receive that has no message yet.
-  void receivesMessage(int peer, size_t nbytes = 0) {
+  void receivesMessage(int peer, size_t nbytes = 0, uint64_t ticket = 1) {
     Operation::Request request;
     request.descriptor.kind = Collective::Send;
     request.receives = true;
     request.peer = peer;
     request.output.nbytes = nbytes;
-    tables.receives.emplace(1, std::make_shared<Operation>(std::move(request)));
+    tables.receives.emplace(ticket, std::make_shared<Operation>(std::move(request)));
     ++(peer == PointToPoint::kAnyRank ? tables.receives_from_any : tables.peer(peer).receives);
   }
   void receivesFromAnyone() {
@@ -191,7 +191,7 @@ TEST_F(LeavingTest, ATickWithoutMemoryLosesNoSuspicion) {
     strikes += struck ? 1 : 0;
     leaving::tick(tables, at(40));
     std::set<int> dead;
-    for (const Action& found : std::exchange(tables.leaving_actions, {})) {
+    for (const Action& found : std::exchange(tables.actions, {})) {
       dead.insert(found.record.peer);
     }
     EXPECT_EQ(dead, (std::set<int>{1, 2})) << "allocation " << nth;
@@ -443,6 +443,30 @@ TEST_F(LeavingTest, AnOperationThatTakesCreditFailsAtOnceIfThePeerIsLost) {
           EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset) << begun;
         }
       }
+    }
+  }
+}
+
+// Nor does the room in the pool that this rank would give back.
+TEST_F(LeavingTest, SmallOperationsFailAtOnceIfALostPeerHasNoRoomForThem) {
+  const int64_t nbytes = tables.limits.eager_nbytes;
+  for (const int64_t used : {0, 4}) {
+    for (const bool begun : {false, true}) {
+      beginAgainWithoutRank1();
+      link(1) = Reading::Open;
+      tables.peer(1).eager_used = used * tables.limits.cost(nbytes);
+      for (int64_t i = used; i < 16; ++i) {
+        if (begun) {
+          receives(someOperation(i), 1, nbytes);
+        } else {
+          receivesMessage(1, static_cast<size_t>(nbytes), static_cast<uint64_t>(i));
+        }
+        leaving::posted(tables, &with_rank_1, !begun, at(50));
+        EXPECT_TRUE(quiet()) << i;
+      }
+      receivesMessage(1, 0, 17);
+      leaving::posted(tables, &with_rank_1, true, at(50));
+      EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset) << begun;
     }
   }
 }

@@ -97,7 +97,7 @@ TEST(Matching, AnOperationThatGetsNoMemoryLeavesNothing) {
       ++refused;
       const RankTables::Usage usage = tables.usage();
       EXPECT_EQ(usage.operations, 0U) << "rank " << rank << ", allocation " << nth;
-      EXPECT_EQ(usage.ahead, 0U) << "rank " << rank << ", allocation " << nth;
+      EXPECT_EQ(usage.granted_early, 0U) << "rank " << rank << ", allocation " << nth;
       EXPECT_TRUE(tables.tables.actions.empty()) << "rank " << rank << ", allocation " << nth;
       EXPECT_TRUE(tables.takeCreditActions().empty()) << "rank " << rank << ", allocation " << nth;
       EXPECT_EQ(tables.tables.highest_sequence, 0) << "rank " << rank << ", allocation " << nth;
@@ -118,7 +118,7 @@ TEST(Matching, CreditOfLessThanNothingIsAViolation) {
     FrameHeader credit = frameOf(posted, FrameType::Credit, 0, uint64_t{1} << 63);
     credit.op_id = op_id;
     EXPECT_EQ(root.arrived(1, credit, Clock::now()), RankTables::Verdict::Ignore);
-    const auto failures = of(ActionKind::NoticeAndStop, root.takeActions());
+    const auto failures = of(ActionKind::Notice, root.takeActions());
     ASSERT_EQ(failures.size(), 1U);
     EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   }
@@ -295,7 +295,7 @@ TEST(Matching, EveryFieldOfTheDescriptorIsCompared) {
     post(leaf, mine);
     EXPECT_EQ(
         leaf.arrived(0, frameOf(theirs, FrameType::Data, 400, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
-    const auto fails = of(ActionKind::NoticeAndStop, leaf.takeActions());
+    const auto fails = of(ActionKind::Notice, leaf.takeActions());
     ASSERT_EQ(fails.size(), 1U) << i;
     EXPECT_EQ(fails.front().record.code, ErrorCode::CollectiveMismatch);
     EXPECT_EQ(fails.front().record.peer, 0);
@@ -356,7 +356,7 @@ TEST(Matching, PartsOfAGatherOrScatterAreComparedByPair) {
           RankTables& from = by_root ? root : leaf;
           RankTables& to = by_root ? leaf : root;
           static_cast<void>(to.arrived(by_root ? 0 : 1, saidBy(from, by_root ? 1 : 0, type), Clock::now()));
-          const auto failures = of(ActionKind::NoticeAndStop, to.takeActions());
+          const auto failures = of(ActionKind::Notice, to.takeActions());
           ASSERT_EQ(failures.size(), 1U) << collectiveName(kind) << ' ' << at_root << ' ' << at_leaf << ' ' << by_root;
           const ErrorRecord& record = failures.front().record;
           EXPECT_EQ(record.code, ErrorCode::CollectiveMismatch);
@@ -502,7 +502,7 @@ class Deadlock {
  private:
   void exchange(RankTables& from, int from_rank, RankTables& to) {
     for (const auto& action : from.takeActions()) {
-      if (action.kind == ActionKind::NoticeAndStop) {
+      if (action.kind == ActionKind::Notice) {
         EXPECT_EQ(action.record.code, ErrorCode::CollectiveMismatch);
         ++failures_;
       } else if (action.kind == ActionKind::Send) {
@@ -580,7 +580,7 @@ TEST(Matching, WhatNoPeerSendsIsAViolation) {
       post(leaf, mine);
     }
     static_cast<void>(leaf.arrived(0, header, Clock::now()));
-    const auto fails = of(ActionKind::NoticeAndStop, leaf.takeActions());
+    const auto fails = of(ActionKind::Notice, leaf.takeActions());
     return fails.size() == 1 && fails.front().record.code == ErrorCode::ProtocolViolation;
   };
   FrameHeader foreign = frameOf(mine, FrameType::Data, 400, kEagerFlag);
@@ -679,7 +679,7 @@ TEST(Matching, CreditForWhatHasEndedIsNotKept) {
       static_cast<void>(root.arrived(1, frameOf(before, FrameType::Credit, 0, 4 * kNumel), Clock::now()));
       static_cast<void>(root.arrived(1, roomOf(4 * kNumel + protocolConfig(0, 2).frame_nbytes), Clock::now()));
     }
-    ASSERT_FALSE(root.failed()) << of(ActionKind::NoticeAndStop, root.takeActions()).front().record.summary;
+    ASSERT_FALSE(root.failed()) << of(ActionKind::Notice, root.takeActions()).front().record.summary;
     static_cast<void>(root.takeActions());
   }
   EXPECT_EQ(root.usage().unexpected, 0U);
@@ -730,7 +730,7 @@ TEST(Matching, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
   tables.posted(watched.id, watched.descriptor, without_frames, Clock::now());
   EXPECT_EQ(
       tables.arrived(1, frameOf(watched, FrameType::Data, 0, kEagerFlag), Clock::now()), RankTables::Verdict::Ignore);
-  const auto failures = of(ActionKind::NoticeAndStop, tables.takeActions());
+  const auto failures = of(ActionKind::Notice, tables.takeActions());
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   EXPECT_EQ(failures[0].record.peer, 1);
@@ -761,8 +761,7 @@ TEST(Matching, ManyCollectivesAheadTakeNoPlacesOfMessages) {
   EXPECT_EQ(slow.usage().unexpected, places) << "and so many are kept";
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(2 * places + i, Collective::Send), Clock::now()));
-    ASSERT_FALSE(slow.failed()) << i << ": "
-                                << of(ActionKind::NoticeAndStop, slow.takeActions()).front().record.summary;
+    ASSERT_FALSE(slow.failed()) << i << ": " << of(ActionKind::Notice, slow.takeActions()).front().record.summary;
   }
   EXPECT_EQ(slow.usage().unexpected, 2 * places);
 }
@@ -790,7 +789,7 @@ TEST(Matching, WhatIsAskedForHasAPlace) {
     ASSERT_FALSE(receiver.failed()) << i;
   }
   static_cast<void>(receiver.arrived(0, waitingIn(places + 3, Collective::Send), Clock::now()));
-  const auto failures = of(ActionKind::NoticeAndStop, receiver.takeActions());
+  const auto failures = of(ActionKind::Notice, receiver.takeActions());
   ASSERT_EQ(failures.size(), 1U) << "nobody has asked for this one";
   EXPECT_EQ(failures.front().record.code, ErrorCode::ProtocolViolation);
   EXPECT_NE(failures.front().record.summary.find("announces too many messages"), std::string::npos);

@@ -70,7 +70,7 @@ struct WorkingRank {
 
   void act() {
     for (Action& action : tables.takeActions()) {
-      ASSERT_NE(action.kind, Action::Kind::NoticeAndStop) << action.record.text();
+      ASSERT_NE(action.kind, Action::Kind::Notice) << action.record.text();
       if (action.kind == Action::Kind::Send) {
         OutFrame frame;
         frame.header = action.header;

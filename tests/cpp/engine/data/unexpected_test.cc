@@ -103,9 +103,9 @@ TEST(UnexpectedCredit, CountsUntilTheOperationIsEntered) {
   config.hosts.resize(2);
   RankTables rank(config);
   EXPECT_EQ(rank.granted(7, 1, 100), nullptr);
-  EXPECT_EQ(rank.usage().unexpected_credit, 1U);
+  EXPECT_EQ(rank.usage().credited_unexpected, 1U);
   rank.posted(OperationId{7, 7}, Descriptor(), PreparedSchedule(), Clock::now());
-  EXPECT_EQ(rank.usage().unexpected_credit, 0U);
+  EXPECT_EQ(rank.usage().credited_unexpected, 0U);
 }
 
 TEST_F(UnexpectedTest, APeerMayNotContradictItself) {

@@ -303,7 +303,7 @@ TEST_F(DeadlockTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
   answer(10199);
   EXPECT_FALSE(roll.failed());
   answer(10200);
-  const std::vector<Action> failures = taken(Kind::NoticeAndStop);
+  const std::vector<Action> failures = taken(Kind::Notice);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
 }
@@ -317,7 +317,7 @@ TEST_F(DeadlockTest, OfSeveralTheOldestIsNamed) {
     }
   }
   roll.answered(1, rollFrame(mine, barrierOf(), FrameType::NotEntered), at(10200));
-  const std::vector<Action> failures = taken(Kind::NoticeAndStop);
+  const std::vector<Action> failures = taken(Kind::Notice);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_NE(failures[0].record.summary.find(" #2"), std::string::npos) << failures[0].record.summary;
 }
@@ -417,7 +417,7 @@ TEST_F(WaitingTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
   EXPECT_TRUE(roll.isUnexpected(2));
   EXPECT_EQ(roll.tables.findUnexpected(2)->peers.count(3), 1U);
   enter(2);
-  const std::vector<Action> failures = taken(Kind::NoticeAndStop);
+  const std::vector<Action> failures = taken(Kind::Notice);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
   EXPECT_EQ(failures[0].record.peer, 3);
@@ -428,7 +428,7 @@ TEST_F(WaitingTest, APeerThatContradictsItselfBreaksTheProtocol) {
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(1)), at(1)));
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(1)), at(1)));
   EXPECT_FALSE(roll.keepUnexpected(3, rollFrame(2, barrierOf(2)), at(1)));
-  const std::vector<Action> failures = taken(Kind::NoticeAndStop);
+  const std::vector<Action> failures = taken(Kind::Notice);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   EXPECT_NE(failures[0].record.summary.find("two different descriptors"), std::string::npos);

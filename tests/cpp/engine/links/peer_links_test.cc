@@ -103,7 +103,7 @@ class CalledLoop final : public Loop {
   std::map<int, std::pair<uint32_t, Handler*>> watches_; ///< handlers live until unwatch
 };
 
-class PeerLinksTest : public ::testing::Test, protected PeerLinks::Owner {
+class PeerLinksTest : public ::testing::Test, protected LinkOwner {
  protected:
   static constexpr int kOut = 1000; ///< descriptors of links that rank 0 opens, by peer
   static constexpr int kIn = 2000;
@@ -115,7 +115,7 @@ class PeerLinksTest : public ::testing::Test, protected PeerLinks::Owner {
     identity.hash = 7;
     identity.hosts = {"alpha", "beta", "gamma"};
     options.connect = [this](int peer) { return std::make_unique<WireLink>(out[peer], kOut + peer); };
-    PeerLinks::Owner& self = *this;
+    LinkOwner& self = *this;
     links = std::make_unique<PeerLinks>(identity, options, loop, staging, self);
   }
 
@@ -148,7 +148,7 @@ class PeerLinksTest : public ::testing::Test, protected PeerLinks::Owner {
     return types;
   }
 
-  // PeerLinks::Owner
+  // LinkOwner
   Sink onHeader(int, const FrameHeader&) override {
     return {};
   }
@@ -274,10 +274,11 @@ TEST_F(PeerLinksTest, AHangUpWhileFramesWaitForRoomBreaksTheLinkAtOnce) {
 }
 
 TEST_F(PeerLinksTest, TheEndOfAnIncomingLinkIsReportedUnlessReadingEndedBefore) {
-  EXPECT_FALSE(links->isReading(1));
+  EXPECT_FALSE(links->isOpened(1));
   for (const int peer : {1, 2}) {
     adopt(peer);
-    EXPECT_TRUE(links->isReading(peer));
+    EXPECT_TRUE(links->isOpened(peer));
+    EXPECT_FALSE(links->hasEnded(peer));
   }
   in[1].arriving = frame(FrameType::Data);
   in[1].closed = true;
@@ -290,7 +291,7 @@ TEST_F(PeerLinksTest, TheEndOfAnIncomingLinkIsReportedUnlessReadingEndedBefore) 
   loop.ready(kIn + 2, EPOLLIN);
   EXPECT_EQ(reading_ended, std::vector<int>{1}) << "the goodbye has explained it";
   for (const int peer : {1, 2}) {
-    EXPECT_FALSE(links->isReading(peer));
+    EXPECT_TRUE(links->hasEnded(peer));
   }
   EXPECT_EQ(loop.watched(), 0U);
 }

@@ -52,7 +52,7 @@ MUTATIONS = [
         "never raise credit",
         "credit.cc",
         "    if (edge->limit != kNoLimit) { // an edge that goes eagerly needs no credit\n"
-        "      grant(tables, row.id().id, *edge);\n    }\n",
+        "      grant(tables, row.id().id, *edge, true);\n    }\n",
         "",
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "never give pool room back",
         "credit.cc",
-        "if (pool.eager_used >= tables.limits.eager_pool_nbytes / 4)",
-        "if (pool.eager_used >= tables.limits.eager_pool_nbytes * 1000)",
+        "if (pool.eager_used >= tables.limits.eager_pool_nbytes / 4 &&",
+        "if (pool.eager_used >= tables.limits.eager_pool_nbytes * 1000 &&",
     ),
     Mutation(
         "ignore the pool's size when sending",
@@ -298,7 +298,7 @@ MUTATIONS = [
     Mutation(
         "no bound on credit ahead of the sender",
         "credit.cc",
-        "if (from.ahead >= tables.limits.max_ahead) {",
+        "if (from.granted_early >= tables.limits.max_ahead) {",
         "if (false) {",
     ),
     Mutation(
@@ -393,8 +393,8 @@ MUTATIONS = [
     Mutation(
         "credit of operations that have ended is kept",
         "credit.cc",
-        "  if (std::exchange(edge.ahead, false)) {\n",
-        "  if (std::exchange(edge.ahead, false) && edge.moved < 0) {\n",
+        "  if (std::exchange(edge.granted_early, false)) {\n",
+        "  if (std::exchange(edge.granted_early, false) && edge.moved < 0) {\n",
     ),
     Mutation(
         "operations that were unexpected are kept",
