@@ -218,6 +218,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool drops_nonfinite_steps,
     bool weighs,
     bool may_be_weightless,
+    bool has_sync_batch_norm,
     int64_t wrapper_number,
     std::string cuda_library,
     const std::optional<std::shared_ptr<StepAgreement>>& agreement) {
@@ -238,6 +239,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.drops_nonfinite_steps = drops_nonfinite_steps;
   options.weighs = weighs;
   options.may_be_weightless = may_be_weightless;
+  options.has_sync_batch_norm = has_sync_batch_norm;
   options.wrapper_number = wrapper_number;
   options.cuda_library = std::move(cuda_library);
   options.elastic = agreement.has_value();
@@ -358,6 +360,7 @@ void bindReducer(py::module_& m) {
           py::arg("drops_nonfinite_steps"),
           py::arg("weighs"),
           py::arg("may_be_weightless"),
+          py::arg("has_sync_batch_norm"),
           py::arg("wrapper_number"),
           py::arg("cuda_library"),
           py::arg("agreement"))

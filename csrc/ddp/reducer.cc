@@ -115,6 +115,7 @@ void Reducer::makeBuckets() {
 }
 
 void Reducer::resetStep() {
+  endDue();
   pipeline_->begin(group_.size());
   pass_.reset();
   marks_.disarm();
@@ -179,7 +180,7 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (!turn.owned() || marks_.repeatsForward()) {
     return; // a pass is under way, so no forward pass asks for one
   }
-  const bool left = armed_by_mark_ && pass_.phase() == BackwardPass::Phase::Armed && marks_.leftNested();
+  const bool left = pass_.phase() == BackwardPass::Phase::Armed && marks_.leftNested();
   if (marks_.forward() && weights_.has_value()) {
     weights_->dropEarly();
   }
@@ -224,6 +225,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   marks_.expect(std::exchange(last_forward_, nullptr) == nullptr, armed_by_mark_);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
+    becomeDue();
     pass_.arm();
   }
 }
@@ -311,6 +313,7 @@ void Reducer::checkFinalized() {
 void Reducer::resetState() {
   const Turn turn(*this);
   failure_.forget();
+  endDue();
   lost_ = nullptr;
   marks_.disarm();
   join_work_.reset();

@@ -236,6 +236,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     return state_.now().trained;
   }
   void resetStep();
+  /// A forward pass has asked for a pass that reduces.
+  void becomeDue();
+  /// It is over.
+  void endDue() noexcept;
+  /// The others that are due, by forward passes on the same thread.
+  [[nodiscard]] std::vector<std::shared_ptr<Reducer>> dueWith() const;
 
   void onEntry(ForwardMark& mark);
   void enter(ForwardMark& mark);
@@ -262,8 +268,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
-  static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers);
-  static void abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers);
+  static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call);
   [[nodiscard]] bool beginWithoutBatch(bool reduces);
   [[nodiscard]] std::optional<bool> finish(bool looks);
   [[nodiscard]] bool keepsResiduals();
@@ -294,6 +299,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void writeAverages();
 
   void fail(const std::string& doing, const std::exception& error);
+  /// Ends the operations of the present group and of the hook's, of which this rank takes no part any more. `what`: see ReducerGroup::abort().
+  [[nodiscard]] std::function<void()> cut(const std::string& what) const;
   [[nodiscard]] std::optional<std::string> difference();
   void throwIfUnfinished() const;
   void requireNoHook() const;
@@ -363,6 +370,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
   bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
+  int asked_in_ = -1; ///< autograd's number of the call in which a forward pass has asked for the pass, as a checkpoint repeats it; -1: in none
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,43 @@ std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const 
   return names;
 }
 
+bool same(const std::weak_ptr<const Reducer>& one, const std::weak_ptr<const Reducer>& other) noexcept {
+  return !one.owner_before(other) && !other.owner_before(one);
+}
+
+/// A reducer that a forward pass on a thread has asked for a pass, which is not over: backward may go through it beside others.
+struct Due {
+  std::thread::id thread;
+  std::weak_ptr<Reducer> reducer;
+};
+
+LeafMutex due_mutex; ///< guards the next two
+std::vector<Due> due;
+
+/// A reducer whose pass has ended in a call of backward() that a forward pass within another one has asked for, as a checkpoint repeats it.
+struct Ended {
+  int around; ///< autograd's number of that other one, which may go through more reducers
+  std::weak_ptr<Reducer> reducer;
+  bool finite; ///< its averages were, and those of the others in that call
+};
+
+std::vector<Ended> ended; ///< the last of each reducer
+
+std::vector<Ended> endedIn(int around) {
+  const std::lock_guard lock(due_mutex);
+  std::vector<Ended> found = ended;
+  std::erase_if(found, [around](const Ended& each) { return each.around != around; });
+  return found;
+}
+
+void keepEnded(const std::vector<Ended>& all) {
+  const std::lock_guard lock(due_mutex);
+  for (const Ended& now : all) {
+    std::erase_if(ended, [&now](const Ended& each) { return each.reducer.expired() || same(each.reducer, now.reducer); });
+    ended.push_back(now);
+  }
+}
+
 /// A reducer that ends with the call of backward() that has this number.
 struct Ending {
   int call;
@@ -77,6 +115,33 @@ void Reducer::onEntry(ForwardMark& mark) {
     const Turn turn(*this);
     enter(mark);
   });
+}
+
+void Reducer::becomeDue() {
+  asked_in_ = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard lock(due_mutex);
+  due.push_back({std::this_thread::get_id(), weak_from_this()});
+}
+
+void Reducer::endDue() noexcept {
+  const std::lock_guard lock(due_mutex);
+  std::erase_if(due, [mine = weak_from_this()](const Due& each) {
+    return each.reducer.expired() || same(each.reducer, mine);
+  });
+}
+
+std::vector<std::shared_ptr<Reducer>> Reducer::dueWith() const {
+  const std::lock_guard lock(due_mutex);
+  const auto is_mine = [mine = weak_from_this()](const Due& each) { return same(each.reducer, mine); };
+  const auto mine = std::find_if(due.begin(), due.end(), is_mine);
+  std::vector<std::shared_ptr<Reducer>> others;
+  for (const Due& each : due) {
+    auto other = mine != due.end() && each.thread == mine->thread && !is_mine(each) ? each.reducer.lock() : nullptr;
+    if (other != nullptr) {
+      others.push_back(std::move(other));
+    }
+  }
+  return others;
 }
 
 void Reducer::followCall() {
@@ -203,6 +268,9 @@ void Reducer::takeGradient(size_t index, bool defined) {
   if (weights_.has_value() && !marks_.reduces() && !marks_.isLocal()) {
     weights_->leave();
   }
+  if (defined && weights_.has_value() && !pass_.reducing() && !marks_.inPass()) {
+    weights_->added(index);
+  }
   if (beginsPass(index)) {
     beginPassWith(
         marks_.pending() ? std::vector<size_t>{} : marks_.takeNoted(/*armed=*/true)); // enter() has taken its own
@@ -211,9 +279,6 @@ void Reducer::takeGradient(size_t index, bool defined) {
     const bool stays = pass_.phase() == BackwardPass::Phase::Idle && !call.in_another && !marks_.isLocal();
     if (defined && stays && marks_.endedNested()) {
       raiseAroundNested(params_[index].name);
-    }
-    if (defined && weights_.has_value() && !marks_.inPass()) {
-      weights_->added(index);
     }
     if (defined && marks_.isLocal() && !state_.now().unsynced) {
       state_.change([](SharedValues& values) { values.unsynced = true; });
@@ -295,9 +360,9 @@ void Reducer::completeGradient(size_t index) {
   if (agreement_ == nullptr && (!used_.has_value() || used_->kept())) {
     pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
-  // Weights come at another moment on each rank. So buckets wait for the end of the pass if another reducer may launch something meanwhile
-  // that has to come in the same order on all ranks.
-  if (weights_.has_value() && weights_->ended() && !use_.isShared()) {
+  // Weights come at another moment on each rank. So buckets wait for the end of the pass if another reducer, or the module, may launch something
+  // meanwhile that has to come in the same order on all ranks.
+  if (weights_.has_value() && weights_->ended() && !use_.isShared() && !options_.has_sync_batch_norm) {
     (void)packWeighed();
   }
   markReady(index);
@@ -329,6 +394,9 @@ void Reducer::beginPass() {
   if (!pass_.reducing()) {
     marks_.disarm();
     return;
+  }
+  if (used_.has_value()) {
+    used_->forgetGone(params_);
   }
   if (agreement_ != nullptr) {
     beginStep();
@@ -480,59 +548,67 @@ void Reducer::queueFinish() {
   });
 }
 
-// All that end with the present call. Once one has failed, those behind it are cut off.
+// All that end with the present call.
 void Reducer::finishCall() {
+  const int call = torch::autograd::get_current_graph_task_id();
   std::vector<std::shared_ptr<Reducer>> reducers;
-  std::erase_if(endings, [&reducers](const Ending& each) {
-    const bool now = each.call == torch::autograd::get_current_graph_task_id();
-    if (auto reducer = now ? each.reducer.lock() : nullptr) {
+  std::erase_if(endings, [&](const Ending& each) {
+    if (auto reducer = each.call == call ? each.reducer.lock() : nullptr) {
       reducers.push_back(std::move(reducer));
     }
-    return now;
+    return each.call == call;
   });
-  finishAll(std::move(reducers));
+  finishAll(std::move(reducers), call);
 }
 
-void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers) {
+// `call`: autograd's number. Once one has failed, those behind it are cut off.
+void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call) {
+  if (reducers.empty()) {
+    return;
+  }
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
-  const bool looks = reducers.size() > 1 &&
-      std::any_of(reducers.begin(), reducers.end(), [](const auto& each) { return each->keepsResiduals(); });
-  std::exception_ptr first;
-  bool failed = false;
-  std::vector<std::shared_ptr<Reducer>> finite; // those whose averages are
-  bool others = false; // there is one whose averages are not
-  for (const std::shared_ptr<Reducer>& each : reducers) {
-    if (failed) {
-      abandonAll({each});
-      continue;
+  const auto repeated =
+      std::find_if(reducers.begin(), reducers.end(), [](const auto& each) { return each->asked_in_ != BackwardCall::kNone; });
+  const bool nested = repeated != reducers.end();
+  const int around = nested ? (*repeated)->asked_in_ : call;
+  std::vector<Ended> all = endedIn(around);
+  std::vector<std::shared_ptr<Reducer>> beside = reducers; // and those before
+  for (const Ended& each : all) {
+    if (auto reducer = each.reducer.lock()) {
+      beside.push_back(std::move(reducer));
     }
+  }
+  const bool looks = nested || // at what those to come keep
+      (beside.size() > 1 &&
+       std::any_of(beside.begin(), beside.end(), [](const auto& each) { return each->keepsResiduals(); }));
+  std::exception_ptr first;
+  for (const std::shared_ptr<Reducer>& each : reducers) {
     try {
-      const std::optional<bool> ended = each->finish(looks);
-      others = others || ended == false;
-      if (ended == true) {
-        finite.push_back(each);
+      if (const std::optional<bool> finite = each->finish(looks)) {
+        all.push_back({around, each, *finite});
       }
     } catch (const std::exception&) {
       first = first == nullptr ? std::current_exception() : first;
-      failed = each->mutex_.inPass(); // else the reducer goes on, as after a step without samples
+      if (each->mutex_.inPass()) {
+        break; // else the reducer goes on, as after a step without samples
+      }
     }
   }
-  if (others) {
-    std::for_each(finite.begin(), finite.end(), [](const auto& each) { each->forgetResiduals(); });
+  if (std::any_of(all.begin(), all.end(), [](const Ended& each) { return !each.finite; })) {
+    for (Ended& each : all) {
+      const auto reducer = std::exchange(each.finite, false) ? each.reducer.lock() : nullptr;
+      if (reducer != nullptr) {
+        reducer->forgetResiduals();
+      }
+    }
+  }
+  if (nested) {
+    keepEnded(all);
   }
   if (first != nullptr) {
     std::rethrow_exception(first);
-  }
-}
-
-// The others would wait for this rank until it calls forward again.
-void Reducer::abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers) {
-  for (const std::shared_ptr<Reducer>& each : reducers) {
-    if (each->agreement_ != nullptr && each->mutex_.inPass()) {
-      each->abandonMembers();
-    }
   }
 }
 
@@ -623,11 +699,13 @@ void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reduc
         begun.push_back(reducer);
       }
     }
-  } catch (const std::exception&) {
-    abandonAll(begun);
+  } catch (const std::exception& error) {
+    for (const std::shared_ptr<Reducer>& each : begun) {
+      each->cut("failed in no_batch(): " + firstLine(error))();
+    }
     throw;
   }
-  finishAll(std::move(begun));
+  finishAll(std::move(begun), BackwardCall::kNone);
 }
 
 // False if it only accumulates.
@@ -637,12 +715,16 @@ bool Reducer::beginWithoutBatch(bool reduces) {
     throwIfUnfinished();
     followTrained();
     resetStep();
+    if (buckets_.all().empty()) {
+      return false; // nor is a pass of the others counted
+    }
     weights().enterWithoutBatch(trained());
-    if (!reduces || buckets_.all().empty()) {
+    if (!reduces) {
       weights_->begin(0.0, trained(), /*reduces=*/false);
       return false;
     }
     recorder_.begin(buckets_.all().size());
+    becomeDue();
     try {
       beginPass();
       if (!pass_.reducing()) {
@@ -752,31 +834,40 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   if (!failure_.record(doing, error)) {
     return;
   }
-  const ReducerGroup group = group_; // others may come to have the turn
-  const c10::intrusive_ptr<c10d::ProcessGroup> hooks = hook_.run == nullptr ? nullptr : hook_.group;
+  // The others would wait until the deadline for what this rank never begins: its next bucket, a collective of its hook, or those of another
+  // reducer, which ends first or comes later. Nothing happens if the failure is that of the group, which knows it.
+  const std::string what = "failed in backward, while " + doing + ": " + firstLine(error);
+  std::vector<std::function<void()>> cuts;
+  for (const std::shared_ptr<Reducer>& other : dueWith()) {
+    cuts.push_back(other->cut(what));
+  }
   // torch makes a RuntimeError of one that leaves a callback, as a hook has them; its text stays.
   const bool mismatch = standsFor(error, ErrorCode::CollectiveMismatch) ||
       (hook_.run != nullptr &&
        std::string_view(error.what()).find("[code=COLLECTIVE_MISMATCH") != std::string_view::npos);
+  const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
+  if (agreement_ == nullptr || !all_know) {
+    cuts.push_back(cut(what)); // of the group of now: others may come to have the turn
+  }
   if (mismatch) { // so all ranks are there, and have published their sets
     if (const auto why = difference()) {
       addNote(error, *why);
     }
   }
-  const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
+  std::for_each(cuts.begin(), cuts.end(), [](const auto& each) { each(); });
+}
+
+std::function<void()> Reducer::cut(const std::string& what) const {
   if (agreement_ != nullptr) {
-    if (!all_know) {
-      abandonMembers();
+    return [self = shared_from_this()] { self->abandonMembers(); };
+  }
+  const bool has_hook = hook_.run != nullptr;
+  return [group = group_, what, has_hook, hooks = has_hook ? hook_.group : nullptr] {
+    group.abort(what, /*others=*/has_hook);
+    if (hooks != nullptr && hooks != group.get()) {
+      ReducerGroup::abort(*hooks, group.paramDevice(), what, /*others=*/true);
     }
-    return;
-  }
-  // The others would wait until the deadline for what this rank never begins: its next bucket, or a collective of its hook. Nothing happens
-  // if the failure is that of the group, which knows it.
-  const std::string what = "failed in backward, while " + doing + ": " + firstLine(error);
-  group.abort(what, /*others=*/hook_.run != nullptr);
-  if (hooks != nullptr && hooks != group.get()) {
-    ReducerGroup::abort(*hooks, group.paramDevice(), what, /*others=*/true);
-  }
+  };
 }
 
 // Reads the store without the turn, for kReportsTimeout at most. Meanwhile the pass changes nothing: a gradient, a forward pass or another

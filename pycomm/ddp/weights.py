@@ -311,11 +311,14 @@ class Weighed(TorchDDP):
         """
         no_batch(self)
 
+    def _has_sync_batch_norm(self) -> bool:
+        return any(isinstance(layer, SYNC_BATCH_NORMS) for layer in self.module.modules())
+
     def _check_no_batch(self) -> None:
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
-        if any(isinstance(layer, SYNC_BATCH_NORMS) for layer in self.module.modules()):
+        if self._has_sync_batch_norm():
             raise UnsupportedError(
                 "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
                 "one: give every rank a batch in each step, or use another normalization"

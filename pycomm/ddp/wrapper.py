@@ -577,6 +577,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             drops_nonfinite_steps=self._drops_nonfinite_steps,
             weighs=self._weight is not None,
             may_be_weightless=self._sync_every > 1,  # other hosts may have samples
+            has_sync_batch_norm=self._has_sync_batch_norm(),
             wrapper_number=wrapper_number(group)
             if self._with_all_ranks and self._made_in_turn
             else 0,
