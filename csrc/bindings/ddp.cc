@@ -120,7 +120,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
 using Held = std::map<std::string, bool>; // by name: whether .grad is zeros of a pass without weight
 
 std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool, bool> weighed(Reducer& reducer) {
-  const PassWeights::Accumulated sum = reducer.weighed();
+  const PassWeights::Accumulated sum = reducer.weighed().saved.sum;
   Held held;
   for (size_t index = 0; index < sum.holds.size(); ++index) {
     if (sum.holds[index] != PassWeights::Holds::Other) {
@@ -138,6 +138,22 @@ std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool,
       sum.gap_ns,
       sum.cannot_follow,
       sum.stray};
+}
+
+double weightUnsynced(Reducer& reducer) {
+  return reducer.weighed().saved.unsynced;
+}
+
+int64_t lastComputeNs(Reducer& reducer) {
+  return reducer.weighed().saved.last_compute_ns;
+}
+
+std::optional<double> pendingWeight(Reducer& reducer) {
+  return reducer.weighed().pending;
+}
+
+int64_t weighedSteps(Reducer& reducer) {
+  return reducer.weighed().steps;
 }
 
 using Weighed = std::tuple<
@@ -367,24 +383,24 @@ void bindReducer(py::module_& m) {
       .def("prepare_for_forward", blocking(&Reducer::prepareForForward))
       .def("mark_forward", blocking(&Reducer::markForward), py::arg("outputs"), py::arg("reduces"), py::arg("weight"))
       .def("forward_began", blocking(&Reducer::forwardBegan))
-      .def("is_within_forward", blocking(&Reducer::isWithinForward))
+      .def("is_within_backward", blocking(&Reducer::isWithinBackward))
       .def("set_weight", blocking(&Reducer::setWeight), py::arg("weight"))
       .def("used_here", blocking(&Reducer::usedHere))
-      .def("weight_unsynced", blocking(&Reducer::weightUnsynced))
+      .def("weight_unsynced", blocking(weightUnsynced))
       .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("set_largest", blocking(&Reducer::setLargest), py::arg("largest"))
-      .def("pending_weight", blocking(&Reducer::pendingWeight))
+      .def("pending_weight", blocking(pendingWeight))
       .def_static("pass_without_batch", torch::wrap_pybind_function(passWithoutBatch), py::arg("passes"))
       .def("step_rows", stepRows, py::arg("since"))
       .def("weighed", blocking(weighed))
-      .def("weighed_steps", blocking(&Reducer::weighedSteps))
-      .def("last_compute_ns", blocking(&Reducer::lastComputeNs))
+      .def("weighed_steps", blocking(weighedSteps))
+      .def("last_compute_ns", blocking(lastComputeNs))
       .def("prepare_for_backward", blocking(&Reducer::prepareForBackward), py::arg("outputs"))
       .def("_rebuild_buckets", blocking(&Reducer::rebuildBuckets))
       .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {}) // shadow_backward() leaves all that is needed
       .def("_set_static_graph", blocking(&Reducer::setStaticGraph))
       .def("_delay_all_reduce", blocking(&Reducer::delayAllReduce))
-      .def("counts", blocking(&Reducer::counts))
+      .def("is_counting", blocking(&Reducer::isCounting))
       .def(
           "_set_forward_pass_work_handle",
           blocking(&Reducer::setForwardPassWork),

@@ -333,7 +333,7 @@ bool PassMarks::repeatsForward() const {
   return reduces() && get_current_graph_task_id() != BackwardCall::kNone;
 }
 
-bool PassMarks::isWithinForward() const {
+bool PassMarks::isWithinBackward() const {
   return (reduces() || isLocal()) && get_current_graph_task_id() != BackwardCall::kNone;
 }
 

@@ -202,7 +202,7 @@ class PassMarks {
   /// Whether a forward pass that comes now repeats one whose pass this call reduces, as a checkpoint with use_reentrant=False does.
   [[nodiscard]] bool repeatsForward() const;
   /// Whether one that comes now is a part of this call's pass, whose weight is known and whose time has begun.
-  [[nodiscard]] bool isWithinForward() const;
+  [[nodiscard]] bool isWithinBackward() const;
   /// Whether another wrapper of this parameter has asked for a pass, too: the end of the call shows whose it is.
   [[nodiscard]] bool isContested(const at::Tensor& param) const;
   /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.

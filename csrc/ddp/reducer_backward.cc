@@ -159,9 +159,9 @@ void Reducer::enter(ForwardMark& mark) {
   if (!mark.reduces) {
     const bool first = marks_.enterLocal() && !marks_.reduces();
     if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
-      weights_->enter(mark, trained());
+      weights_->enter(mark);
       if (weights_->hasEarly()) {
-        weights_->begin(forward_weight_, trained(), /*reduces=*/false);
+        weights_->begin(/*reduces=*/false);
       }
     } else if (weights_.has_value()) {
       weights_->alsoEnters(mark);
@@ -183,10 +183,10 @@ void Reducer::enter(ForwardMark& mark) {
   if (begun) {
     return;
   }
-  pass_.endLocal();
+  pass_.endAccumulating();
   const std::vector<size_t> before = marks_.takeNoted();
   if (weights_.has_value() && !marks_.isLocal()) { // else the last forward pass of the loss, one of no_sync(), counts
-    weights_->enter(mark, trained());
+    weights_->enter(mark);
   } else if (weights_.has_value()) {
     weights_->alsoEnters(mark);
   }
@@ -196,12 +196,7 @@ void Reducer::enter(ForwardMark& mark) {
   if (before.empty()) {
     return;
   }
-  try {
-    beginPassWith(before);
-  } catch (const std::exception& error) {
-    fail("gradients that came before those behind forward's outputs were being reduced", error);
-    throw;
-  }
+  orFail("gradients that came before those behind forward's outputs were being reduced", [&] { beginPassWith(before); });
 }
 
 void Reducer::beginPassWith(const std::vector<size_t>& before) {
@@ -238,12 +233,8 @@ void Reducer::onComing(size_t index, const at::Tensor& grad) {
 void Reducer::onGradient(size_t index, bool defined) {
   raising([&] {
     const Turn turn(*this);
-    try {
-      takeGradient(index, defined);
-    } catch (const std::exception& error) {
-      fail("the gradient of parameter '" + params_[index].name + "' was being reduced", error);
-      throw;
-    }
+    const auto doing = [&] { return "the gradient of parameter '" + params_[index].name + "' was being reduced"; };
+    orFail(doing, [&] { takeGradient(index, defined); });
   });
 }
 
@@ -280,15 +271,15 @@ void Reducer::takeGradient(size_t index, bool defined) {
     if (defined && stays && marks_.endedNested()) {
       raiseAroundNested(params_[index].name);
     }
-    if (defined && marks_.isLocal() && !state_.now().unsynced) {
-      state_.change([](SharedValues& values) { values.unsynced = true; });
+    if (defined && marks_.isLocal() && !state_.now().has_local) {
+      state_.change([](SharedValues& values) { values.has_local = true; });
     }
     marks_.note(index, call);
     if (call.may_begin) {
       queueUnmarked();
     } else if (weights_.has_value() && weights_->entered()) {
-      weights_->begin(forward_weight_, trained(), /*reduces=*/false);
-    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Local && !marks_.isLocal()) {
+      weights_->begin(/*reduces=*/false);
+    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Accumulating && !marks_.isLocal()) {
       weights_->stray();
     }
   }
@@ -344,12 +335,7 @@ void Reducer::beginUnmarked() {
         })) {
       return;
     }
-    try {
-      beginPassWith(before);
-    } catch (const std::exception& error) {
-      fail("gradients of a backward pass beside forward's outputs were being reduced", error);
-      throw;
-    }
+    orFail("gradients of a backward pass beside forward's outputs were being reduced", [&] { beginPassWith(before); });
   });
 }
 
@@ -366,6 +352,9 @@ void Reducer::completeGradient(size_t index) {
     (void)packWeighed();
   }
   markReady(index);
+  if (!state_.now().ordered && !pass_.hasStaticGraph()) {
+    order_.came(index);
+  }
   launchFull();
   if (allCame()) {
     show();
@@ -377,7 +366,7 @@ void Reducer::completeGradient(size_t index) {
 
 // All gradients of the pass.
 bool Reducer::allCame() const {
-  return pipeline_->allLaunched() || pipeline_->allAhead() || (lost_ != nullptr && pass_.missing(trained()).empty());
+  return pipeline_->allLaunched() || pipeline_->allAhead() || (lost_ != nullptr && pass_.missing().empty());
 }
 
 void Reducer::beginPass() {
@@ -388,7 +377,7 @@ void Reducer::beginPass() {
   }
   pass_.begin();
   if (weights_.has_value()) {
-    weights_->begin(forward_weight_, trained(), pass_.reducing());
+    weights_->begin(pass_.reducing());
   }
   show();
   if (!pass_.reducing()) {
@@ -400,12 +389,8 @@ void Reducer::beginPass() {
   }
   if (agreement_ != nullptr) {
     beginStep();
-  } else {
-    shareState();
-    if (weights_.has_value()) {
-      weights_->launch(*group_.get(), group_.device(), options_.wrapper_number);
-    }
   }
+  launchFirst();
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
     static_cast<void>(awaitCompletion(*future, Deadline::never())); // the operation has a timeout of its own
@@ -442,36 +427,30 @@ void Reducer::delayAllReduce() {
     }
   });
   if (torch::autograd::get_current_graph_task_id() == -1) {
-    (void)finish(/*looks=*/false);
+    (void)finish(/*residuals_elsewhere=*/false);
   } else {
     queueFinish();
   }
 }
 
 void Reducer::endCounting() {
-  pass_.endCounting(trained());
+  pass_.endCounting();
   if (!pass_.reducing()) {
     return; // accumulating, or inside no_sync()
   }
-  try {
+  orFail("the first gradients of a static graph were being reduced", [&] {
     for (const Bucket& bucket : buckets_.all()) {
       for (const Slot& slot : bucket.slots()) {
         markReady(slot.index);
       }
     }
     launchFull();
-  } catch (const std::exception& error) {
-    fail("the first gradients of a static graph were being reduced", error);
-    throw;
-  }
+  });
 }
 
-void Reducer::markReady(size_t index, bool came) {
+void Reducer::markReady(size_t index) {
   if (!pass_.markReady(index)) {
     raiseSecondGradient(params_[index].name, pass_.hasStaticGraph());
-  }
-  if (came && !state_.now().ordered && !pass_.hasStaticGraph()) {
-    order_.came(index);
   }
   pack(index);
 }
@@ -500,7 +479,7 @@ void Reducer::giveUpWeightless() {
   state_.giveUp();
   state_.change([](SharedValues& values) {
     values.accumulated = 0;
-    values.unsynced = false;
+    values.has_local = false;
     ++values.passes;
   });
   weights_->commit(members_); // a sampler has dealt a batch for it
@@ -580,18 +559,18 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
       beside.push_back(std::move(reducer));
     }
   }
-  const bool looks = nested || // at what those to come keep
+  const bool residuals_elsewhere = nested || // at what those to come keep
       (beside.size() > 1 &&
        std::any_of(beside.begin(), beside.end(), [](const auto& each) { return each->keepsResiduals(); }));
   std::exception_ptr first;
   for (const std::shared_ptr<Reducer>& each : reducers) {
     try {
-      if (const std::optional<bool> finite = each->finish(looks)) {
+      if (const std::optional<bool> finite = each->finish(residuals_elsewhere)) {
         all.push_back({around, each, *finite});
       }
     } catch (const std::exception&) {
       first = first == nullptr ? std::current_exception() : first;
-      if (each->mutex_.inPass()) {
+      if (each->mutex_.reducing()) {
         break; // else the reducer goes on, as after a step without samples
       }
     }
@@ -626,7 +605,7 @@ void Reducer::forgetResiduals() {
   }
 }
 
-std::optional<bool> Reducer::finish(bool looks) {
+std::optional<bool> Reducer::finish(bool residuals_elsewhere) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
     if (!pass_.reducing()) {
@@ -636,26 +615,22 @@ std::optional<bool> Reducer::finish(bool looks) {
       checkNested();
       return std::nullopt; // the call around this one may go on
     }
-    return endStep(looks);
+    return endStep(residuals_elsewhere);
   });
 }
 
 // A gradient that came first, in the call around this one, has gone to .grad, and no other one completes the parameter.
 void Reducer::checkNested() {
-  for (const size_t index : pass_.missing(trained())) {
+  for (const size_t index : pass_.missing()) {
     if (marks_.notedAround(index)) {
-      try {
-        raiseAroundNested(params_[index].name);
-      } catch (const std::exception& error) {
-        fail("a nested backward call ended", error);
-        throw;
-      }
+      orFail("a nested backward call ended", [&] { raiseAroundNested(params_[index].name); });
     }
   }
 }
 
-// Whether the averages are finite; nothing if no rank has any weight, so that there are none. `looks`: also if no residual is kept here.
-std::optional<bool> Reducer::endStep(bool looks) {
+// Whether the averages are finite; nothing if no rank has any weight, so that there are none. `residuals_elsewhere`: it is looked at
+// also if none is kept here.
+std::optional<bool> Reducer::endStep(bool residuals_elsewhere) {
   recorder_.backwardEnded();
   const bool any = agreement_ != nullptr ? agree() : !pipeline_->allAhead() || launchWeighed();
   if (!any) {
@@ -663,32 +638,29 @@ std::optional<bool> Reducer::endStep(bool looks) {
     return std::nullopt;
   }
   agreement_ != nullptr ? writeAverages() : finishBuckets();
-  if (looks && options_.drops_nonfinite_steps) {
+  if (residuals_elsewhere && options_.drops_nonfinite_steps) {
     pipeline_->lookAtAll();
   }
   recorder_.end();
   ++stats_.steps;
   const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
-  commit();
+  const bool finite = commit();
   if (reordered) {
     order_.clear();
     cutBuckets();
   }
-  return averages_finite_;
+  return finite;
 }
 
 // All gradients have come, and none is packed. False if no rank has any weight.
 bool Reducer::launchWeighed() {
-  try {
+  return orFail("the weights of ranks were awaited", [&] {
     const bool any = packWeighed();
     if (any) {
       launchFull();
     }
     return any;
-  } catch (const std::exception& error) {
-    fail("the weights of ranks were awaited", error);
-    throw;
-  }
+  });
 }
 
 void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes) {
@@ -718,41 +690,35 @@ bool Reducer::beginWithoutBatch(bool reduces) {
     if (buckets_.all().empty()) {
       return false; // nor is a pass of the others counted
     }
-    weights().enterWithoutBatch(trained());
+    weights().enterWithoutBatch();
     if (!reduces) {
-      weights_->begin(0.0, trained(), /*reduces=*/false);
+      weights_->begin(/*reduces=*/false);
       return false;
     }
     recorder_.begin(buckets_.all().size());
     becomeDue();
-    try {
+    return orFail("a rank without a batch took part in a reduction", [&] {
       beginPass();
       if (!pass_.reducing()) {
         return false;
       }
-      for (const size_t index : pass_.missing(trained())) {
-        markReady(index, /*came=*/false);
+      for (const size_t index : pass_.missing()) {
+        markReady(index);
       }
-    } catch (const std::exception& error) {
-      fail("a rank without a batch took part in a reduction", error);
-      throw;
-    }
-    return true;
+      return true;
+    });
   });
 }
 
 void Reducer::finishBuckets() {
   const at::NoGradGuard no_grad;
-  try {
+  orFail([&] { return pipeline_->awaited(); }, [&] {
     pipeline_->finishAll([this](size_t param) { return isUsed(param); });
     if (used_.has_value()) {
       used_->await(); // every rank takes part, also if all parameters were used here
     }
     awaitFutures();
-  } catch (const std::exception& error) {
-    fail(pipeline_->awaited(), error);
-    throw;
-  }
+  });
 }
 
 void Reducer::awaitFutures() {
@@ -772,8 +738,9 @@ bool Reducer::isUsed(size_t index) {
 }
 
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before.
-void Reducer::commit() {
+// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before. Returns whether averages are
+// finite.
+bool Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
     weights_->commit(members_);
@@ -785,8 +752,8 @@ void Reducer::commit() {
       used_->clear();
     }
   }
-  averages_finite_ = pipeline_->averagesAreFinite();
-  if (!averages_finite_) {
+  const bool finite = pipeline_->averagesAreFinite();
+  if (!finite) {
     // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
     // count. The residuals from before it are gone, since the all-reduce writes them.
     buckets_.scaleResiduals(0);
@@ -798,6 +765,7 @@ void Reducer::commit() {
   marks_.end();
   resetStep();
   show();
+  return finite;
 }
 
 void Reducer::shadowBackward() {
@@ -814,19 +782,16 @@ void Reducer::shadowBackward() {
 }
 
 void Reducer::reduceZeros() {
-  try {
+  orFail("a rank without data took part in a reduction", [&] {
     shareState();
     pipeline_->beginShadow(group_.size());
     if (used_.has_value()) {
       used_->clear();
     }
     launchFull();
-  } catch (const std::exception& error) {
-    fail("a rank without data took part in a reduction", error);
-    throw;
-  }
+  });
   finishBuckets();
-  commit();
+  (void)commit();
 }
 
 // Ends what the caller does: it holds nothing of the pass over this call, and only throws on.
@@ -916,7 +881,7 @@ void Reducer::throwIfUnfinished() const {
   if (agreement_ != nullptr) {
     abandonMembers();
   }
-  const std::vector<size_t> missing = pass_.missing(trained());
+  const std::vector<size_t> missing = pass_.missing();
   if (missing.empty()) {
     raiseCutOff(group_.jobRank());
   }

@@ -370,7 +370,7 @@ class Weighed(TorchDDP):
         if (
             self._weight is None
             or not torch.is_grad_enabled()
-            or self.reducer.is_within_forward()  # as a checkpoint repeats it in backward
+            or self.reducer.is_within_backward()  # as a checkpoint repeats it in backward
         ):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         weight, how = self._weigh(inputs, kwargs)  # first: this rank alone may have to refuse
