@@ -72,7 +72,7 @@ std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::
 }
 
 py::object lastStep(Reducer& reducer) {
-  std::shared_ptr<const StepRecord> record;
+  std::shared_ptr<const StepTrace> record;
   {
     const WithoutGil no_gil;
     record = reducer.lastStep();
@@ -81,7 +81,7 @@ py::object lastStep(Reducer& reducer) {
     return py::none();
   }
   py::list buckets;
-  for (const StepRecord::Bucket& of : record->buckets) {
+  for (const StepTrace::Bucket& of : record->buckets) {
     py::dict bucket;
     bucket["gradient_nbytes"] = of.gradient_nbytes;
     bucket["wire_nbytes"] = of.wire_nbytes;
@@ -110,7 +110,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
   for (const PassWeights::Step& step : steps) {
     py::list rows;
     for (const PassWeights::Row& row : step.rows) {
-      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.trained, row.largest));
+      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.batches, row.largest));
     }
     found.append(py::make_tuple(step.index, step.passes, rows, step.members));
   }
@@ -133,7 +133,7 @@ std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool,
       sum.passes,
       sum.alike,
       held,
-      sum.trained,
+      sum.batches,
       sum.compute_ns,
       sum.gap_ns,
       sum.cannot_follow,

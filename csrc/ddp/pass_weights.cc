@@ -23,8 +23,8 @@ namespace {
 constexpr int64_t kWords = 5; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
 
-bool trainedAlike(const PassWeights::Step& step) noexcept {
-  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::trained) ==
+bool batchesAlike(const PassWeights::Step& step) noexcept {
+  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::batches) ==
       step.rows.end();
 }
 
@@ -102,7 +102,7 @@ bool PassWeights::forwardBegan() noexcept {
   forward_began_ = WaitClock::now();
   const bool many = step_count_ - shown_steps_ >= static_cast<int64_t>(kStepsKept / 4);
   shown_steps_ = many ? step_count_ : shown_steps_;
-  return many || (!steps_.empty() && !trainedAlike(steps_.back()));
+  return many || (!steps_.empty() && !batchesAlike(steps_.back()));
 }
 
 void PassWeights::marked(ForwardMark& mark) {
@@ -262,7 +262,7 @@ bool PassWeights::forgotten() const {
 
 void PassWeights::forget() {
   Accumulated none;
-  none.trained = sum_.trained; // their batches were dealt, and took their time
+  none.batches = sum_.batches; // their batches were dealt, and took their time
   none.compute_ns = sum_.compute_ns;
   none.gap_ns = sum_.gap_ns;
   sum_ = std::move(none);
@@ -337,7 +337,7 @@ void PassWeights::begin(bool reduces) {
   entered_->begun = true;
   sum_.weight += now;
   ++sum_.passes;
-  ++sum_.trained;
+  ++sum_.batches;
   sum_.unit = now == 0.0 || scale_ != 1.0 ? sum_.unit : now;
   sum_.holds.resize(params_.size(), Holds::Other);
   if (reduces) {
@@ -398,7 +398,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device, int64_t 
   row[0] = std::bit_cast<int64_t>(sum_.weight);
   row[1] = sum_.passes;
   row[2] = last_compute_ns_;
-  row[3] = sum_.trained;
+  row[3] = sum_.batches;
   row[4] = largest_;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
@@ -462,10 +462,10 @@ void PassWeights::commit(std::vector<int> members) {
     steps_.pop_front();
   }
   ++step_count_;
-  giveUp();
+  clear();
 }
 
-void PassWeights::giveUp() {
+void PassWeights::clear() {
   endPass();
   sum_ = {};
   scale_ = 1.0;
@@ -477,7 +477,7 @@ void PassWeights::reset() {
   set_.reset();
   entered_.reset();
   work_.reset();
-  giveUp();
+  clear();
   gap_began_ = {};
   gaps_ns_.clear();
   last_compute_ns_ = kUnknown;

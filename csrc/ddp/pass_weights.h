@@ -43,7 +43,7 @@ struct SaidWeight {
 ///
 /// zero_grad() between passes forgets them: this shows as no parameter of the sum having a .grad. So that it shows after passes without weight,
 /// too, these leave zeros in place of no .grad, which are gone before a reduction. Forgotten passes still count as batches that were trained,
-/// which a sampler follows: Accumulated::trained.
+/// which a sampler follows: Accumulated::batches.
 ///
 /// A step's compute time is that of its passes, from the begin of the first forward pass to the last gradient, and of what the program does between them: the
 /// optimizer, and waiting for the next batch. Waits for other ranks are left out of both (WaitClock). What lies between passes is the median of
@@ -66,7 +66,7 @@ class PassWeights {
     double weight = 0; ///< of its passes since the reduction before
     int64_t passes = 0; ///< how many
     int64_t last_compute_ns = kUnknown; ///< how long the step before took, without waiting for other ranks
-    int64_t trained = 0; ///< as `passes`, with those that were forgotten
+    int64_t batches = 0; ///< as `passes`, with those that were forgotten
     int64_t largest = 0; ///< the largest share that its sampler allows; 0: any
   };
   static constexpr int64_t kUnknown = -1;
@@ -117,7 +117,7 @@ class PassWeights {
   /// The weight of a backward pass through its graph. Throws if what was set for it has counted for another forward pass.
   [[nodiscard]] double takeWeight(ForwardMark& mark);
   /// The backward pass that came through enter() is over: a pass that begins now is another one.
-  void leave() noexcept {
+  void endEntered() noexcept {
     entered_.reset();
   }
   /// Whether enter() came and begin() did not.
@@ -157,9 +157,7 @@ class PassWeights {
   [[nodiscard]] std::optional<double> await(const JobRanks& job);
   /// The step is over, also if no rank has any weight: it is on record. `members`: see Step.
   void commit(std::vector<int> members);
-  /// The pass under way reduces nothing, and no pass is accumulated.
-  void giveUp();
-  /// As constructed.
+  /// Forgets the passes since the last reduction, what was set and the times. Steps on record stay, and what Row::largest and Saved::unsynced are.
   void reset();
 
   [[nodiscard]] int64_t takeWaitedNs() noexcept {
@@ -193,7 +191,7 @@ class PassWeights {
     int64_t passes = 0;
     bool alike = true; ///< all have the weight `unit`
     std::vector<Holds> holds; ///< by parameter; empty before the first pass
-    int64_t trained = 0; ///< as `passes`, with those that were forgotten
+    int64_t batches = 0; ///< as `passes`, with those that were forgotten
     int64_t compute_ns = 0; ///< of these
     int64_t gap_ns = 0; ///< between these, and before the first one
     bool cannot_follow = false;
@@ -232,6 +230,7 @@ class PassWeights {
   };
 
   void endPass() noexcept;
+  void clear();
   [[nodiscard]] bool trains(size_t param) const {
     return state_.now().trained[param];
   }

@@ -402,7 +402,7 @@ void Reducer::recordSteps(bool on) {
   recorder_.switchOn(on);
 }
 
-std::shared_ptr<const StepRecord> Reducer::lastStep() {
+std::shared_ptr<const StepTrace> Reducer::lastStep() {
   const std::lock_guard lock(shown_mutex_);
   return shown_.last_step;
 }

@@ -198,7 +198,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// From the next forward pass on.
   void recordSteps(bool on);
   /// The last recorded step that has ended, or null.
-  [[nodiscard]] std::shared_ptr<const StepRecord> lastStep();
+  [[nodiscard]] std::shared_ptr<const StepTrace> lastStep();
 
   [[nodiscard]] ReducerStats stats();
   [[nodiscard]] const ReducerOptions& options() const noexcept {
@@ -339,7 +339,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// What readers see, who need no turn.
   struct Shown {
     ReducerStats stats;
-    std::shared_ptr<const StepRecord> last_step;
+    std::shared_ptr<const StepTrace> last_step;
     std::vector<std::vector<std::string>> bucket_names;
     std::vector<size_t> bucket_nbytes;
     SharedValues values{std::vector<bool>{}};

@@ -257,7 +257,7 @@ void Reducer::takeGradient(size_t index, bool defined) {
     raiseReducedTwice(params_[index].name);
   }
   if (weights_.has_value() && !marks_.reduces() && !marks_.isLocal()) {
-    weights_->leave();
+    weights_->endEntered();
   }
   if (defined && weights_.has_value() && !pass_.reducing() && !marks_.inPass()) {
     weights_->added(index);
