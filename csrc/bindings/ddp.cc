@@ -100,7 +100,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, passes of each rank, [(weight, last_compute_ns, trained, largest) of each rank], members).
+/// A list of (step, [(weight, last_compute_ns, batches, largest) of each rank], members).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -112,7 +112,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
     for (const PassWeights::Row& row : step.rows) {
       rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.batches, row.largest));
     }
-    found.append(py::make_tuple(step.index, step.passes, rows, step.members));
+    found.append(py::make_tuple(step.index, rows, step.members));
   }
   return found;
 }

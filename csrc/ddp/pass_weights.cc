@@ -426,8 +426,8 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
   work_->wait();
   waited_ns_ += nowNs() - before;
   work_.reset();
-  step_ = {step_count_, 0, rowsIn(rows_.cpu())};
-  const int64_t passes = step_.passes = passesOf(step_.rows, job);
+  step_ = {step_count_, rowsIn(rows_.cpu())};
+  const int64_t passes = passesOf(step_.rows, job);
   double total = 0;
   bool alike = true;
   for (const Row& row : step_.rows) {

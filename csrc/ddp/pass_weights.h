@@ -72,7 +72,6 @@ class PassWeights {
   static constexpr int64_t kUnknown = -1;
   struct Step {
     int64_t index = 0; ///< from 0
-    int64_t passes = 0; ///< of each rank
     std::vector<Row> rows; ///< by rank of the group
     std::vector<int> members; ///< by rank as well: StepAgreement::members(); empty without one
   };

@@ -164,7 +164,7 @@ class _WrapperLog:
         if (not found or found[0][0] != since) and since < self.steps:
             raise LookupError(f"the record of step {since} is no longer kept")
         records = []
-        for step, _, rows, members in found:
+        for step, rows, members in found:
             samples, nanoseconds, batches, largest = zip(*rows, strict=True)
             seconds = [ns * 1e-9 if ns >= 0 else math.nan for ns in nanoseconds]
             members = members or range(len(rows))
