@@ -293,8 +293,7 @@ bool PassMarks::follow() {
     return false;
   }
   const bool goes_on = outermost_.endedWithin();
-  const bool began_nested =
-      goes_on && get_current_graph_task_id() < outermost_.number() && began_.sameAs(outermost_);
+  const bool began_nested = goes_on && get_current_graph_task_id() < outermost_.number() && began_.sameAs(outermost_);
   outermost_.follow();
   if (began_nested) {
     began_ = outermost_;

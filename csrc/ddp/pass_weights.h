@@ -206,7 +206,7 @@ class PassWeights {
     double unsynced = 0; ///< the weights of all passes that were reduced since parameters were averaged last
   };
   [[nodiscard]] Saved saved() const;
-  /// What was set for the next pass is forgotten.
+  /// The weight that the program has set for the next pass is forgotten.
   void load(Saved saved) noexcept;
 
  private:

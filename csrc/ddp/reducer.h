@@ -374,7 +374,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
   bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
-  int asked_in_ = -1; ///< autograd's number of the call in which a forward pass has asked for the pass, as a checkpoint repeats it; -1: in none
+  int asked_in_ =
+      -1; ///< autograd's number of the call in which a forward pass has asked for the pass, as a checkpoint repeats it; -1: in none
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed

@@ -94,7 +94,8 @@ std::vector<Ended> endedIn(int around) {
 void keepEnded(const std::vector<Ended>& all) {
   const std::lock_guard lock(due_mutex);
   for (const Ended& now : all) {
-    std::erase_if(ended, [&now](const Ended& each) { return each.reducer.expired() || same(each.reducer, now.reducer); });
+    std::erase_if(
+        ended, [&now](const Ended& each) { return each.reducer.expired() || same(each.reducer, now.reducer); });
     ended.push_back(now);
   }
 }
@@ -125,9 +126,8 @@ void Reducer::becomeDue() {
 
 void Reducer::endDue() noexcept {
   const std::lock_guard lock(due_mutex);
-  std::erase_if(due, [mine = weak_from_this()](const Due& each) {
-    return each.reducer.expired() || same(each.reducer, mine);
-  });
+  std::erase_if(
+      due, [mine = weak_from_this()](const Due& each) { return each.reducer.expired() || same(each.reducer, mine); });
 }
 
 std::vector<std::shared_ptr<Reducer>> Reducer::dueWith() const {
@@ -196,7 +196,8 @@ void Reducer::enter(ForwardMark& mark) {
   if (before.empty()) {
     return;
   }
-  orFail("gradients that came before those behind forward's outputs were being reduced", [&] { beginPassWith(before); });
+  orFail(
+      "gradients that came before those behind forward's outputs were being reduced", [&] { beginPassWith(before); });
 }
 
 void Reducer::beginPassWith(const std::vector<size_t>& before) {
@@ -548,8 +549,8 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
-  const auto repeated =
-      std::find_if(reducers.begin(), reducers.end(), [](const auto& each) { return each->asked_in_ != BackwardCall::kNone; });
+  const auto repeated = std::find_if(
+      reducers.begin(), reducers.end(), [](const auto& each) { return each->asked_in_ != BackwardCall::kNone; });
   const bool nested = repeated != reducers.end();
   const int around = nested ? (*repeated)->asked_in_ : call;
   std::vector<Ended> all = endedIn(around);
@@ -712,13 +713,15 @@ bool Reducer::beginWithoutBatch(bool reduces) {
 
 void Reducer::finishBuckets() {
   const at::NoGradGuard no_grad;
-  orFail([&] { return pipeline_->awaited(); }, [&] {
-    pipeline_->finishAll([this](size_t param) { return isUsed(param); });
-    if (used_.has_value()) {
-      used_->await(); // every rank takes part, also if all parameters were used here
-    }
-    awaitFutures();
-  });
+  orFail(
+      [&] { return pipeline_->awaited(); },
+      [&] {
+        pipeline_->finishAll([this](size_t param) { return isUsed(param); });
+        if (used_.has_value()) {
+          used_->await(); // every rank takes part, also if all parameters were used here
+        }
+        awaitFutures();
+      });
 }
 
 void Reducer::awaitFutures() {

@@ -117,11 +117,13 @@ void Reducer::adoptMembers() {
 
 // All gradients have come. Returns once all members have all sums of the step; false if no rank has any weight.
 bool Reducer::agree() {
-  return orFail([&] { return pipeline_->awaited(); }, [&] {
-    bool any = true;
-    transact([&] { any = sumAll(); }, [this] { redo(); }, StepAgreement::Round::Step);
-    return any;
-  });
+  return orFail(
+      [&] { return pipeline_->awaited(); },
+      [&] {
+        bool any = true;
+        transact([&] { any = sumAll(); }, [this] { redo(); }, StepAgreement::Round::Step);
+        return any;
+      });
 }
 
 // Returns when all members have what sum() waits for. After a failure again() comes first, in the group of those who are left.
