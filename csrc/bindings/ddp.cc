@@ -72,7 +72,7 @@ std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::
 }
 
 py::object lastStep(Reducer& reducer) {
-  std::shared_ptr<const StepRecord> record;
+  std::shared_ptr<const StepTrace> record;
   {
     const WithoutGil no_gil;
     record = reducer.lastStep();
@@ -81,7 +81,7 @@ py::object lastStep(Reducer& reducer) {
     return py::none();
   }
   py::list buckets;
-  for (const StepRecord::Bucket& of : record->buckets) {
+  for (const StepTrace::Bucket& of : record->buckets) {
     py::dict bucket;
     bucket["gradient_nbytes"] = of.gradient_nbytes;
     bucket["wire_nbytes"] = of.wire_nbytes;
@@ -100,7 +100,7 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-/// A list of (step, passes of each rank, [(weight, last_compute_ns, trained, largest) of each rank], members).
+/// A list of (step, [(weight, last_compute_ns, batches, largest) of each rank], members).
 py::list stepRows(Reducer& reducer, int64_t since) {
   const std::vector<PassWeights::Step> steps = [&] {
     const WithoutGil no_gil;
@@ -110,9 +110,9 @@ py::list stepRows(Reducer& reducer, int64_t since) {
   for (const PassWeights::Step& step : steps) {
     py::list rows;
     for (const PassWeights::Row& row : step.rows) {
-      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.trained, row.largest));
+      rows.append(py::make_tuple(row.weight, row.last_compute_ns, row.batches, row.largest));
     }
-    found.append(py::make_tuple(step.index, step.passes, rows, step.members));
+    found.append(py::make_tuple(step.index, rows, step.members));
   }
   return found;
 }
@@ -120,7 +120,7 @@ py::list stepRows(Reducer& reducer, int64_t since) {
 using Held = std::map<std::string, bool>; // by name: whether .grad is zeros of a pass without weight
 
 std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool, bool> weighed(Reducer& reducer) {
-  const PassWeights::Accumulated sum = reducer.weighed();
+  const PassWeights::Accumulated sum = reducer.weighed().saved.sum;
   Held held;
   for (size_t index = 0; index < sum.holds.size(); ++index) {
     if (sum.holds[index] != PassWeights::Holds::Other) {
@@ -133,11 +133,27 @@ std::tuple<double, double, int64_t, bool, Held, int64_t, int64_t, int64_t, bool,
       sum.passes,
       sum.alike,
       held,
-      sum.trained,
+      sum.batches,
       sum.compute_ns,
       sum.gap_ns,
       sum.cannot_follow,
       sum.stray};
+}
+
+double weightUnsynced(Reducer& reducer) {
+  return reducer.weighed().saved.unsynced;
+}
+
+int64_t lastComputeNs(Reducer& reducer) {
+  return reducer.weighed().saved.last_compute_ns;
+}
+
+std::optional<double> pendingWeight(Reducer& reducer) {
+  return reducer.weighed().pending;
+}
+
+int64_t weighedSteps(Reducer& reducer) {
+  return reducer.weighed().steps;
 }
 
 using Weighed = std::tuple<
@@ -218,6 +234,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool drops_nonfinite_steps,
     bool weighs,
     bool may_be_weightless,
+    bool has_sync_batch_norm,
     int64_t wrapper_number,
     std::string cuda_library,
     const std::optional<std::shared_ptr<StepAgreement>>& agreement) {
@@ -238,6 +255,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.drops_nonfinite_steps = drops_nonfinite_steps;
   options.weighs = weighs;
   options.may_be_weightless = may_be_weightless;
+  options.has_sync_batch_norm = has_sync_batch_norm;
   options.wrapper_number = wrapper_number;
   options.cuda_library = std::move(cuda_library);
   options.elastic = agreement.has_value();
@@ -358,30 +376,31 @@ void bindReducer(py::module_& m) {
           py::arg("drops_nonfinite_steps"),
           py::arg("weighs"),
           py::arg("may_be_weightless"),
+          py::arg("has_sync_batch_norm"),
           py::arg("wrapper_number"),
           py::arg("cuda_library"),
           py::arg("agreement"))
       .def("prepare_for_forward", blocking(&Reducer::prepareForForward))
       .def("mark_forward", blocking(&Reducer::markForward), py::arg("outputs"), py::arg("reduces"), py::arg("weight"))
       .def("forward_began", blocking(&Reducer::forwardBegan))
-      .def("is_within_forward", blocking(&Reducer::isWithinForward))
+      .def("is_within_backward", blocking(&Reducer::isWithinBackward))
       .def("set_weight", blocking(&Reducer::setWeight), py::arg("weight"))
       .def("used_here", blocking(&Reducer::usedHere))
-      .def("weight_unsynced", blocking(&Reducer::weightUnsynced))
+      .def("weight_unsynced", blocking(weightUnsynced))
       .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("set_largest", blocking(&Reducer::setLargest), py::arg("largest"))
-      .def("pending_weight", blocking(&Reducer::pendingWeight))
+      .def("pending_weight", blocking(pendingWeight))
       .def_static("pass_without_batch", torch::wrap_pybind_function(passWithoutBatch), py::arg("passes"))
       .def("step_rows", stepRows, py::arg("since"))
       .def("weighed", blocking(weighed))
-      .def("weighed_steps", blocking(&Reducer::weighedSteps))
-      .def("last_compute_ns", blocking(&Reducer::lastComputeNs))
+      .def("weighed_steps", blocking(weighedSteps))
+      .def("last_compute_ns", blocking(lastComputeNs))
       .def("prepare_for_backward", blocking(&Reducer::prepareForBackward), py::arg("outputs"))
       .def("_rebuild_buckets", blocking(&Reducer::rebuildBuckets))
       .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {}) // shadow_backward() leaves all that is needed
       .def("_set_static_graph", blocking(&Reducer::setStaticGraph))
       .def("_delay_all_reduce", blocking(&Reducer::delayAllReduce))
-      .def("counts", blocking(&Reducer::counts))
+      .def("is_counting", blocking(&Reducer::isCounting))
       .def(
           "_set_forward_pass_work_handle",
           blocking(&Reducer::setForwardPassWork),

@@ -18,8 +18,8 @@ class BackwardPass {
  public:
   enum class Phase {
     Idle, ///< no pass that reduces was begun since the last one
-    Armed, ///< a forward pass asked for a reduction, and none has begun since
-    Local, ///< a reduction was asked for, but this pass only accumulates
+    Armed, ///< a pass may begin without a mark: a forward pass asked for a reduction, and none has begun since
+    Accumulating, ///< a reduction was asked for, but more passes come before it
     Reducing,
   };
 
@@ -39,21 +39,21 @@ class BackwardPass {
     phase_ = Phase::Idle;
     ready_.assign(ready_.size(), false);
   }
-  /// A gradient begins a pass, unless it comes in a backward pass through a graph of no_sync().
+  /// A forward pass asks for a reduction: a gradient begins it, unless it comes in a backward pass through a graph of no_sync().
   void arm() noexcept {
     phase_ = Phase::Armed;
   }
-  /// No forward pass asks any more.
+  /// Only a mark begins a pass.
   void disarm() noexcept {
     phase_ = phase_ == Phase::Armed ? Phase::Idle : phase_;
   }
-  /// A Local pass is over.
-  void endLocal() noexcept {
-    phase_ = phase_ == Phase::Local ? Phase::Idle : phase_;
+  /// A pass that only accumulates is over.
+  void endAccumulating() noexcept {
+    phase_ = phase_ == Phase::Accumulating ? Phase::Idle : phase_;
   }
-  /// The first gradient of a pass has come that a forward pass asked to reduce: it is Reducing, or Local if more passes are accumulated first.
+  /// The first gradient of a pass has come that a forward pass asked to reduce: it is Reducing, or Accumulating if more come first.
   void begin() {
-    phase_ = countPass() ? Phase::Reducing : Phase::Local;
+    phase_ = countPass() ? Phase::Reducing : Phase::Accumulating;
     if (reducing() && static_graph_ && !counting()) {
       awaited_ = times_;
     }
@@ -68,7 +68,7 @@ class BackwardPass {
       return false;
     }
     state_.next().accumulated = 0;
-    state_.next().unsynced = false;
+    state_.next().has_local = false;
     ++state_.next().passes;
     return true;
   }
@@ -84,8 +84,8 @@ class BackwardPass {
     return !before;
   }
   /// The trained parameters that are not ready.
-  [[nodiscard]] std::vector<size_t> missing(const std::vector<bool>& trained) const {
-    return trainedIf(trained, [this](size_t param) { return !ready_[param]; });
+  [[nodiscard]] std::vector<size_t> missing() const {
+    return trainedIf([this](size_t param) { return !ready_[param]; });
   }
 
   /// The parameters that this pass's graph does not reach: they are ready without a gradient.
@@ -119,17 +119,18 @@ class BackwardPass {
     }
   }
   /// Ends the counting. Trained parameters without a gradient are unreachable from now on.
-  void endCounting(const std::vector<bool>& trained) {
+  void endCounting() {
     state_.next().counting = false;
     if (!reducing()) { // nothing is committed after it
       state_.change([](SharedValues& values) { values.counting = false; });
     }
-    unreachable_ = trainedIf(trained, [this](size_t param) { return times_[param] == 0; });
+    unreachable_ = trainedIf([this](size_t param) { return times_[param] == 0; });
   }
 
  private:
   template <typename Condition>
-  [[nodiscard]] static std::vector<size_t> trainedIf(const std::vector<bool>& trained, const Condition& condition) {
+  [[nodiscard]] std::vector<size_t> trainedIf(const Condition& condition) const {
+    const std::vector<bool>& trained = state_.now().trained;
     std::vector<size_t> params;
     for (size_t param = 0; param < trained.size(); ++param) {
       if (trained[param] && condition(param)) {

@@ -183,7 +183,7 @@ at::Tensor Bucket::sums() const {
 }
 
 bool Bucket::canWrite() const {
-  return memory_.device().is_cpu() && wire_->accepts(memory_.tail);
+  return wire_->accepts(memory_.tail);
 }
 
 void Bucket::takeResult(const at::Tensor& result) {

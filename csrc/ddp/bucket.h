@@ -71,7 +71,7 @@ class Bucket {
   [[nodiscard]] Verdict judge();
   /// After judge() or takeResult(): the elements that were reduced. Of sparse gradients that are written, those of .grad; undefined: there are none.
   [[nodiscard]] at::Tensor sums() const;
-  /// Whether write() can follow now: the bucket is on the CPU, and judge() would accept the sums.
+  /// Of a bucket on the CPU: whether write() can follow now, as judge() would accept the sums.
   [[nodiscard]] bool canWrite() const;
   /// The result of a comm hook becomes the content of home.
   void takeResult(const at::Tensor& result);

@@ -220,11 +220,16 @@ void BackwardCall::follow() {
   auto within = std::make_shared<std::atomic<bool>>(false);
   over_ = over;
   within_ = within;
+  number_ = get_current_graph_task_id();
   torch::autograd::Engine::get_default_engine().queue_callback([over, within] {
     // No node of this call runs any more, so it is one of a call around it, which has made this one.
     within->store(torch::autograd::get_current_node() != nullptr, std::memory_order_release);
     over->store(true, std::memory_order_release);
   });
+}
+
+bool BackwardCall::present() const noexcept {
+  return running() || (number_ != kNone && number_ == get_current_graph_task_id());
 }
 
 bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry) {
@@ -273,7 +278,7 @@ bool PassMarks::forward() {
     std::erase_if(wrappers, [](const auto& each) { return each.expired(); });
     wrappers.push_back(wrapper_);
   }
-  if (get_current_graph_task_id() != kNoCall) {
+  if (get_current_graph_task_id() != BackwardCall::kNone) {
     return false;
   }
   outermost_.forget();
@@ -288,8 +293,7 @@ bool PassMarks::follow() {
     return false;
   }
   const bool goes_on = outermost_.endedWithin();
-  const int before = std::exchange(number_, get_current_graph_task_id());
-  const bool began_nested = goes_on && number_ < before && began_.sameAs(outermost_);
+  const bool began_nested = goes_on && get_current_graph_task_id() < outermost_.number() && began_.sameAs(outermost_);
   outermost_.follow();
   if (began_nested) {
     began_ = outermost_;
@@ -301,11 +305,11 @@ bool PassMarks::follow() {
 }
 
 int PassMarks::call() const {
-  return outermost_.running() ? number_ : get_current_graph_task_id();
+  return outermost_.running() ? outermost_.number() : get_current_graph_task_id();
 }
 
 bool PassMarks::leftNested() const {
-  return get_current_graph_task_id() == kNoCall && endedWithin() &&
+  return get_current_graph_task_id() == BackwardCall::kNone && endedWithin() &&
       std::any_of(noted_.begin(), noted_.end(), [](const Noted& each) { return each.call.may_begin; });
 }
 
@@ -325,11 +329,11 @@ void PassMarks::enterReducing(bool begun) {
 }
 
 bool PassMarks::repeatsForward() const {
-  return reduces() && get_current_graph_task_id() != kNoCall;
+  return reduces() && get_current_graph_task_id() != BackwardCall::kNone;
 }
 
-bool PassMarks::isWithinForward() const {
-  return (reduces() || isLocal()) && get_current_graph_task_id() != kNoCall;
+bool PassMarks::isWithinBackward() const {
+  return (reduces() || isLocal()) && get_current_graph_task_id() != BackwardCall::kNone;
 }
 
 void PassMarks::expect(bool any, bool marked) {
@@ -357,7 +361,7 @@ GradientCall PassMarks::callOf(const at::Tensor& param, bool armed) const {
 }
 
 bool PassMarks::reducesTwice(const at::Tensor& param) const {
-  return reduces() && isInAnother(param, CallKind::Marked);
+  return (reduces() || beganHere()) && isReducedByAnother(param);
 }
 
 bool PassMarks::isReducedByAnother(const at::Tensor& param) const {
@@ -367,7 +371,7 @@ bool PassMarks::isReducedByAnother(const at::Tensor& param) const {
 bool PassMarks::isInAnother(const at::Tensor& param, CallKind least) const {
   return std::any_of(marked_calls.begin(), marked_calls.end(), [&](const MarkedCall& each) {
     const auto theirs = each.wrapper.lock();
-    return theirs != nullptr && theirs != wrapper_ && each.call.running() && each.kind >= least && has(*theirs, param);
+    return theirs != nullptr && theirs != wrapper_ && each.call.present() && each.kind >= least && has(*theirs, param);
   });
 }
 
@@ -444,7 +448,7 @@ bool PassMarks::notedAround(size_t param) const {
 void PassMarks::tellOthers() const {
   std::erase_if(marked_calls, [this](const MarkedCall& each) {
     const auto theirs = each.wrapper.lock();
-    return theirs == nullptr || theirs == wrapper_ || !each.call.running();
+    return theirs == nullptr || theirs == wrapper_ || !each.call.present();
   });
   const BackwardCall& unreduced = isLocal() ? local_call_ : outermost_;
   const CallKind unmarked = beganHere() ? CallKind::Began : CallKind::Local;

@@ -76,13 +76,19 @@ class BackwardCall {
   /// Only in a hook: follows the call that runs it.
   void follow();
   void forget() noexcept {
-    over_.reset();
-    within_.reset();
+    *this = {};
   }
   [[nodiscard]] bool running() const noexcept {
     const auto over = over_.lock();
     return over != nullptr && !over->load(std::memory_order_acquire);
   }
+  /// The same, or it is over and its callbacks run, of which some are behind the one that this has queued.
+  [[nodiscard]] bool present() const noexcept;
+  /// autograd's, as long as follow() was not followed by forget(). The later a call begins, the larger its number.
+  [[nodiscard]] int number() const noexcept {
+    return number_;
+  }
+  static constexpr int kNone = -1; ///< the number that autograd gives outside any call
   /// Whether the call is over, and was nested in another one.
   [[nodiscard]] bool endedWithin() const noexcept {
     return within_ != nullptr && within_->load(std::memory_order_acquire);
@@ -95,6 +101,7 @@ class BackwardCall {
  private:
   std::weak_ptr<const std::atomic<bool>> over_; ///< the queued callback has it
   std::shared_ptr<const std::atomic<bool>> within_;
+  int number_ = kNone;
 };
 
 /// The call of backward() that gave a gradient whose pass has not begun.
@@ -195,7 +202,7 @@ class PassMarks {
   /// Whether a forward pass that comes now repeats one whose pass this call reduces, as a checkpoint with use_reentrant=False does.
   [[nodiscard]] bool repeatsForward() const;
   /// Whether one that comes now is a part of this call's pass, whose weight is known and whose time has begun.
-  [[nodiscard]] bool isWithinForward() const;
+  [[nodiscard]] bool isWithinBackward() const;
   /// Whether another wrapper of this parameter has asked for a pass, too: the end of the call shows whose it is.
   [[nodiscard]] bool isContested(const at::Tensor& param) const;
   /// Whether a pass may begin without a mark: the call goes through no graph of no_sync(), nor of another wrapper of this parameter.
@@ -211,7 +218,7 @@ class PassMarks {
   }
   /// Of a gradient that comes now. `armed`: a forward pass has asked for a pass.
   [[nodiscard]] GradientCall callOf(const at::Tensor& param, bool armed) const;
-  /// Whether this call reduces, and goes through a forward pass of another wrapper of this parameter, too, which reduces as well.
+  /// Whether this call reduces, or has begun a pass without a mark, and so does another wrapper of this parameter.
   [[nodiscard]] bool reducesTwice(const at::Tensor& param) const;
   /// Whether another wrapper of this parameter reduces in this call, through a marked graph or in a pass that it began without one.
   [[nodiscard]] bool isReducedByAnother(const at::Tensor& param) const;
@@ -247,20 +254,17 @@ class PassMarks {
   std::shared_ptr<MarkedWrapper> wrapper_;
   bool listed_ = false; ///< others can find it
   BackwardCall outermost_; ///< as far as it is known
-  int number_ = kNoCall; ///< autograd's, of outermost_
   BackwardCall call_; ///< that reduces
   BackwardCall local_call_; ///< through a graph of no_sync()
   bool begun_ = false; ///< the pass of call_
   bool any_graph_ = false;
   BackwardCall began_; ///< outermost_ when the last pass began, if that is not over
-  int ended_in_ = kNoCall; ///< autograd's number of the innermost call in which the last pass ended
+  int ended_in_ = BackwardCall::kNone; ///< autograd's number of the innermost call in which the last pass ended
   struct Noted {
     size_t param;
     GradientCall call;
   };
   std::vector<Noted> noted_; ///< in the last call that is known
-
-  static constexpr int kNoCall = -1;
 };
 
 } // namespace pycomm

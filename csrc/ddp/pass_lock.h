@@ -32,11 +32,11 @@ class PassLock {
   void unlock() noexcept;
 
   /// With the turn: from now on it is taken for a pass that reduces, or no longer. A pass may wait for hooks.
-  void setInPass(bool in_pass) noexcept {
-    in_pass_.store(in_pass);
+  void setReducing(bool reducing) noexcept {
+    reducing_.store(reducing);
   }
-  [[nodiscard]] bool inPass() const noexcept {
-    return in_pass_.load();
+  [[nodiscard]] bool reducing() const noexcept {
+    return reducing_.load();
   }
 
   /// Gives the turn of the calling thread back for its scope, and waits for it at the end without the refusals of lock(). Without a bound of
@@ -61,7 +61,7 @@ class PassLock {
   void giveBack() noexcept;
   void await(bool brief);
   [[nodiscard]] bool refusesCallbacks() const noexcept {
-    return in_pass_.load() && !brief_.load();
+    return reducing_.load() && !brief_.load();
   }
 
   std::mutex mutex_; ///< guards the next; held while that is read or written
@@ -69,7 +69,7 @@ class PassLock {
   std::condition_variable given_back_;
   std::atomic<std::thread::id> owner_; ///< written by the owner; a thread compares it with itself only
   std::atomic<bool> brief_{false}; ///< likewise
-  std::atomic<bool> in_pass_{false};
+  std::atomic<bool> reducing_{false};
 };
 
 } // namespace pycomm

@@ -23,8 +23,8 @@ namespace {
 constexpr int64_t kWords = 5; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
 
-bool trainedAlike(const PassWeights::Step& step) noexcept {
-  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::trained) ==
+bool batchesAlike(const PassWeights::Step& step) noexcept {
+  return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::batches) ==
       step.rows.end();
 }
 
@@ -77,8 +77,9 @@ int64_t medianOf(const std::deque<int64_t>& values) {
 
 } // namespace
 
-PassWeights::PassWeights(const std::vector<ReducedParam>& params)
+PassWeights::PassWeights(const std::vector<ReducedParam>& params, const SharedState& state)
     : params_(params),
+      state_(state),
       narrow_(std::any_of(params.begin(), params.end(), [](const auto& each) { return each.dtype == at::kHalf; })),
       kept_(params.size()) {}
 
@@ -101,10 +102,11 @@ bool PassWeights::forwardBegan() noexcept {
   forward_began_ = WaitClock::now();
   const bool many = step_count_ - shown_steps_ >= static_cast<int64_t>(kStepsKept / 4);
   shown_steps_ = many ? step_count_ : shown_steps_;
-  return many || (!steps_.empty() && !trainedAlike(steps_.back()));
+  return many || (!steps_.empty() && !batchesAlike(steps_.back()));
 }
 
 void PassWeights::marked(ForwardMark& mark) {
+  forward_weight_ = mark.weight;
   mark.number = ++forwards_;
   mark.began = forward_began_;
   if (set_ != nullptr) {
@@ -180,9 +182,9 @@ void PassWeights::giveBackEarly() {
   }
 }
 
-void PassWeights::enter(ForwardMark& mark, const std::vector<bool>& trained) {
+void PassWeights::enter(ForwardMark& mark) {
   const double now = takeWeight(mark);
-  enter(Entered{now, mark.said, mark.number, /*marked=*/true, /*begun=*/false, mark.began}, trained);
+  enter(Entered{now, mark.said, mark.number, /*marked=*/true, /*begun=*/false, mark.began});
 }
 
 // Not of one that lies within a pass before: that one has taken its time already, as with two forward passes and then two of backward.
@@ -197,11 +199,11 @@ void PassWeights::alsoEnters(const ForwardMark& mark) noexcept {
   }
 }
 
-void PassWeights::enter(Entered entered, const std::vector<bool>& trained) {
+void PassWeights::enter(Entered entered) {
   const at::NoGradGuard no_grad;
   const double now = entered.weight;
   withdrawEarly();
-  if ((sum_.passes > 0 || sum_.cannot_follow) && forgotten(trained)) {
+  if ((sum_.passes > 0 || sum_.cannot_follow) && forgotten()) {
     forget();
   }
   TORCH_CHECK(
@@ -213,38 +215,38 @@ void PassWeights::enter(Entered entered, const std::vector<bool>& trained) {
       "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
   entered_ = std::move(entered);
   drops_ = now == 0.0;
-  share_ = 1.0;
+  scale_ = 1.0;
   if (sum_.passes > 0 && sum_.unit != now) {
     sum_.alike = false;
   }
   if (drops_) {
-    keepGradients(trained);
+    keepGradients();
   } else if (sum_.unit > (narrow_ ? now : kFar * now)) {
-    share_ = now / sum_.unit;
-    keepGradients(trained);
+    scale_ = now / sum_.unit;
+    keepGradients();
   } else if (sum_.passes > 0 && sum_.unit != now) {
     changeUnit(now);
   }
 }
 
-void PassWeights::enterWithoutBatch(const std::vector<bool>& trained) {
+void PassWeights::enterWithoutBatch() {
   set_.reset();
   forward_began_ = {};
   dropEarly();
-  enter(Entered{}, trained);
+  enter(Entered{});
 }
 
 // By zero_grad(): no .grad is left.
-bool PassWeights::forgotten(const std::vector<bool>& trained) const {
+bool PassWeights::forgotten() const {
   const ReducedParam* left = nullptr;
   const ReducedParam* gone = nullptr;
   for (size_t param = 0; param < params_.size(); ++param) {
     const bool held = !sum_.holds.empty() && sum_.holds[param] != Holds::Other;
     const bool has = params_[param].tensor.grad().defined();
-    if ((held || trained[param]) && has) {
+    if ((held || trains(param)) && has) {
       left = &params_[param];
     }
-    if (held && trained[param] && !has) {
+    if (held && trains(param) && !has) {
       gone = &params_[param];
     }
   }
@@ -260,16 +262,16 @@ bool PassWeights::forgotten(const std::vector<bool>& trained) const {
 
 void PassWeights::forget() {
   Accumulated none;
-  none.trained = sum_.trained; // their batches were dealt, and took their time
+  none.batches = sum_.batches; // their batches were dealt, and took their time
   none.compute_ns = sum_.compute_ns;
   none.gap_ns = sum_.gap_ns;
   sum_ = std::move(none);
 }
 
-void PassWeights::keepGradients(const std::vector<bool>& trained) {
+void PassWeights::keepGradients() {
   for (size_t param = 0; param < params_.size(); ++param) {
     const at::Tensor& grad = params_[param].tensor.grad();
-    kept_[param] = trained[param] && grad.defined() ? grad.clone() : at::Tensor();
+    kept_[param] = trains(param) && grad.defined() ? grad.clone() : at::Tensor();
   }
 }
 
@@ -284,9 +286,9 @@ void PassWeights::changeUnit(double unit) {
 }
 
 // In a pass without weight that is not reduced; came() keeps them.
-void PassWeights::leaveZeros(const std::vector<bool>& trained) {
+void PassWeights::leaveZeros() {
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (trained[param] && !kept_[param].defined()) {
+    if (trains(param) && !kept_[param].defined()) {
       const ReducedParam& each = params_[param];
       at::Tensor& grad = each.tensor.mutable_grad();
       sum_.holds[param] = Holds::Zeros;
@@ -310,7 +312,7 @@ void PassWeights::takeZerosBack() {
   }
 }
 
-void PassWeights::begin(double weight, const std::vector<bool>& trained, bool reduces) {
+void PassWeights::begin(bool reduces) {
   TORCH_CHECK(
       !sum_.stray,
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
@@ -323,7 +325,7 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
     return;
   }
   if (!entered_.has_value()) {
-    enter(Entered{pending().value_or(weight), nullptr, 0, /*marked=*/false}, trained);
+    enter(Entered{pending().value_or(forward_weight_), nullptr, 0, /*marked=*/false});
   }
   const double now = entered_->weight;
   if (entered_->said != nullptr) {
@@ -335,13 +337,13 @@ void PassWeights::begin(double weight, const std::vector<bool>& trained, bool re
   entered_->begun = true;
   sum_.weight += now;
   ++sum_.passes;
-  ++sum_.trained;
-  sum_.unit = now == 0.0 || share_ != 1.0 ? sum_.unit : now;
+  ++sum_.batches;
+  sum_.unit = now == 0.0 || scale_ != 1.0 ? sum_.unit : now;
   sum_.holds.resize(params_.size(), Holds::Other);
   if (reduces) {
     takeZerosBack();
   } else if (drops_) {
-    leaveZeros(trained);
+    leaveZeros();
   }
   gapEnds(); // of a pass without a forward pass
   passed_ns_ = std::exchange(last_gradient_, WaitClock::now()).ns;
@@ -362,29 +364,29 @@ void PassWeights::came(size_t param) {
   if (!sum_.holds.empty() && sum_.holds[param] == Holds::Other && params_[param].tensor.grad().defined()) {
     sum_.holds[param] = Holds::Sum;
   }
-  if (!drops_ && share_ == 1.0) {
+  if (!drops_ && scale_ == 1.0) {
     return;
   }
   const at::NoGradGuard no_grad;
   at::Tensor& grad = params_[param].tensor.mutable_grad();
   if (!drops_) {
-    takeShare(grad, kept_[param]);
+    takeScaled(grad, kept_[param]);
     return;
   }
   restore(grad, kept_[param]);
 }
 
 // `before` plus the share of what has come: of small floats in float32, as these may differ much in size.
-void PassWeights::takeShare(at::Tensor& grad, at::Tensor& before) const {
+void PassWeights::takeScaled(at::Tensor& grad, at::Tensor& before) const {
   if (!grad.defined()) {
     return;
   }
   if (before.defined()) {
     const at::ScalarType wide = at::toOpMathType(grad.scalar_type());
     const at::Tensor old = before.to(wide);
-    grad.copy_(old + (grad.to(wide) - old).mul_(share_));
+    grad.copy_(old + (grad.to(wide) - old).mul_(scale_));
   } else {
-    grad.mul_(share_);
+    grad.mul_(scale_);
   }
   before = grad.clone(); // another one may come in this pass
 }
@@ -396,7 +398,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device, int64_t 
   row[0] = std::bit_cast<int64_t>(sum_.weight);
   row[1] = sum_.passes;
   row[2] = last_compute_ns_;
-  row[3] = sum_.trained;
+  row[3] = sum_.batches;
   row[4] = largest_;
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
@@ -424,8 +426,8 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
   work_->wait();
   waited_ns_ += nowNs() - before;
   work_.reset();
-  step_ = {step_count_, 0, rowsIn(rows_.cpu())};
-  const int64_t passes = step_.passes = passesOf(step_.rows, job);
+  step_ = {step_count_, rowsIn(rows_.cpu())};
+  const int64_t passes = passesOf(step_.rows, job);
   double total = 0;
   bool alike = true;
   for (const Row& row : step_.rows) {
@@ -460,13 +462,13 @@ void PassWeights::commit(std::vector<int> members) {
     steps_.pop_front();
   }
   ++step_count_;
-  giveUp();
+  clear();
 }
 
-void PassWeights::giveUp() {
+void PassWeights::clear() {
   endPass();
   sum_ = {};
-  share_ = 1.0;
+  scale_ = 1.0;
   drops_ = weightless_ = false;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
 }
@@ -475,25 +477,27 @@ void PassWeights::reset() {
   set_.reset();
   entered_.reset();
   work_.reset();
-  giveUp();
+  clear();
   gap_began_ = {};
   gaps_ns_.clear();
   last_compute_ns_ = kUnknown;
 }
 
-PassWeights::Accumulated PassWeights::accumulated() const {
+PassWeights::Saved PassWeights::saved() const {
   Accumulated sum = sum_;
   if (pass_began_.ns != 0) { // the last pass, whose end shows when another one begins
     sum.compute_ns += WaitClock::busyNs(pass_began_, last_gradient_);
   }
-  return sum;
+  return {std::move(sum), last_compute_ns_, unsynced_};
 }
 
-void PassWeights::setAccumulated(Accumulated sum) noexcept {
+void PassWeights::load(Saved saved) noexcept {
   set_.reset();
   entered_.reset();
   pass_began_ = forward_began_ = gap_began_ = {};
-  sum_ = std::move(sum);
+  sum_ = std::move(saved.sum);
+  last_compute_ns_ = saved.last_compute_ns;
+  unsynced_ = saved.unsynced;
 }
 
 std::vector<PassWeights::Step> PassWeights::steps(int64_t since) const {

@@ -15,6 +15,7 @@
 #include "base/wait_clock.h"
 #include "ddp/graph_hooks.h"
 #include "ddp/reducer_options.h"
+#include "ddp/shared_state.h"
 
 namespace pycomm {
 
@@ -42,7 +43,7 @@ struct SaidWeight {
 ///
 /// zero_grad() between passes forgets them: this shows as no parameter of the sum having a .grad. So that it shows after passes without weight,
 /// too, these leave zeros in place of no .grad, which are gone before a reduction. Forgotten passes still count as batches that were trained,
-/// which a sampler follows: Accumulated::trained.
+/// which a sampler follows: Accumulated::batches.
 ///
 /// A step's compute time is that of its passes, from the begin of the first forward pass to the last gradient, and of what the program does between them: the
 /// optimizer, and waiting for the next batch. Waits for other ranks are left out of both (WaitClock). What lies between passes is the median of
@@ -65,18 +66,18 @@ class PassWeights {
     double weight = 0; ///< of its passes since the reduction before
     int64_t passes = 0; ///< how many
     int64_t last_compute_ns = kUnknown; ///< how long the step before took, without waiting for other ranks
-    int64_t trained = 0; ///< as `passes`, with those that were forgotten
+    int64_t batches = 0; ///< as `passes`, with those that were forgotten
     int64_t largest = 0; ///< the largest share that its sampler allows; 0: any
   };
   static constexpr int64_t kUnknown = -1;
   struct Step {
     int64_t index = 0; ///< from 0
-    int64_t passes = 0; ///< of each rank
     std::vector<Row> rows; ///< by rank of the group
     std::vector<int> members; ///< by rank as well: StepAgreement::members(); empty without one
   };
 
-  explicit PassWeights(const std::vector<ReducedParam>& params);
+  /// `params`, `state`: outlive this.
+  PassWeights(const std::vector<ReducedParam>& params, const SharedState& state);
 
   /// The weight of the last forward pass, or of the next one if no other is set before a backward pass. None: as if nothing had been set.
   /// 0, or from 1e-20 to 1e20, so that no sum overflows or loses a pass.
@@ -105,17 +106,17 @@ class PassWeights {
   void dropEarly() noexcept {
     early_.clear();
   }
-  /// A backward pass goes through the graph of this forward pass: what .grad held before it is brought to its unit. `trained`: by parameter.
+  /// A backward pass goes through the graph of this forward pass: what .grad held before it is brought to its unit.
   /// If the call has early gradients, begin() follows at once.
-  void enter(ForwardMark& mark, const std::vector<bool>& trained);
+  void enter(ForwardMark& mark);
   /// The pass goes through this forward pass, too.
   void alsoEnters(const ForwardMark& mark) noexcept;
   /// As enter(), of a rank without a batch: the pass has no weight, no forward pass and no gradients, and takes no time.
-  void enterWithoutBatch(const std::vector<bool>& trained);
+  void enterWithoutBatch();
   /// The weight of a backward pass through its graph. Throws if what was set for it has counted for another forward pass.
   [[nodiscard]] double takeWeight(ForwardMark& mark);
   /// The backward pass that came through enter() is over: a pass that begins now is another one.
-  void leave() noexcept {
+  void endEntered() noexcept {
     entered_.reset();
   }
   /// Whether enter() came and begin() did not.
@@ -126,9 +127,9 @@ class PassWeights {
   [[nodiscard]] bool counts() const noexcept {
     return sum_.weight != 0.0;
   }
-  /// The first gradient of a pass has come. `weight`: if no graph was entered. `reduces`: the averages follow, also if it comes again in the pass.
+  /// The first gradient of a pass has come. If no graph was entered, it has the weight of the last forward pass. `reduces`: the averages follow, also if it comes again in the pass.
   /// Throws if gradients that are accumulated have another weight then.
-  void begin(double weight, const std::vector<bool>& trained, bool reduces);
+  void begin(bool reduces);
   /// A gradient of this pass has come. Without weight .grad is again what it was before.
   void came(size_t param);
   /// A forward pass in no_sync() has outputs that cannot be marked.
@@ -155,9 +156,7 @@ class PassWeights {
   [[nodiscard]] std::optional<double> await(const JobRanks& job);
   /// The step is over, also if no rank has any weight: it is on record. `members`: see Step.
   void commit(std::vector<int> members);
-  /// The pass under way reduces nothing, and no pass is accumulated.
-  void giveUp();
-  /// As constructed.
+  /// Forgets the passes since the last reduction, what was set and the times. Steps on record stay, and what Row::largest and Saved::unsynced are.
   void reset();
 
   [[nodiscard]] int64_t takeWaitedNs() noexcept {
@@ -169,22 +168,12 @@ class PassWeights {
   }
   /// The steps from `since` on, as far as they are kept: the last kStepsKept.
   [[nodiscard]] std::vector<Step> steps(int64_t since) const;
-  /// How long the last step took here, for a checkpoint; or kUnknown.
-  [[nodiscard]] int64_t lastComputeNs() const noexcept {
-    return last_compute_ns_;
-  }
-  void setLastComputeNs(int64_t ns) noexcept {
-    last_compute_ns_ = ns;
-  }
   /// See Row::largest.
   void setLargest(int64_t largest) noexcept {
     largest_ = largest;
   }
 
-  /// The weights of all passes that were reduced since parameters were averaged last: part of a checkpoint.
-  [[nodiscard]] double unsynced() const noexcept {
-    return unsynced_;
-  }
+  /// See Saved::unsynced.
   void setUnsynced(double weight) noexcept {
     unsynced_ = weight;
   }
@@ -201,18 +190,24 @@ class PassWeights {
     int64_t passes = 0;
     bool alike = true; ///< all have the weight `unit`
     std::vector<Holds> holds; ///< by parameter; empty before the first pass
-    int64_t trained = 0; ///< as `passes`, with those that were forgotten
+    int64_t batches = 0; ///< as `passes`, with those that were forgotten
     int64_t compute_ns = 0; ///< of these
     int64_t gap_ns = 0; ///< between these, and before the first one
     bool cannot_follow = false;
     bool stray = false;
   };
-  [[nodiscard]] Accumulated accumulated() const;
   [[nodiscard]] int64_t passes() const noexcept {
     return sum_.passes;
   }
-  /// A checkpoint is loaded: what was set for the next pass is forgotten.
-  void setAccumulated(Accumulated sum) noexcept;
+  /// What a checkpoint has of it.
+  struct Saved {
+    Accumulated sum;
+    int64_t last_compute_ns = kUnknown; ///< how long the last step took here
+    double unsynced = 0; ///< the weights of all passes that were reduced since parameters were averaged last
+  };
+  [[nodiscard]] Saved saved() const;
+  /// The weight that the program has set for the next pass is forgotten.
+  void load(Saved saved) noexcept;
 
  private:
   struct Entered {
@@ -234,30 +229,36 @@ class PassWeights {
   };
 
   void endPass() noexcept;
-  [[nodiscard]] bool forgotten(const std::vector<bool>& trained) const;
+  void clear();
+  [[nodiscard]] bool trains(size_t param) const {
+    return state_.now().trained[param];
+  }
+  [[nodiscard]] bool forgotten() const;
   void forget();
-  void enter(Entered entered, const std::vector<bool>& trained);
+  void enter(Entered entered);
   void withdrawEarly();
   void giveBackEarly();
-  void keepGradients(const std::vector<bool>& trained);
+  void keepGradients();
   void changeUnit(double unit);
-  void takeShare(at::Tensor& grad, at::Tensor& before) const;
-  void leaveZeros(const std::vector<bool>& trained);
+  void takeScaled(at::Tensor& grad, at::Tensor& before) const;
+  void leaveZeros();
   void takeZerosBack();
 
   static constexpr size_t kStepsKept = 4096;
   static constexpr size_t kGapsKept = 5;
 
   const std::vector<ReducedParam>& params_;
+  const SharedState& state_;
   bool narrow_; ///< some are fp16
   std::shared_ptr<SaidWeight> set_; ///< null: nothing is
   int64_t forwards_ = 0;
+  double forward_weight_ = 1.0; ///< of the last one
   std::optional<Entered> entered_; ///< the pass that will begin, or that has
   std::vector<Early> early_; ///< of the present call
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
-  double share_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
+  double scale_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight, or with a share
 
   at::Tensor rows_; ///< int64: each rank's Row, as bits

@@ -61,7 +61,7 @@ Reducer::Reducer(
     used_.emplace(state_, stats_);
   }
   if (options_.weighs) {
-    weights_.emplace(params_);
+    weights_.emplace(params_, state_);
   }
   if (agreement_ != nullptr) {
     members_ = agreement_->members();
@@ -115,6 +115,7 @@ void Reducer::makeBuckets() {
 }
 
 void Reducer::resetStep() {
+  endDue();
   pipeline_->begin(group_.size());
   pass_.reset();
   marks_.disarm();
@@ -179,7 +180,7 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (!turn.owned() || marks_.repeatsForward()) {
     return; // a pass is under way, so no forward pass asks for one
   }
-  const bool left = armed_by_mark_ && pass_.phase() == BackwardPass::Phase::Armed && marks_.leftNested();
+  const bool left = pass_.phase() == BackwardPass::Phase::Armed && marks_.leftNested();
   if (marks_.forward() && weights_.has_value()) {
     weights_->dropEarly();
   }
@@ -192,7 +193,6 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (weights_.has_value()) {
     weights_->marked(*mark);
   }
-  forward_weight_ = weight;
   if (weights_.has_value() && !reduces && !marked) {
     weights_->cannotFollow();
   }
@@ -224,6 +224,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   marks_.expect(std::exchange(last_forward_, nullptr) == nullptr, armed_by_mark_);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
+    becomeDue();
     pass_.arm();
   }
 }
@@ -236,15 +237,15 @@ bool Reducer::rebuildBuckets() {
     if (agreement_ != nullptr || !now.ordered || !ordersBuckets() || !idle) {
       return false;
     }
-    std::vector<size_t> order;
-    try {
-      order = group_.fromRank0(order_.seen(now.order));
-      checkOrder(order, params_.size());
-    } catch (const std::exception& error) {
+    const auto doing = [&] {
       parts_ = now.parts();
-      fail("the order of buckets was being agreed on", error);
-      throw;
-    }
+      return "the order of buckets was being agreed on";
+    };
+    const std::vector<size_t> order = orFail(doing, [&] {
+      std::vector<size_t> agreed = group_.fromRank0(order_.seen(now.order));
+      checkOrder(agreed, params_.size());
+      return agreed;
+    });
     state_.change([&order](SharedValues& values) {
       values.order = order;
       values.agreed = true;
@@ -264,7 +265,7 @@ void Reducer::setStaticGraph() {
   used_.emplace(state_, stats_);
 }
 
-bool Reducer::counts() {
+bool Reducer::isCounting() {
   const std::lock_guard lock(shown_mutex_);
   return shown_.values.counting;
 }
@@ -311,6 +312,7 @@ void Reducer::checkFinalized() {
 void Reducer::resetState() {
   const Turn turn(*this);
   failure_.forget();
+  endDue();
   lost_ = nullptr;
   marks_.disarm();
   join_work_.reset();
@@ -357,9 +359,9 @@ bool Reducer::forwardBegan() {
   return weights().forwardBegan();
 }
 
-bool Reducer::isWithinForward() {
+bool Reducer::isWithinBackward() {
   const Turn turn(*this);
-  return marks_.isWithinForward();
+  return marks_.isWithinBackward();
 }
 
 void Reducer::setWeight(std::optional<double> weight) {
@@ -374,21 +376,9 @@ void Reducer::setWeight(std::optional<double> weight) {
   weights().set(weight);
 }
 
-std::optional<double> Reducer::pendingWeight() {
-  (void)weights();
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.pending_weight;
-}
-
 std::vector<PassWeights::Step> Reducer::stepRows(int64_t since) {
   const Turn turn(*this);
   return weights().steps(since);
-}
-
-double Reducer::weightUnsynced() {
-  (void)weights();
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.weight_unsynced;
 }
 
 void Reducer::setWeightUnsynced(double weight) {
@@ -401,22 +391,10 @@ void Reducer::setLargest(int64_t largest) {
   weights().setLargest(largest);
 }
 
-PassWeights::Accumulated Reducer::weighed() {
+Reducer::Weighed Reducer::weighed() {
   (void)weights();
   const std::lock_guard lock(shown_mutex_);
   return shown_.weighed;
-}
-
-int64_t Reducer::weighedSteps() {
-  (void)weights();
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.weighed_steps;
-}
-
-int64_t Reducer::lastComputeNs() {
-  (void)weights();
-  const std::lock_guard lock(shown_mutex_);
-  return shown_.last_compute_ns;
 }
 
 void Reducer::recordSteps(bool on) {
@@ -424,7 +402,7 @@ void Reducer::recordSteps(bool on) {
   recorder_.switchOn(on);
 }
 
-std::shared_ptr<const StepRecord> Reducer::lastStep() {
+std::shared_ptr<const StepTrace> Reducer::lastStep() {
   const std::lock_guard lock(shown_mutex_);
   return shown_.last_step;
 }
@@ -530,9 +508,7 @@ void Reducer::load(Saved saved) {
   cutBuckets();
   buckets_.setResiduals(saved.residuals);
   if (weights_.has_value()) {
-    weights_->setAccumulated(std::move(saved.weights->sum));
-    weights_->setLastComputeNs(saved.weights->last_compute_ns);
-    weights_->setUnsynced(saved.weights->unsynced);
+    weights_->load(std::move(*saved.weights));
   }
   if (used_.has_value() && !pass_.hasStaticGraph()) {
     used_->clear();
@@ -549,7 +525,7 @@ std::unique_lock<PassLock> Reducer::turnBetweenPasses() {
   if (mutex_.try_lock(/*brief=*/true)) {
     return std::unique_lock(mutex_, std::adopt_lock);
   }
-  if (mutex_.inPass() || mutex_.refuses()) {
+  if (mutex_.reducing() || mutex_.refuses()) {
     return std::unique_lock(mutex_, std::defer_lock);
   }
   mutex_.lock(/*brief=*/true);
@@ -579,7 +555,7 @@ void Reducer::scaleResiduals(double factor) {
 
 void Reducer::show() noexcept {
   const bool reducing = pass_.reducing();
-  mutex_.setInPass(reducing);
+  mutex_.setReducing(reducing);
   try {
     const SharedValues& now = state_.now();
     const bool changed = shown_version_ != state_.version(); // with thousands of parameters, copying them takes a while
@@ -599,11 +575,7 @@ void Reducer::show() noexcept {
     shown_.leads = group_.rank() == 0 && !follows_leaver_;
     shown_.members = members_;
     if (weights_.has_value() && !reducing) {
-      shown_.pending_weight = weights_->pending();
-      shown_.weighed = weights_->accumulated();
-      shown_.weight_unsynced = weights_->unsynced();
-      shown_.last_compute_ns = weights_->lastComputeNs();
-      shown_.weighed_steps = weights_->stepCount();
+      shown_.weighed = {weights_->saved(), weights_->pending(), weights_->stepCount()};
     }
   } catch (const std::exception&) { // no memory: readers see what was there before
   }

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -54,8 +55,8 @@ namespace pycomm {
 /// Thread-safe. While another thread works on the reducer, or the calling one does, in a signal handler or a hook, these methods
 ///
 ///     stats, lastStep, bucketNames, bucketNbytes, members, leads,     never wait, and are never refused: they give what the last turn
-///     exponents, order, pendingWeight, weighed, weightUnsynced,       has left (Shown). During a pass that reduces, exponents, order,
-///     lastComputeNs, weighedSteps, passes, counts                     weights and counts are those from before it
+///     exponents, order, weighed, passes, isCounting                   has left (Shown). During a pass that reduces, exponents, order,
+///                                                                     weights and counts are those from before it
 ///     askToLeave, hasLeft                                             never wait, and are never refused: see StepAgreement
 ///     residuals, usedHere                                             wait for the turn between passes; empty during a pass
 ///     all others                                                      wait for the turn (PassLock), which a pass has while buckets are
@@ -92,7 +93,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// The end of a static graph's first pass: torch's wrapper calls it when autograd's engine has nothing left to do.
   void delayAllReduce();
   /// Whether that has not come so far: the next pass is the first one.
-  [[nodiscard]] bool counts();
+  [[nodiscard]] bool isCounting();
 
   /// Throws if registerCommHook() would refuse any hook.
   void checkHookMayBeSet();
@@ -108,25 +109,25 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// What the forward pass waits for is over: it begins to compute. See PassWeights::forwardBegan().
   [[nodiscard]] bool forwardBegan();
   /// Whether a forward pass that begins now is a part of the backward pass under way, as a checkpoint repeats it: it changes neither weight nor time.
-  [[nodiscard]] bool isWithinForward();
+  [[nodiscard]] bool isWithinBackward();
   /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.
   /// None: the forward pass says it after all.
   void setWeight(std::optional<double> weight);
-  [[nodiscard]] std::optional<double> pendingWeight();
   /// The passes of a rank without a batch through which one backward() goes on the others: of weight 0, and averages are written as there.
   /// With each reducer, whether it reduces: see markForward(). They begin in this order.
   static void passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes);
   /// The rows of the steps from `since` on: see PassWeights.
   [[nodiscard]] std::vector<PassWeights::Step> stepRows(int64_t since);
-  /// See PassWeights::unsynced().
-  [[nodiscard]] double weightUnsynced();
+  /// See PassWeights::Saved::unsynced.
   void setWeightUnsynced(double weight);
   /// See PassWeights::Row::largest.
   void setLargest(int64_t largest);
-  /// Steps on record.
-  [[nodiscard]] int64_t weighedSteps();
-  [[nodiscard]] PassWeights::Accumulated weighed();
-  [[nodiscard]] int64_t lastComputeNs();
+  struct Weighed {
+    PassWeights::Saved saved;
+    std::optional<double> pending; ///< see PassWeights::pending()
+    int64_t steps = 0; ///< on record
+  };
+  [[nodiscard]] Weighed weighed();
 
   // join(): ranks without data follow the others.
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
@@ -187,12 +188,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     int64_t accumulated = 0; ///< passes since the last reduction
     std::vector<std::string> used;
     std::map<std::string, at::Tensor> residuals;
-    struct Weights {
-      PassWeights::Accumulated sum;
-      int64_t last_compute_ns = PassWeights::kUnknown;
-      double unsynced = 0;
-    };
-    std::optional<Weights> weights; ///< if options().weighs
+    std::optional<PassWeights::Saved> weights; ///< if options().weighs
   };
   /// Continues from there, and cuts the buckets anew. Throws a ValueError if something in it is not of this model: then nothing is done.
   void load(Saved saved);
@@ -202,7 +198,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// From the next forward pass on.
   void recordSteps(bool on);
   /// The last recorded step that has ended, or null.
-  [[nodiscard]] std::shared_ptr<const StepRecord> lastStep();
+  [[nodiscard]] std::shared_ptr<const StepTrace> lastStep();
 
   [[nodiscard]] ReducerStats stats();
   [[nodiscard]] const ReducerOptions& options() const noexcept {
@@ -236,6 +232,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     return state_.now().trained;
   }
   void resetStep();
+  /// A forward pass has asked for a pass that reduces.
+  void becomeDue();
+  /// It is over.
+  void endDue() noexcept;
+  /// The others that are due, by forward passes on the same thread.
+  [[nodiscard]] std::vector<std::shared_ptr<Reducer>> dueWith() const;
 
   void onEntry(ForwardMark& mark);
   void enter(ForwardMark& mark);
@@ -251,8 +253,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void completeGradient(size_t index);
   void beginPass();
   void endCounting();
-  /// `came`: its gradient did.
-  void markReady(size_t index, bool came = true);
+  void markReady(size_t index);
   [[nodiscard]] PassWeights& weights();
   [[nodiscard]] bool packWeighed();
   [[nodiscard]] bool launchWeighed();
@@ -262,20 +263,19 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool allCame() const;
   void queueFinish();
   static void finishCall();
-  static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers);
-  static void abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers);
+  static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call);
   [[nodiscard]] bool beginWithoutBatch(bool reduces);
-  [[nodiscard]] std::optional<bool> finish(bool looks);
+  [[nodiscard]] std::optional<bool> finish(bool residuals_elsewhere);
   [[nodiscard]] bool keepsResiduals();
   void checkNested();
   void forgetResiduals();
-  std::optional<bool> endStep(bool looks);
+  std::optional<bool> endStep(bool residuals_elsewhere);
   void finishBuckets();
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;
   [[nodiscard]] bool isUsed(size_t index);
   void reduceZeros();
-  void commit();
+  bool commit();
 
   // reducer_elastic.cc
   void beginStep();
@@ -294,6 +294,22 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void writeAverages();
 
   void fail(const std::string& doing, const std::exception& error);
+  /// What body() returns. Its error is the pass's failure: see fail(). `doing`: gives the clause.
+  template <typename Doing, typename Body>
+  auto orFail(const Doing& doing, const Body& body) {
+    try {
+      return body();
+    } catch (const std::exception& error) {
+      if constexpr (std::is_invocable_v<Doing>) {
+        fail(doing(), error);
+      } else {
+        fail(doing, error);
+      }
+      throw;
+    }
+  }
+  /// Ends the operations of the present group and of the hook's, of which this rank takes no part any more. `what`: see ReducerGroup::abort().
+  [[nodiscard]] std::function<void()> cut(const std::string& what) const;
   [[nodiscard]] std::optional<std::string> difference();
   void throwIfUnfinished() const;
   void requireNoHook() const;
@@ -323,7 +339,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// What readers see, who need no turn.
   struct Shown {
     ReducerStats stats;
-    std::shared_ptr<const StepRecord> last_step;
+    std::shared_ptr<const StepTrace> last_step;
     std::vector<std::vector<std::string>> bucket_names;
     std::vector<size_t> bucket_nbytes;
     SharedValues values{std::vector<bool>{}};
@@ -331,12 +347,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     bool leads = false; ///< rank 0 of the newest members
     std::vector<int> members; ///< with a StepAgreement
     std::vector<size_t> seen; ///< GradientOrder::seen(), if an order is to be agreed on
-    // With weights, from before the pass that reduces, if there is one:
-    std::optional<double> pending_weight;
-    PassWeights::Accumulated weighed;
-    double weight_unsynced = 0;
-    int64_t last_compute_ns = PassWeights::kUnknown;
-    int64_t weighed_steps = 0;
+    Weighed weighed; ///< with weights, from before the pass that reduces, if there is one
   };
   void show() noexcept; ///< with the turn
   void showBuckets(); ///< likewise
@@ -363,12 +374,12 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   PassMarks marks_;
   std::shared_ptr<ForwardMark> last_forward_; ///< between markForward() and prepareForBackward()
   bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
+  int asked_in_ =
+      -1; ///< autograd's number of the call in which a forward pass has asked for the pass, as a checkpoint repeats it; -1: in none
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed
-  double forward_weight_ = 1.0; ///< of the last forward pass
   int queued_unmarked_ = -1; ///< autograd's number of the call at whose end beginUnmarked() is due
-  bool averages_finite_ = true; ///< those of the step that ended last
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
 

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,44 @@ std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const 
   return names;
 }
 
+bool same(const std::weak_ptr<const Reducer>& one, const std::weak_ptr<const Reducer>& other) noexcept {
+  return !one.owner_before(other) && !other.owner_before(one);
+}
+
+/// A reducer that a forward pass on a thread has asked for a pass, which is not over: backward may go through it beside others.
+struct Due {
+  std::thread::id thread;
+  std::weak_ptr<Reducer> reducer;
+};
+
+LeafMutex due_mutex; ///< guards the next two
+std::vector<Due> due;
+
+/// A reducer whose pass has ended in a call of backward() that a forward pass within another one has asked for, as a checkpoint repeats it.
+struct Ended {
+  int around; ///< autograd's number of that other one, which may go through more reducers
+  std::weak_ptr<Reducer> reducer;
+  bool finite; ///< its averages were, and those of the others in that call
+};
+
+std::vector<Ended> ended; ///< the last of each reducer
+
+std::vector<Ended> endedIn(int around) {
+  const std::lock_guard lock(due_mutex);
+  std::vector<Ended> found = ended;
+  std::erase_if(found, [around](const Ended& each) { return each.around != around; });
+  return found;
+}
+
+void keepEnded(const std::vector<Ended>& all) {
+  const std::lock_guard lock(due_mutex);
+  for (const Ended& now : all) {
+    std::erase_if(
+        ended, [&now](const Ended& each) { return each.reducer.expired() || same(each.reducer, now.reducer); });
+    ended.push_back(now);
+  }
+}
+
 /// A reducer that ends with the call of backward() that has this number.
 struct Ending {
   int call;
@@ -79,6 +118,32 @@ void Reducer::onEntry(ForwardMark& mark) {
   });
 }
 
+void Reducer::becomeDue() {
+  asked_in_ = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard lock(due_mutex);
+  due.push_back({std::this_thread::get_id(), weak_from_this()});
+}
+
+void Reducer::endDue() noexcept {
+  const std::lock_guard lock(due_mutex);
+  std::erase_if(
+      due, [mine = weak_from_this()](const Due& each) { return each.reducer.expired() || same(each.reducer, mine); });
+}
+
+std::vector<std::shared_ptr<Reducer>> Reducer::dueWith() const {
+  const std::lock_guard lock(due_mutex);
+  const auto is_mine = [mine = weak_from_this()](const Due& each) { return same(each.reducer, mine); };
+  const auto mine = std::find_if(due.begin(), due.end(), is_mine);
+  std::vector<std::shared_ptr<Reducer>> others;
+  for (const Due& each : due) {
+    auto other = mine != due.end() && each.thread == mine->thread && !is_mine(each) ? each.reducer.lock() : nullptr;
+    if (other != nullptr) {
+      others.push_back(std::move(other));
+    }
+  }
+  return others;
+}
+
 void Reducer::followCall() {
   if (!marks_.follow()) {
     return;
@@ -94,9 +159,9 @@ void Reducer::enter(ForwardMark& mark) {
   if (!mark.reduces) {
     const bool first = marks_.enterLocal() && !marks_.reduces();
     if (first && weights_.has_value() && !pass_.reducing() && !marks_.beganHere()) {
-      weights_->enter(mark, trained());
+      weights_->enter(mark);
       if (weights_->hasEarly()) {
-        weights_->begin(forward_weight_, trained(), /*reduces=*/false);
+        weights_->begin(/*reduces=*/false);
       }
     } else if (weights_.has_value()) {
       weights_->alsoEnters(mark);
@@ -118,10 +183,10 @@ void Reducer::enter(ForwardMark& mark) {
   if (begun) {
     return;
   }
-  pass_.endLocal();
+  pass_.endAccumulating();
   const std::vector<size_t> before = marks_.takeNoted();
   if (weights_.has_value() && !marks_.isLocal()) { // else the last forward pass of the loss, one of no_sync(), counts
-    weights_->enter(mark, trained());
+    weights_->enter(mark);
   } else if (weights_.has_value()) {
     weights_->alsoEnters(mark);
   }
@@ -131,12 +196,8 @@ void Reducer::enter(ForwardMark& mark) {
   if (before.empty()) {
     return;
   }
-  try {
-    beginPassWith(before);
-  } catch (const std::exception& error) {
-    fail("gradients that came before those behind forward's outputs were being reduced", error);
-    throw;
-  }
+  orFail(
+      "gradients that came before those behind forward's outputs were being reduced", [&] { beginPassWith(before); });
 }
 
 void Reducer::beginPassWith(const std::vector<size_t>& before) {
@@ -173,12 +234,8 @@ void Reducer::onComing(size_t index, const at::Tensor& grad) {
 void Reducer::onGradient(size_t index, bool defined) {
   raising([&] {
     const Turn turn(*this);
-    try {
-      takeGradient(index, defined);
-    } catch (const std::exception& error) {
-      fail("the gradient of parameter '" + params_[index].name + "' was being reduced", error);
-      throw;
-    }
+    const auto doing = [&] { return "the gradient of parameter '" + params_[index].name + "' was being reduced"; };
+    orFail(doing, [&] { takeGradient(index, defined); });
   });
 }
 
@@ -201,7 +258,10 @@ void Reducer::takeGradient(size_t index, bool defined) {
     raiseReducedTwice(params_[index].name);
   }
   if (weights_.has_value() && !marks_.reduces() && !marks_.isLocal()) {
-    weights_->leave();
+    weights_->endEntered();
+  }
+  if (defined && weights_.has_value() && !pass_.reducing() && !marks_.inPass()) {
+    weights_->added(index);
   }
   if (beginsPass(index)) {
     beginPassWith(
@@ -212,18 +272,15 @@ void Reducer::takeGradient(size_t index, bool defined) {
     if (defined && stays && marks_.endedNested()) {
       raiseAroundNested(params_[index].name);
     }
-    if (defined && weights_.has_value() && !marks_.inPass()) {
-      weights_->added(index);
-    }
-    if (defined && marks_.isLocal() && !state_.now().unsynced) {
-      state_.change([](SharedValues& values) { values.unsynced = true; });
+    if (defined && marks_.isLocal() && !state_.now().has_local) {
+      state_.change([](SharedValues& values) { values.has_local = true; });
     }
     marks_.note(index, call);
     if (call.may_begin) {
       queueUnmarked();
     } else if (weights_.has_value() && weights_->entered()) {
-      weights_->begin(forward_weight_, trained(), /*reduces=*/false);
-    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Local && !marks_.isLocal()) {
+      weights_->begin(/*reduces=*/false);
+    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Accumulating && !marks_.isLocal()) {
       weights_->stray();
     }
   }
@@ -279,12 +336,7 @@ void Reducer::beginUnmarked() {
         })) {
       return;
     }
-    try {
-      beginPassWith(before);
-    } catch (const std::exception& error) {
-      fail("gradients of a backward pass beside forward's outputs were being reduced", error);
-      throw;
-    }
+    orFail("gradients of a backward pass beside forward's outputs were being reduced", [&] { beginPassWith(before); });
   });
 }
 
@@ -295,12 +347,15 @@ void Reducer::completeGradient(size_t index) {
   if (agreement_ == nullptr && (!used_.has_value() || used_->kept())) {
     pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
-  // Weights come at another moment on each rank. So buckets wait for the end of the pass if another reducer may launch something meanwhile
-  // that has to come in the same order on all ranks.
-  if (weights_.has_value() && weights_->ended() && !use_.isShared()) {
+  // Weights come at another moment on each rank. So buckets wait for the end of the pass if another reducer, or the module, may launch something
+  // meanwhile that has to come in the same order on all ranks.
+  if (weights_.has_value() && weights_->ended() && !use_.isShared() && !options_.has_sync_batch_norm) {
     (void)packWeighed();
   }
   markReady(index);
+  if (!state_.now().ordered && !pass_.hasStaticGraph()) {
+    order_.came(index);
+  }
   launchFull();
   if (allCame()) {
     show();
@@ -312,7 +367,7 @@ void Reducer::completeGradient(size_t index) {
 
 // All gradients of the pass.
 bool Reducer::allCame() const {
-  return pipeline_->allLaunched() || pipeline_->allAhead() || (lost_ != nullptr && pass_.missing(trained()).empty());
+  return pipeline_->allLaunched() || pipeline_->allAhead() || (lost_ != nullptr && pass_.missing().empty());
 }
 
 void Reducer::beginPass() {
@@ -323,21 +378,20 @@ void Reducer::beginPass() {
   }
   pass_.begin();
   if (weights_.has_value()) {
-    weights_->begin(forward_weight_, trained(), pass_.reducing());
+    weights_->begin(pass_.reducing());
   }
   show();
   if (!pass_.reducing()) {
     marks_.disarm();
     return;
   }
+  if (used_.has_value()) {
+    used_->forgetGone(params_);
+  }
   if (agreement_ != nullptr) {
     beginStep();
-  } else {
-    shareState();
-    if (weights_.has_value()) {
-      weights_->launch(*group_.get(), group_.device(), options_.wrapper_number);
-    }
   }
+  launchFirst();
   if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
     const auto future = std::exchange(join_work_, nullptr)->getFuture();
     static_cast<void>(awaitCompletion(*future, Deadline::never())); // the operation has a timeout of its own
@@ -374,36 +428,30 @@ void Reducer::delayAllReduce() {
     }
   });
   if (torch::autograd::get_current_graph_task_id() == -1) {
-    (void)finish(/*looks=*/false);
+    (void)finish(/*residuals_elsewhere=*/false);
   } else {
     queueFinish();
   }
 }
 
 void Reducer::endCounting() {
-  pass_.endCounting(trained());
+  pass_.endCounting();
   if (!pass_.reducing()) {
     return; // accumulating, or inside no_sync()
   }
-  try {
+  orFail("the first gradients of a static graph were being reduced", [&] {
     for (const Bucket& bucket : buckets_.all()) {
       for (const Slot& slot : bucket.slots()) {
         markReady(slot.index);
       }
     }
     launchFull();
-  } catch (const std::exception& error) {
-    fail("the first gradients of a static graph were being reduced", error);
-    throw;
-  }
+  });
 }
 
-void Reducer::markReady(size_t index, bool came) {
+void Reducer::markReady(size_t index) {
   if (!pass_.markReady(index)) {
     raiseSecondGradient(params_[index].name, pass_.hasStaticGraph());
-  }
-  if (came && !state_.now().ordered && !pass_.hasStaticGraph()) {
-    order_.came(index);
   }
   pack(index);
 }
@@ -432,7 +480,7 @@ void Reducer::giveUpWeightless() {
   state_.giveUp();
   state_.change([](SharedValues& values) {
     values.accumulated = 0;
-    values.unsynced = false;
+    values.has_local = false;
     ++values.passes;
   });
   weights_->commit(members_); // a sampler has dealt a batch for it
@@ -480,59 +528,67 @@ void Reducer::queueFinish() {
   });
 }
 
-// All that end with the present call. Once one has failed, those behind it are cut off.
+// All that end with the present call.
 void Reducer::finishCall() {
+  const int call = torch::autograd::get_current_graph_task_id();
   std::vector<std::shared_ptr<Reducer>> reducers;
-  std::erase_if(endings, [&reducers](const Ending& each) {
-    const bool now = each.call == torch::autograd::get_current_graph_task_id();
-    if (auto reducer = now ? each.reducer.lock() : nullptr) {
+  std::erase_if(endings, [&](const Ending& each) {
+    if (auto reducer = each.call == call ? each.reducer.lock() : nullptr) {
       reducers.push_back(std::move(reducer));
     }
-    return now;
+    return each.call == call;
   });
-  finishAll(std::move(reducers));
+  finishAll(std::move(reducers), call);
 }
 
-void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers) {
+// `call`: autograd's number. Once one has failed, those behind it are cut off.
+void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call) {
+  if (reducers.empty()) {
+    return;
+  }
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
-  const bool looks = reducers.size() > 1 &&
-      std::any_of(reducers.begin(), reducers.end(), [](const auto& each) { return each->keepsResiduals(); });
-  std::exception_ptr first;
-  bool failed = false;
-  std::vector<std::shared_ptr<Reducer>> finite; // those whose averages are
-  bool others = false; // there is one whose averages are not
-  for (const std::shared_ptr<Reducer>& each : reducers) {
-    if (failed) {
-      abandonAll({each});
-      continue;
+  const auto repeated = std::find_if(
+      reducers.begin(), reducers.end(), [](const auto& each) { return each->asked_in_ != BackwardCall::kNone; });
+  const bool nested = repeated != reducers.end();
+  const int around = nested ? (*repeated)->asked_in_ : call;
+  std::vector<Ended> all = endedIn(around);
+  std::vector<std::shared_ptr<Reducer>> beside = reducers; // and those before
+  for (const Ended& each : all) {
+    if (auto reducer = each.reducer.lock()) {
+      beside.push_back(std::move(reducer));
     }
+  }
+  const bool residuals_elsewhere = nested || // at what those to come keep
+      (beside.size() > 1 &&
+       std::any_of(beside.begin(), beside.end(), [](const auto& each) { return each->keepsResiduals(); }));
+  std::exception_ptr first;
+  for (const std::shared_ptr<Reducer>& each : reducers) {
     try {
-      const std::optional<bool> ended = each->finish(looks);
-      others = others || ended == false;
-      if (ended == true) {
-        finite.push_back(each);
+      if (const std::optional<bool> finite = each->finish(residuals_elsewhere)) {
+        all.push_back({around, each, *finite});
       }
     } catch (const std::exception&) {
       first = first == nullptr ? std::current_exception() : first;
-      failed = each->mutex_.inPass(); // else the reducer goes on, as after a step without samples
+      if (each->mutex_.reducing()) {
+        break; // else the reducer goes on, as after a step without samples
+      }
     }
   }
-  if (others) {
-    std::for_each(finite.begin(), finite.end(), [](const auto& each) { each->forgetResiduals(); });
+  if (std::any_of(all.begin(), all.end(), [](const Ended& each) { return !each.finite; })) {
+    for (Ended& each : all) {
+      const auto reducer = std::exchange(each.finite, false) ? each.reducer.lock() : nullptr;
+      if (reducer != nullptr) {
+        reducer->forgetResiduals();
+      }
+    }
+  }
+  if (nested) {
+    keepEnded(all);
   }
   if (first != nullptr) {
     std::rethrow_exception(first);
-  }
-}
-
-// The others would wait for this rank until it calls forward again.
-void Reducer::abandonAll(const std::vector<std::shared_ptr<Reducer>>& reducers) {
-  for (const std::shared_ptr<Reducer>& each : reducers) {
-    if (each->agreement_ != nullptr && each->mutex_.inPass()) {
-      each->abandonMembers();
-    }
   }
 }
 
@@ -550,7 +606,7 @@ void Reducer::forgetResiduals() {
   }
 }
 
-std::optional<bool> Reducer::finish(bool looks) {
+std::optional<bool> Reducer::finish(bool residuals_elsewhere) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
     if (!pass_.reducing()) {
@@ -560,26 +616,22 @@ std::optional<bool> Reducer::finish(bool looks) {
       checkNested();
       return std::nullopt; // the call around this one may go on
     }
-    return endStep(looks);
+    return endStep(residuals_elsewhere);
   });
 }
 
 // A gradient that came first, in the call around this one, has gone to .grad, and no other one completes the parameter.
 void Reducer::checkNested() {
-  for (const size_t index : pass_.missing(trained())) {
+  for (const size_t index : pass_.missing()) {
     if (marks_.notedAround(index)) {
-      try {
-        raiseAroundNested(params_[index].name);
-      } catch (const std::exception& error) {
-        fail("a nested backward call ended", error);
-        throw;
-      }
+      orFail("a nested backward call ended", [&] { raiseAroundNested(params_[index].name); });
     }
   }
 }
 
-// Whether the averages are finite; nothing if no rank has any weight, so that there are none. `looks`: also if no residual is kept here.
-std::optional<bool> Reducer::endStep(bool looks) {
+// Whether the averages are finite; nothing if no rank has any weight, so that there are none. `residuals_elsewhere`: it is looked at
+// also if none is kept here.
+std::optional<bool> Reducer::endStep(bool residuals_elsewhere) {
   recorder_.backwardEnded();
   const bool any = agreement_ != nullptr ? agree() : !pipeline_->allAhead() || launchWeighed();
   if (!any) {
@@ -587,32 +639,29 @@ std::optional<bool> Reducer::endStep(bool looks) {
     return std::nullopt;
   }
   agreement_ != nullptr ? writeAverages() : finishBuckets();
-  if (looks && options_.drops_nonfinite_steps) {
+  if (residuals_elsewhere && options_.drops_nonfinite_steps) {
     pipeline_->lookAtAll();
   }
   recorder_.end();
   ++stats_.steps;
   const bool reordered = state_.next().agreed && !state_.now().agreed; // else rebuildBuckets() does it
-  commit();
+  const bool finite = commit();
   if (reordered) {
     order_.clear();
     cutBuckets();
   }
-  return averages_finite_;
+  return finite;
 }
 
 // All gradients have come, and none is packed. False if no rank has any weight.
 bool Reducer::launchWeighed() {
-  try {
+  return orFail("the weights of ranks were awaited", [&] {
     const bool any = packWeighed();
     if (any) {
       launchFull();
     }
     return any;
-  } catch (const std::exception& error) {
-    fail("the weights of ranks were awaited", error);
-    throw;
-  }
+  });
 }
 
 void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reducer>, bool>>& passes) {
@@ -623,11 +672,13 @@ void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reduc
         begun.push_back(reducer);
       }
     }
-  } catch (const std::exception&) {
-    abandonAll(begun);
+  } catch (const std::exception& error) {
+    for (const std::shared_ptr<Reducer>& each : begun) {
+      each->cut("failed in no_batch(): " + firstLine(error))();
+    }
     throw;
   }
-  finishAll(std::move(begun));
+  finishAll(std::move(begun), BackwardCall::kNone);
 }
 
 // False if it only accumulates.
@@ -637,40 +688,40 @@ bool Reducer::beginWithoutBatch(bool reduces) {
     throwIfUnfinished();
     followTrained();
     resetStep();
-    weights().enterWithoutBatch(trained());
-    if (!reduces || buckets_.all().empty()) {
-      weights_->begin(0.0, trained(), /*reduces=*/false);
+    if (buckets_.all().empty()) {
+      return false; // nor is a pass of the others counted
+    }
+    weights().enterWithoutBatch();
+    if (!reduces) {
+      weights_->begin(/*reduces=*/false);
       return false;
     }
     recorder_.begin(buckets_.all().size());
-    try {
+    becomeDue();
+    return orFail("a rank without a batch took part in a reduction", [&] {
       beginPass();
       if (!pass_.reducing()) {
         return false;
       }
-      for (const size_t index : pass_.missing(trained())) {
-        markReady(index, /*came=*/false);
+      for (const size_t index : pass_.missing()) {
+        markReady(index);
       }
-    } catch (const std::exception& error) {
-      fail("a rank without a batch took part in a reduction", error);
-      throw;
-    }
-    return true;
+      return true;
+    });
   });
 }
 
 void Reducer::finishBuckets() {
   const at::NoGradGuard no_grad;
-  try {
-    pipeline_->finishAll([this](size_t param) { return isUsed(param); });
-    if (used_.has_value()) {
-      used_->await(); // every rank takes part, also if all parameters were used here
-    }
-    awaitFutures();
-  } catch (const std::exception& error) {
-    fail(pipeline_->awaited(), error);
-    throw;
-  }
+  orFail(
+      [&] { return pipeline_->awaited(); },
+      [&] {
+        pipeline_->finishAll([this](size_t param) { return isUsed(param); });
+        if (used_.has_value()) {
+          used_->await(); // every rank takes part, also if all parameters were used here
+        }
+        awaitFutures();
+      });
 }
 
 void Reducer::awaitFutures() {
@@ -690,8 +741,9 @@ bool Reducer::isUsed(size_t index) {
 }
 
 // The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before.
-void Reducer::commit() {
+// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before. Returns whether averages are
+// finite.
+bool Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
     weights_->commit(members_);
@@ -703,8 +755,8 @@ void Reducer::commit() {
       used_->clear();
     }
   }
-  averages_finite_ = pipeline_->averagesAreFinite();
-  if (!averages_finite_) {
+  const bool finite = pipeline_->averagesAreFinite();
+  if (!finite) {
     // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
     // count. The residuals from before it are gone, since the all-reduce writes them.
     buckets_.scaleResiduals(0);
@@ -716,6 +768,7 @@ void Reducer::commit() {
   marks_.end();
   resetStep();
   show();
+  return finite;
 }
 
 void Reducer::shadowBackward() {
@@ -732,19 +785,16 @@ void Reducer::shadowBackward() {
 }
 
 void Reducer::reduceZeros() {
-  try {
+  orFail("a rank without data took part in a reduction", [&] {
     shareState();
     pipeline_->beginShadow(group_.size());
     if (used_.has_value()) {
       used_->clear();
     }
     launchFull();
-  } catch (const std::exception& error) {
-    fail("a rank without data took part in a reduction", error);
-    throw;
-  }
+  });
   finishBuckets();
-  commit();
+  (void)commit();
 }
 
 // Ends what the caller does: it holds nothing of the pass over this call, and only throws on.
@@ -752,31 +802,40 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   if (!failure_.record(doing, error)) {
     return;
   }
-  const ReducerGroup group = group_; // others may come to have the turn
-  const c10::intrusive_ptr<c10d::ProcessGroup> hooks = hook_.run == nullptr ? nullptr : hook_.group;
+  // The others would wait until the deadline for what this rank never begins: its next bucket, a collective of its hook, or those of another
+  // reducer, which ends first or comes later. Nothing happens if the failure is that of the group, which knows it.
+  const std::string what = "failed in backward, while " + doing + ": " + firstLine(error);
+  std::vector<std::function<void()>> cuts;
+  for (const std::shared_ptr<Reducer>& other : dueWith()) {
+    cuts.push_back(other->cut(what));
+  }
   // torch makes a RuntimeError of one that leaves a callback, as a hook has them; its text stays.
   const bool mismatch = standsFor(error, ErrorCode::CollectiveMismatch) ||
       (hook_.run != nullptr &&
        std::string_view(error.what()).find("[code=COLLECTIVE_MISMATCH") != std::string_view::npos);
+  const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
+  if (agreement_ == nullptr || !all_know) {
+    cuts.push_back(cut(what)); // of the group of now: others may come to have the turn
+  }
   if (mismatch) { // so all ranks are there, and have published their sets
     if (const auto why = difference()) {
       addNote(error, *why);
     }
   }
-  const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
+  std::for_each(cuts.begin(), cuts.end(), [](const auto& each) { each(); });
+}
+
+std::function<void()> Reducer::cut(const std::string& what) const {
   if (agreement_ != nullptr) {
-    if (!all_know) {
-      abandonMembers();
+    return [self = shared_from_this()] { self->abandonMembers(); };
+  }
+  const bool has_hook = hook_.run != nullptr;
+  return [group = group_, what, has_hook, hooks = has_hook ? hook_.group : nullptr] {
+    group.abort(what, /*others=*/has_hook);
+    if (hooks != nullptr && hooks != group.get()) {
+      ReducerGroup::abort(*hooks, group.paramDevice(), what, /*others=*/true);
     }
-    return;
-  }
-  // The others would wait until the deadline for what this rank never begins: its next bucket, or a collective of its hook. Nothing happens
-  // if the failure is that of the group, which knows it.
-  const std::string what = "failed in backward, while " + doing + ": " + firstLine(error);
-  group.abort(what, /*others=*/hook_.run != nullptr);
-  if (hooks != nullptr && hooks != group.get()) {
-    ReducerGroup::abort(*hooks, group.paramDevice(), what, /*others=*/true);
-  }
+  };
 }
 
 // Reads the store without the turn, for kReportsTimeout at most. Meanwhile the pass changes nothing: a gradient, a forward pass or another
@@ -825,7 +884,7 @@ void Reducer::throwIfUnfinished() const {
   if (agreement_ != nullptr) {
     abandonMembers();
   }
-  const std::vector<size_t> missing = pass_.missing(trained());
+  const std::vector<size_t> missing = pass_.missing();
   if (missing.empty()) {
     raiseCutOff(group_.jobRank());
   }

@@ -1,6 +1,6 @@
 // A step that survives deaths: a transaction, which is committed by all members or summed again by those that are left.
 //
-//     beginStep() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> writeAverages() -> commit()
+//     beginStep(), launchFirst() -> gradients are packed and launched as ever -> agree() { sumAll() [-> redo() -> sumAll()] } -> writeAverages() -> commit()
 //
 // Redo is packing again. Until writeAverages() .grad is the local gradient, residuals are those of the step before, and the exponents of fp16
 // are those in state_. So redo() needs nothing but new buckets: new memory as well, since a member that only seemed dead may write to the old.
@@ -52,7 +52,6 @@ void Reducer::beginStep() {
   if (std::exchange(changed_, false)) {
     adoptMembers();
   }
-  launchFirst();
 }
 
 void Reducer::waitToBegin() {
@@ -118,14 +117,13 @@ void Reducer::adoptMembers() {
 
 // All gradients have come. Returns once all members have all sums of the step; false if no rank has any weight.
 bool Reducer::agree() {
-  try {
-    bool any = true;
-    transact([&] { any = sumAll(); }, [this] { redo(); }, StepAgreement::Round::Step);
-    return any;
-  } catch (const std::exception& error) {
-    fail(pipeline_->awaited(), error);
-    throw;
-  }
+  return orFail(
+      [&] { return pipeline_->awaited(); },
+      [&] {
+        bool any = true;
+        transact([&] { any = sumAll(); }, [this] { redo(); }, StepAgreement::Round::Step);
+        return any;
+      });
 }
 
 // Returns when all members have what sum() waits for. After a failure again() comes first, in the group of those who are left.
@@ -164,8 +162,8 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
     const Turn turn(*this);
     throwIfUnfinished();
     TORCH_CHECK(agreement_ != nullptr, "the members of a group are summed over with elastic= only");
-    at::Tensor sums;
-    try {
+    return orFail("a mean over the members was being computed", [&] {
+      at::Tensor sums;
       waitToBegin();
       const auto sum = [&] {
         sums = values.clone();
@@ -187,11 +185,8 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
         changed_ = true;
       };
       transact(sum, again, StepAgreement::Round::BetweenSteps);
-    } catch (const std::exception& error) {
-      fail("a mean over the members was being computed", error);
-      throw;
-    }
-    return sums;
+      return sums;
+    });
   });
 }
 
@@ -209,11 +204,11 @@ size_t Reducer::admitNewcomers(bool at_join_point) {
       }
       agreement_->joinPoint();
     }
-    if (agreement_ == nullptr || midway() || marks_.isWithinForward()) {
+    if (agreement_ == nullptr || midway() || marks_.isWithinBackward()) {
       return 0;
     }
     throwIfUnfinished();
-    try {
+    return orFail("the members were stopping for a process that joins", [&] {
       const int64_t before = nowNs();
       if (agreement_->admissionIsDue()) {
         changed_ = agreement_->admit() || changed_;
@@ -221,10 +216,7 @@ size_t Reducer::admitNewcomers(bool at_join_point) {
       const size_t waiting = agreement_->newcomers();
       stats_.agreeing_ns += nowNs() - before;
       return waiting;
-    } catch (const std::exception& error) {
-      fail("the members were stopping for a process that joins", error);
-      throw;
-    }
+    });
   });
 }
 
@@ -236,7 +228,7 @@ bool Reducer::midway() const {
     });
   };
   return state_.now().accumulated > 0 || (weights_.has_value() && weights_->passes() > 0) ||
-      (state_.now().unsynced && holds());
+      (state_.now().has_local && holds());
 }
 
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow
@@ -304,17 +296,14 @@ void Reducer::redo() {
 // All members have all sums, so from here on the step changes what the program and the next step see.
 void Reducer::writeAverages() {
   const at::NoGradGuard no_grad;
-  try {
+  orFail("the averages of a step that all ranks have were being written", [&] {
     pipeline_->writeAll([this](size_t param) { return isUsed(param); });
     if (auto order = leader_.commit()) {
       checkOrder(*order, params_.size());
       state_.next().order = std::move(*order);
       state_.next().agreed = true;
     }
-  } catch (const std::exception& error) {
-    fail("the averages of a step that all ranks have were being written", error);
-    throw;
-  }
+  });
 }
 
 } // namespace pycomm

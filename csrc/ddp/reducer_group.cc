@@ -166,6 +166,14 @@ void UsedParams::await() {
   sums_ = sums_.cpu();
 }
 
+void UsedParams::forgetGone(const std::vector<ReducedParam>& params) {
+  for (size_t index = 0; index < params.size() && !kept(); ++index) {
+    if (!params[index].tensor.grad().defined()) {
+      here_.mutable_data_ptr<int32_t>()[index] = 0;
+    }
+  }
+}
+
 void UsedParams::clear() {
   if (!kept()) {
     here_.zero_();

@@ -132,6 +132,8 @@ class UsedParams {
 
   /// Forgets the marks, unless the answer is known.
   void clear();
+  /// Those of parameters without .grad: zero_grad() has taken back what marked them.
+  void forgetGone(const std::vector<ReducedParam>& params);
   /// Whether anywhere() never waits.
   [[nodiscard]] bool kept() const noexcept {
     return state_.now().knows_used;

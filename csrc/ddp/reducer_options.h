@@ -42,6 +42,8 @@ struct ReducerOptions {
   bool weighs = false; ///< ranks count by the weights of their passes: see PassWeights
   bool may_be_weightless =
       false; ///< a step in which no rank of the group has weight is one without averages, and no error
+  bool has_sync_batch_norm =
+      false; ///< so that the module's backward has collectives of its own, perhaps over the same group
   bool elastic = false; ///< a step may have to be summed again, among other members: see StepAgreement
   int64_t wrapper_number = 0; ///< among those of the group, the same on all ranks; 0: not known to be
   std::string cuda_library; ///< see makePacker()

@@ -23,7 +23,7 @@ std::string joined(const Items& items) {
 } // namespace
 
 void StepRecorder::begin(size_t bucket_count) {
-  record_ = on_ ? std::make_shared<StepRecord>(bucket_count) : nullptr;
+  record_ = on_ ? std::make_shared<StepTrace>(bucket_count) : nullptr;
   if (record_ != nullptr) {
     record_->began_ns = nowNs();
   }
@@ -33,14 +33,14 @@ void StepRecorder::gradient(size_t bucket) {
   if (record_ == nullptr) {
     return;
   }
-  StepRecord::Bucket& of = record_->buckets[bucket];
+  StepTrace::Bucket& of = record_->buckets[bucket];
   const int64_t now = nowNs();
   record_->first_gradient_ns = record_->first_gradient_ns == 0 ? now : record_->first_gradient_ns;
   of.first_gradient_ns = of.first_gradient_ns == 0 ? now : of.first_gradient_ns;
 }
 
 void StepRecorder::launched(size_t bucket, size_t gradient_nbytes, size_t wire_nbytes, c10::ivalue::Future& reduced) {
-  StepRecord::Bucket& of = record_->buckets[bucket];
+  StepTrace::Bucket& of = record_->buckets[bucket];
   of.gradient_nbytes = static_cast<int64_t>(gradient_nbytes);
   of.wire_nbytes = static_cast<int64_t>(wire_nbytes);
   of.launched_ns = nowNs();

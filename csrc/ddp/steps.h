@@ -58,7 +58,7 @@ struct ReducerStats {
 }
 
 /// The times of events in one reduced backward pass of this rank: nanoseconds of the steady clock, 0 for an event that did not happen.
-struct StepRecord {
+struct StepTrace {
   struct Bucket {
     int64_t gradient_nbytes = 0;
     int64_t wire_nbytes = 0;
@@ -69,7 +69,7 @@ struct StepRecord {
     int64_t unpacked_ns = 0; ///< averages are in .grad
   };
 
-  explicit StepRecord(size_t bucket_count) : buckets(bucket_count) {}
+  explicit StepTrace(size_t bucket_count) : buckets(bucket_count) {}
 
   int64_t began_ns = 0; ///< forward was over: backward may begin
   int64_t first_gradient_ns = 0;
@@ -78,13 +78,13 @@ struct StepRecord {
   std::vector<Bucket> buckets;
 };
 
-/// Writes a StepRecord of each step while it is switched on. The last one that has ended is kept.
+/// Writes a StepTrace of each step while it is switched on. The last one that has ended is kept.
 class StepRecorder {
  public:
   void switchOn(bool on) noexcept {
     on_ = on;
   }
-  [[nodiscard]] std::shared_ptr<const StepRecord> last() const {
+  [[nodiscard]] std::shared_ptr<const StepTrace> last() const {
     return last_;
   }
 
@@ -105,9 +105,9 @@ class StepRecorder {
 
  private:
   bool on_ = false;
-  std::shared_ptr<StepRecord>
+  std::shared_ptr<StepTrace>
       record_; ///< of the step under way; null unless it is recorded. Futures' callbacks hold it too
-  std::shared_ptr<const StepRecord> last_;
+  std::shared_ptr<const StepTrace> last_;
 };
 
 /// The logger that torch.nn.parallel.DistributedDataParallel calls. It keeps a table of facts about one wrapper. A fact that torch's

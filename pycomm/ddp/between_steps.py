@@ -47,7 +47,7 @@ class BetweenSteps(Weighed):
 
         Torch sets it for good in the first backward call, which may fail before its end.
         """
-        return not self.reducer.counts()
+        return not self.reducer.is_counting()
 
     @_static_graph_delay_allreduce_enqueued.setter
     def _static_graph_delay_allreduce_enqueued(self, value: bool) -> None:

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
+from pycomm.errors import UnsupportedError
+
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sync_when_due(model: Any, args: object) -> None:
-    """Averages parameters before a forward with gradients if ``sync_every`` steps are over."""
+    """Averages parameters before a forward with gradients if ``sync_every`` steps are over.
+
+    UnsupportedError: within backward.
+    """
     if not torch.is_grad_enabled():
         return
     steps = model.reducer.stats().steps
@@ -23,5 +28,11 @@ def sync_when_due(model: Any, args: object) -> None:
     if steps - model._steps_at_sync >= model._sync_every and (
         model.module.training or not model._trains_in_mode
     ):
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                "parameters would be averaged within backward(), where a checkpoint with "
+                "use_reentrant=True repeats forward. Try: torch.utils.checkpoint with "
+                "use_reentrant=False, or model.sync() between two steps, before sync_every are over"
+            )
         model.sync()
     model._note_trained()

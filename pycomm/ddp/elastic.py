@@ -354,7 +354,7 @@ class ElasticGroup:
     def _last_samples(self) -> float:
         if not self._weighs or (steps := self._reducer.weighed_steps()) == 0:
             return 1.0
-        ((_, _, rows, members),) = self._reducer.step_rows(steps - 1)
+        ((_, rows, members),) = self._reducer.step_rows(steps - 1)
         samples: float = rows[members.index(self._number)][0]
         return samples
 

@@ -164,7 +164,7 @@ class _WrapperLog:
         if (not found or found[0][0] != since) and since < self.steps:
             raise LookupError(f"the record of step {since} is no longer kept")
         records = []
-        for step, _, rows, members in found:
+        for step, rows, members in found:
             samples, nanoseconds, batches, largest = zip(*rows, strict=True)
             seconds = [ns * 1e-9 if ns >= 0 else math.nan for ns in nanoseconds]
             members = members or range(len(rows))
@@ -311,11 +311,14 @@ class Weighed(TorchDDP):
         """
         no_batch(self)
 
+    def _has_sync_batch_norm(self) -> bool:
+        return any(isinstance(layer, SYNC_BATCH_NORMS) for layer in self.module.modules())
+
     def _check_no_batch(self) -> None:
         self._check_weighs("no_batch()")
         if not torch.is_grad_enabled():
             raise RuntimeError("no_batch() stands for a backward pass, and gradients are disabled")
-        if any(isinstance(layer, SYNC_BATCH_NORMS) for layer in self.module.modules()):
+        if self._has_sync_batch_norm():
             raise UnsupportedError(
                 "no_batch() has no forward pass, and SyncBatchNorm of the other ranks waits for "
                 "one: give every rank a batch in each step, or use another normalization"
@@ -367,7 +370,7 @@ class Weighed(TorchDDP):
         if (
             self._weight is None
             or not torch.is_grad_enabled()
-            or self.reducer.is_within_forward()  # as a checkpoint repeats it in backward
+            or self.reducer.is_within_backward()  # as a checkpoint repeats it in backward
         ):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         weight, how = self._weigh(inputs, kwargs)  # first: this rank alone may have to refuse

@@ -198,7 +198,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._elastic = elastic
         self._may_be_joined = elastic is not None and elastic.peers is not None
         self._uses_default_cap = options["bucket_cap_mb"] is None
-        self._check_ranks_agree = self._made_in_turn = bool(options["init_sync"])
+        self._inits_sync = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
         self._own_group: Any = None  # of sync_every and elastic
         self._elastic_group: ElasticGroup | None = None
@@ -477,8 +477,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         if self._elastic is not None:
             need_pycomm(self.process_group, "elastic=")
         names = names_of(self.module, parameters)
-        if self._check_ranks_agree or self._may_be_joined:
-            self._check_ranks_agree = False
+        if (self._with_all_ranks and self._inits_sync) or self._may_be_joined:
             of_group = compared_options(self.process_group) if self._may_be_joined else {}
             self._description = check_same_on_all_ranks(
                 self.process_group,
@@ -577,8 +576,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             drops_nonfinite_steps=self._drops_nonfinite_steps,
             weighs=self._weight is not None,
             may_be_weightless=self._sync_every > 1,  # other hosts may have samples
+            has_sync_batch_norm=self._has_sync_batch_norm(),
             wrapper_number=wrapper_number(group)
-            if self._with_all_ranks and self._made_in_turn
+            if self._with_all_ranks and self._inits_sync
             else 0,
             cuda_library=str(loader.CUDA_LIBRARY),
             agreement=agreement,

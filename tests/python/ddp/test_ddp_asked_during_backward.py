@@ -139,7 +139,7 @@ def a_hook_asks(rank: int, world_size: int) -> None:
 SHOWN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stats", "last_step", "bucket_names", "members", "leads"), ()),
     **dict.fromkeys(("exponents", "order", "pending_weight", "weighed", "weight_unsynced"), ()),
-    **dict.fromkeys(("last_compute_ns", "weighed_steps", "passes", "counts", "has_left"), ()),
+    **dict.fromkeys(("last_compute_ns", "weighed_steps", "passes", "is_counting", "has_left"), ()),
 }
 EMPTY = ("residuals", "used_here")
 NO_STATE = (
@@ -163,7 +163,7 @@ UNSUPPORTED = (
 def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
     plain = "prepare_for_forward forward_began check_hook_may_be_set _rebuild_buckets "
     plain += "_set_static_graph _delay_all_reduce shadow_backward _remove_autograd_hooks "
-    plain += "_check_reducer_finalized _reset_state is_within_forward"
+    plain += "_check_reducer_finalized _reset_state is_within_backward"
     return {
         **dict.fromkeys(plain.split(), ()),
         "mark_forward": ([], True, 1.0),

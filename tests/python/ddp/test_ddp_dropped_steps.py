@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -76,8 +77,13 @@ def test_a_batch_that_diverged_and_was_skipped_leaves_nothing() -> None:
             assert forgotten == (case[1] == "int8"), case
 
 
-def of_two_wrappers(rank: int, world_size: int, other: str | None) -> list[tuple[float, int]]:
-    """The same under one GradScaler and optimizer; only the second one's averages have the Inf."""
+def of_two_wrappers(
+    rank: int, world_size: int, other: str | None, nested: tuple[int, ...]
+) -> list[tuple[float, int]]:
+    """The same under one GradScaler and optimizer; only the second one's averages have the Inf.
+
+    `nested`: those whose passes end in backward calls of their own, within the one here.
+    """
     models = [
         wrap(Slopes(torch.float32), wire_dtype=wire, process_group=dist.new_group())
         for wire in ("int8", other)
@@ -90,7 +96,13 @@ def of_two_wrappers(rank: int, world_size: int, other: str | None) -> list[tuple
         infinite = slopes.clone()
         infinite[5] = float("inf") if step == 1 and rank == 0 else 0.0
         optimizer.zero_grad()
-        losses = [models[0](slopes, slopes), models[1](infinite, slopes)]
+        given = [(slopes, slopes), (infinite, slopes)]
+        losses = [
+            checkpoint(model, *(each.clone().requires_grad_() for each in args), use_reentrant=True)
+            if which in nested
+            else model(*args)
+            for which, (model, args) in enumerate(zip(models, given, strict=True))
+        ]
         scaler.scale(sum(losses)).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -104,12 +116,13 @@ def of_two_wrappers(rank: int, world_size: int, other: str | None) -> list[tuple
     ]
 
 
+@pytest.mark.parametrize("nested", [(), (0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("other", ["int8", None])
 def test_a_step_that_another_wrapper_of_the_same_backward_spoils_leaves_nothing(
-    other: str | None,
+    other: str | None, nested: tuple[int, ...]
 ) -> None:
     found = ranks.run_ranks(
-        2, of_two_wrappers, args=(other,), timeout_s=100, preload=ranks.TORCH_DDP
+        2, of_two_wrappers, args=(other, nested), timeout_s=100, preload=ranks.TORCH_DDP
     )
     for results in found.values():
         for largest, forgotten in results:
@@ -146,6 +159,28 @@ def test_a_parameter_whose_gradient_is_undefined_is_unused() -> None:
     ).values():
         assert grad == 0.0
         assert changed < 1e-6 * largest
+
+
+def forgotten(rank: int, world_size: int) -> tuple[bool, float, float]:
+    """A pass in no_sync() has used a parameter, zero_grad() forgets it, and no other one does."""
+    model = wrap(Apart(), wire_dtype="int8", find_unused_parameters=True)
+    slopes = slopes_of(rank, 0, torch.float32)
+    kept = []
+    for outputs in (2, 1):
+        with model.no_sync():
+            sum(each.sum() for each in model(slopes)).backward()
+        model.zero_grad()
+        sum(each.sum() for each in model(slopes)[:outputs]).backward()
+        kept.append(model.communication_state_dict()["residuals"]["other"])
+        dist.all_reduce(kept[-1])
+    changed, largest = (kept[1] - kept[0]).abs().max(), kept[0].abs().max()
+    return model.module.other.grad is None, float(changed), float(largest)
+
+
+def test_a_parameter_whose_gradients_are_forgotten_is_unused() -> None:
+    found = ranks.run_ranks(2, forgotten, timeout_s=60, preload=ranks.TORCH_DDP)
+    for none, changed, largest in found.values():
+        assert none and changed < 1e-6 * largest
 
 
 def all_clipped(rank: int, world_size: int) -> None:

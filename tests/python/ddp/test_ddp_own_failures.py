@@ -71,8 +71,20 @@ def hook_over_another_group(rank: int) -> Any:
     return model
 
 
+def second_of_two(rank: int) -> Any:
+    """Each has a group, and backward reaches the first one last, which ends first."""
+    first, second = (
+        wrap(each, process_group=dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
+        for each in (nn.Linear(4, 4), Table())
+    )
+    if rank == 1:
+        second.module.table.sparse = True
+    return lambda batch: first(torch.ones(2, 4)).sum() + second(batch)
+
+
 CASES = [
     (another_layout, "sparse"),
+    (second_of_two, "sparse"),
     (hook_over_another_group, "the hook's own mistake"),
 ]
 

@@ -218,6 +218,46 @@ def test_gradients_of_a_nested_call_alone_raise_in_the_next_forward() -> None:
         assert "a backward call inside another one" in found[rank].value
 
 
+class Result:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Hidden(nn.Module):
+    """The gradient of `first` and `second` is the batch; both may come in a nested call."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+
+    def forward(self, batch: torch.Tensor) -> Result:
+        def loss_of(each: torch.Tensor) -> torch.Tensor:
+            return ((self.first + self.second) * each).sum()
+
+        if self.how == NESTED:
+            return Result(checkpoint(loss_of, batch, use_reentrant=True))
+        return Result(loss_of(batch))
+
+
+def left_by_one_of_two(rank: int, world_size: int) -> str:
+    """The other wrapper of the module has had a forward pass without a backward."""
+    net = Hidden(NESTED)
+    models = [wrap(net), wrap(net)]
+    batch = torch.ones(2, requires_grad=True)
+    models[1](batch)
+    models[0](batch).value.backward()
+    with pytest.raises(RuntimeError) as raised:
+        models[0](batch)
+    return str(raised.value)
+
+
+def test_so_they_do_if_another_wrapper_of_the_module_may_have_had_them() -> None:
+    found = ranks.run_ranks(2, left_by_one_of_two, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank in range(2):
+        assert "a backward call inside another one" in found[rank].value
+
+
 def two_nested(rank: int, world_size: int) -> tuple[float, int]:
     """Each forward pass runs again in a nested call of its own, and is a pass of its own."""
     net = Scaled(INNER)
@@ -442,3 +482,26 @@ def halved(rank: int, world_size: int) -> float:
 def test_what_a_hook_makes_of_an_early_gradient_stays() -> None:
     found = ranks.run_ranks(2, halved, timeout_s=60, preload=ranks.TORCH_DDP)
     assert max(found[rank].value for rank in range(2)) < 1e-12
+
+
+def clamped(rank: int, world_size: int) -> list[float]:
+    """A hook of each parameter, in a pass that begins without a mark."""
+    net = Hidden()
+    model = wrap(net, weight="samples")
+
+    def clamp(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.clamp_(-1, 1)
+
+    for each in net.parameters():
+        each.register_post_accumulate_grad_hook(clamp)
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((2,), 10.0)).value.backward()
+    return [float(each.grad.abs().max()) for each in net.parameters() if each.grad is not None]
+
+
+def test_what_a_hook_makes_of_the_gradient_that_begins_a_pass_stays() -> None:
+    found = ranks.run_ranks(2, clamped, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank in range(2):
+        assert found[rank].value == [1.0, 1.0]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -197,6 +198,31 @@ def hooked(rank: int, world_size: int) -> None:
         torch.testing.assert_close(parameter.detach().double(), total / 4, rtol=1e-6, atol=1e-8)
 
 
+def due_in_backward(rank: int, world_size: int) -> str:
+    """The first forward of a reentrant checkpoint is none for torch; backward repeats it."""
+    import pycomm
+    from pycomm._group import averaging as _averaging
+
+    _averaging.host_identity = lambda: f"host {rank}"
+    ours = pycomm.DistributedDataParallel(ddp_models.make("mlp"), sync_every=2)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        batch = ddp_models.batch_of("mlp", rank, number).requires_grad_()
+        checkpoint(ours, batch, use_reentrant=True).square().mean().backward()
+        optimizer.step()
+
+    for number in range(2):
+        step(number)
+    with pytest.raises(pycomm.errors.UnsupportedError) as raised:
+        step(2)
+    ours.sync()
+    step(3)
+    assert (ours.stats().steps, ours.stats().syncs) == (3, 1)
+    return str(raised.value)
+
+
 def other_rounds(rank: int, world_size: int) -> list[str]:
     import pycomm
 
@@ -239,6 +265,11 @@ def test_hosts_share_gradients_and_meet_every_few_steps() -> None:
 
 def test_a_sync_averages_what_buckets_with_a_hook_have_trained() -> None:
     run(4, ["hooked"])
+
+
+def test_a_sync_that_is_due_within_backward_is_an_error() -> None:
+    for (text,) in run(2, ["due_in_backward"]):
+        assert "model.sync()" in text
 
 
 def test_importing_pycomm_imports_no_compiler() -> None:

@@ -103,6 +103,33 @@ def test_it_takes_part_in_what_forward_passes_exchange(own_groups: bool, made_fi
     assert found.values() == [True, True, True]
 
 
+def beside_a_frozen_one(rank: int, world_size: int, set_to_none: bool) -> list[int]:
+    """A generator's step through a discriminator that is frozen, and then one of that."""
+    import pycomm
+
+    models = [wrap(nn.Linear(4, 4), weight="samples") for _ in range(2)]
+    batch = torch.ones(2 + rank, 4)
+    for _ in range(3):
+        for model in models:
+            model.zero_grad(set_to_none=set_to_none)
+        models[1].module.requires_grad_(False)
+        if rank == 1:
+            pycomm.no_batch(*models)
+        else:
+            models[1](models[0](batch)).mean().backward()
+        models[1].module.requires_grad_(True)
+        models[1](batch).mean().backward()
+    return [record.passes for record in models[1].step_log.records(0)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_pass_through_a_frozen_one_does_not_count(set_to_none: bool) -> None:
+    found = ranks.run_ranks(
+        2, beside_a_frozen_one, args=(set_to_none,), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    assert found.values() == [[1, 1, 1]] * 2
+
+
 def one_at_a_time(rank: int, world_size: int, what: str) -> str:
     """Rank 1 has no batch, and says it of each wrapper alone, or of one forward pass of two."""
     models = [wrap(Net(), weight="samples") for _ in range(2)]
@@ -319,6 +346,54 @@ def share_a_trunk(rank: int, world_size: int, elastic: bool) -> str:
 def test_one_pass_through_two_wrappers_of_a_layer_is_refused(elastic: bool) -> None:
     found = ranks.run_ranks(
         2, share_a_trunk, args=(elastic,), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    for text in found.values():
+        assert "parameter 'trunk." in text
+        assert "belongs to two DistributedDataParallel wrappers" in text
+
+
+class Result:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class InAnObject(Headed):
+    def forward(self, batch: torch.Tensor) -> Any:
+        return Result(super().forward(batch))
+
+
+class WithoutTrunk(Headed):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(batch.repeat(1, 2)[:, :30])
+        return out
+
+
+def reached_otherwise(rank: int, world_size: int, kinds: list[type[Headed]]) -> str:
+    torch.manual_seed(1)
+    trunk = nn.Linear(20, 30)
+    models = [
+        wrap(kind(trunk, seed), find_unused_parameters=kind is WithoutTrunk)
+        for seed, kind in enumerate(kinds)
+    ]
+    found = [model(batch_of(rank, 0)) for model in models]
+    outputs = [each.value if isinstance(each, Result) else each for each in found]
+    with pytest.raises(RuntimeError) as caught:
+        (outputs[0].square().mean() + outputs[1].square().mean()).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param([Headed, InAnObject], id="the second one's pass begins without a mark"),
+        pytest.param([InAnObject, Headed], id="the first one's pass begins without a mark"),
+        pytest.param([InAnObject, InAnObject], id="both passes begin without a mark"),
+        pytest.param([WithoutTrunk, Headed], id="the trunk's gradient comes before the first mark"),
+    ],
+)
+def test_so_is_one_that_reaches_them_in_another_way(kinds: list[type[Headed]]) -> None:
+    found = ranks.run_ranks(
+        2, reached_otherwise, args=(kinds,), timeout_s=60, preload=ranks.TORCH_DDP
     )
     for text in found.values():
         assert "parameter 'trunk." in text

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -629,6 +630,25 @@ def test_packed_sequences_count_each_as_one(lengths: tuple[int, ...]) -> None:
         assert number == len(lengths)
     _, how = count_samples((pack(*lengths),), {})
     assert how == f"by argument 0, {len(lengths)} packed sequences"
+
+
+def beside_a_norm(rank: int, world_size: int) -> bool:
+    """Rank 1 has all weights before the last layer's buckets are full, and rank 0 has not."""
+    import pycomm
+
+    net = nn.Sequential(nn.Linear(9, 8), pycomm.SyncBatchNorm(8), nn.Linear(8, 4096))
+    model = wrap(net, weight="samples", bucket_cap_mb=0.01)
+    output = model(batch_of(rank, 0, 4 + rank, torch.float32))
+    if rank == 1:
+        output.register_hook(lambda _: time.sleep(0.2))
+        net[2].weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.2))
+    output.square().sum().backward()
+    return same_everywhere(gradients(model))
+
+
+def test_buckets_do_not_pass_the_sums_of_a_norm_that_are_in_backward() -> None:
+    found = ranks.run_ranks(2, beside_a_norm, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert found.values() == [True, True]
 
 
 class WithNorm(nn.Module):

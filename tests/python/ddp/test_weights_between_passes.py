@@ -737,7 +737,7 @@ def repeated_without_share(rank: int, world_size: int) -> list[list[float]]:
             if said:
                 model.samples = 3 + rank
             backward_repeats(model, torch.ones(3 + rank, 9), whole=whole)
-            ((_, _, rows, _),) = model.reducer.step_rows(step)
+            ((_, rows, _),) = model.reducer.step_rows(step)
             found.append([samples for samples, *_ in rows])
     return found
 

@@ -144,8 +144,8 @@ def nets_of(relation: str) -> list[Net]:
 class Wrappers:
     """Two, and what has become of them."""
 
-    def __init__(self, relation: str, by_torch: bool) -> None:
-        self.relation, self.by_torch = relation, by_torch
+    def __init__(self, relation: str, by_torch: bool, second_first: bool = False) -> None:
+        self.relation, self.by_torch, self.second_first = relation, by_torch, second_first
         self.group: Any = None
         self.renew()
 
@@ -159,7 +159,8 @@ class Wrappers:
         make: Any = nn.parallel.DistributedDataParallel if self.by_torch else wrap
         if "weighed" in self.relation and not self.by_torch:
             options["weight"] = "samples"
-        self.models = [make(net, **options) for net in self.nets]
+        order = -1 if self.second_first else 1
+        self.models = [make(net, **options) for net in self.nets[::order]][::order]
 
     def forward(self, kind: Forward, value: float) -> torch.Tensor:
         model, net = self.models[kind.which], self.nets[kind.which]
@@ -281,6 +282,7 @@ def walk(
 ) -> tuple[list[str], dict[str, int]]:
     """Complaints, and the number of sequences by how they ended."""
     ours, torchs = Wrappers(relation, by_torch=False), Wrappers(relation, by_torch=True)
+    others = Wrappers(relation, by_torch=False, second_first=True)
     wrong: list[str] = []
     counts = dict.fromkeys(ENDS, 0)
     for sequence in sequences(longest, hows):
@@ -290,6 +292,11 @@ def walk(
             continue  # may be an error that names the scale
         right = wanted(relation, sequence, rank, world_size)
         found, error = ours.play(sequence, rank)
+        found_so, error_so = others.play(sequence, rank)
+        if (found_so, bool(error_so)) != (found, bool(error)):
+            wrong.append(
+                f"{spell(sequence)}: {found} {error}; with B made first {found_so} {error_so}"
+            )
         failed = torch.tensor(float(found != right or error != ""))
         dist.all_reduce(failed)
         if not failed:
