@@ -1,7 +1,9 @@
 """Run seeds of the simulator, as many of each kind; docs/evidence/simulator.md has the kinds.
 
 python tools/simulate.py [--seeds 100000] [--first 1] [--remember-failures]
+python tools/simulate.py --agreement [--seeds 100000] [--first 1]
 
+The second one is the simulator of docs/evidence/agreement.md, which prints the seeds that fail.
 With --remember-failures seeds that fail are added to tests/cpp/proof/seeds.txt: `make test` runs
 them then.
 """
@@ -53,18 +55,24 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100_000, help="how many of each kind")
     parser.add_argument("--first", type=int, default=1, help="counted from each kind's first seed")
     parser.add_argument("--remember-failures", action="store_true", help="add them to seeds.txt")
+    parser.add_argument("--agreement", action="store_true", help="of deaths, instead")
     options = parser.parse_args()
-    folder = cpp.build("plain", target="pycomm_simulate")
+    name = "pycomm_agree" if options.agreement else "pycomm_simulate"
+    folder = cpp.build("plain", target=name)
     if folder is None:
         return 1
-    program = str(folder / "tests" / "cpp" / "pycomm_simulate")
+    program = str(folder / "tests" / "cpp" / name)
+    jobs = ["--jobs", str(machine.jobs(1.0))]
+    if options.agreement:
+        seeds = f"{options.first}:{options.first + options.seeds - 1}"
+        return subprocess.run([program, "--seeds", seeds, *jobs], check=False).returncode
     ran, violated, complete = 0, 0, True
     broken: list[str] = []
     for kind, base in KINDS.items():
         first = base + options.first
         seeds = f"{first}:{first + options.seeds - 1}"
         print(f"=== {kind}: pycomm_simulate --seeds {seeds}", flush=True)
-        command = [program, "--seeds", seeds, "--jobs", str(machine.jobs(1.0))]
+        command = [program, "--seeds", seeds, *jobs]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         print(done.stdout, end="", flush=True)
         some, bad, named = read(done.stdout)
