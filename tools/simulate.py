@@ -31,6 +31,7 @@ KINDS = {
 
 KEPT = Path(__file__).resolve().parent.parent / "tests" / "cpp" / "proof" / "seeds.txt"
 _TOTAL = re.compile(r"^all +(\d+) +\d+ +(\d+)$", re.MULTILINE)
+_OF_AGREEMENT = re.compile(r"^(\d+) seeds, (\d+) violated;", re.MULTILINE)
 _BROKEN = re.compile(r"^seed (\d+) broke a promise$", re.MULTILINE)
 
 
@@ -65,7 +66,14 @@ def main() -> int:
     jobs = ["--jobs", str(machine.jobs(1.0))]
     if options.agreement:
         seeds = f"{options.first}:{options.first + options.seeds - 1}"
-        return subprocess.run([program, "--seeds", seeds, *jobs], check=False).returncode
+        command = [program, "--seeds", seeds, *jobs]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        print(done.stdout, end="")
+        found = _OF_AGREEMENT.search(done.stdout)
+        complete = done.returncode == 0 and found is not None and int(found[1]) == options.seeds
+        counts = f"{int(found[1]):,} seeds, {found[2]} violated" if found else "no result"
+        print(f"agreement: {'passed' if complete else 'FAILED'}, {counts}")
+        return 0 if complete else 1
     ran, violated, complete = 0, 0, True
     broken: list[str] = []
     for kind, base in KINDS.items():
