@@ -1,4 +1,4 @@
-"""What an option of pycomm's wrapper costs a step: the loop that weights.py and elastic.py share.
+"""What an option of pycomm's wrapper costs a step: the loop that several programs share.
 
 Two wrappers of the same model, without and with the option, take turns in blocks of steps, on the
 same batches. The step is one of some milliseconds of computing. The gradients of both wrappers are

@@ -78,6 +78,7 @@ RELEASE = [
     Step("agreement_mutations", f"{MUTATIONS}/agreement_mutations.py", 15),
     Step("driver_mutations", f"{MUTATIONS}/driver_mutations.py", 40),
     Step("joining_mutations", f"{MUTATIONS}/joining_mutations.py", 20),
+    Step("agreement_long", "{python} tools/simulate.py --agreement --seeds 1000000", 5),
     Step("simulator_long", "{python} tools/simulate.py --seeds 500000 --remember-failures", 75),
     Step("release_tests", "{python} tools/python_tests.py --ring=release", 15),
     Step("faults", "{make} faults ARGS=--exact-bounds", 60),

@@ -52,6 +52,8 @@ class Rank:
     path: Path
     member: int = -1
     """Its number among the members, once it is one."""
+    asked_s: float = 0.0
+    """When it had its model, and asked to become one."""
     began_s: float = 0.0
     last_step: int = -1
     steps: int = 0
@@ -105,6 +107,8 @@ class Accounts:
         kind = line["kind"]
         if kind == "step":
             self._take_step(rank, line)
+        elif kind == "asks":
+            rank.asked_s = line["at"]
         elif kind == "begin":
             rank.member, rank.began_s = line["member"], line["at"]
             rank.last_step = line["step"] - 1

@@ -47,6 +47,7 @@ class Plan:
     hidden: int = 64
     seed: int = 0
     quorum_wait_s: float = 10.0
+    join_pause_s: float = 10.0
 
     @property
     def peers(self) -> str:
@@ -141,6 +142,7 @@ def _train(plan: Plan, notes: Notes) -> str:
     net = Net(plan.hidden, len(inputs))
     optimizer = torch.optim.Adam(net.layers.parameters(), lr=3e-4)
     deal = Deal(len(inputs), plan.global_batch, plan.seed)
+    notes.write(kind="asks", at=time.monotonic())
     model = pycomm.DistributedDataParallel(
         net,
         weight="samples",
@@ -149,6 +151,7 @@ def _train(plan: Plan, notes: Notes) -> str:
             state=[optimizer, deal],
             join=plan.join,
             quorum_wait=plan.quorum_wait_s,
+            join_pause=plan.join_pause_s,
         ),
     )
     signal.signal(signal.SIGTERM, lambda *_: model.elastic.leave())

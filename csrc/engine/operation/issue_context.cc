@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "schedule/step.h"
 
 namespace pycomm {
@@ -141,6 +142,11 @@ void Completion::note() {
     ambiguous_ = strand->ambiguous();
     strand_ = strand->name().then(kCompletion);
   }
+}
+
+uint32_t IssueContext::takeIndex(Counted what, uint64_t group) {
+  PYCOMM_FAULT_POINT("issue.index");
+  return next_[{what, group}]++;
 }
 
 std::shared_ptr<IssueContext> IssueContext::beginning(const std::shared_ptr<IssueContext>& callback) {

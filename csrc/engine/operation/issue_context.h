@@ -159,9 +159,7 @@ class IssueContext {
     return ambiguous_;
   }
   /// Counts from 0, for each group (its hash; its role for messages) by itself: ranks that are not in a group issue nothing there.
-  [[nodiscard]] uint32_t takeIndex(Counted what, uint64_t group) {
-    return next_[{what, group}]++;
-  }
+  [[nodiscard]] uint32_t takeIndex(Counted what, uint64_t group);
 
   /// The calling thread's context; null on a user's thread.
   [[nodiscard]] static const std::shared_ptr<IssueContext>& current() noexcept;

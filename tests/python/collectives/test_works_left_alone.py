@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import resource
@@ -11,9 +12,11 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import fault_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -328,6 +331,78 @@ def asked_while_another_thread_copies(rank: int, world_size: int) -> None:
 )
 def test_works_in_trouble(program: Any) -> None:
     run_ranks(2, program, timeout_s=90)
+
+
+def sum_of_a_list(rank: int) -> None:
+    dist.all_reduce_coalesced([torch.ones(100_000), torch.ones(1000)])
+
+
+def sparse_sum(rank: int) -> None:
+    dist.all_reduce(sparse(rank, 1000))
+
+
+def sparse_sum_in_a_callback(rank: int) -> None:
+    """Where a Work counts among those of its callback, and its constructor may throw."""
+    caught: list[BaseException] = []
+
+    def again(_: Any) -> None:
+        try:
+            sparse_sum(rank)
+        except BaseException as error:
+            caught.append(error)
+
+    dist.all_reduce(torch.ones(4), async_op=True).get_future().then(again).wait()
+    if caught:
+        raise caught[0]
+
+
+def without_memory_for(rank: int, size: int, store: str, point: str, program: Any) -> None:
+    """Rank 1 has none behind the first operation of a call: the others raise at once, and what is
+    under way ends before its memory is freed.
+    """
+    fault_ranks.use_fault_build()
+    dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=size)
+    from pycomm._native import loader
+
+    native: Any = loader.load()
+    dist.barrier()
+    if rank == 1:
+        native.arm_fault_points(f"{point}:nomem")
+    begin = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        program(rank)
+    assert time.monotonic() - begin < LONG_S
+    if rank == 1:
+        ((_, _, strikes),) = native.fault_points()
+        assert strikes == 1
+        native.arm_fault_points("")
+    error: Any = caught.value
+    assert type(error).__name__ == "OutOfMemoryError", repr(error)
+    assert rank == 1 or error.peer == 1, error
+    del caught, error
+    gc.collect()
+    kept = [torch.full((100_000,), 7.0) for _ in range(20)]  # where the call's memory was
+    with pytest.raises(Exception, match="memory"):
+        dist.all_reduce(torch.ones(4))
+    assert all(each.eq(7).all() for each in kept)
+
+
+@pytest.mark.ci
+@pytest.mark.faults
+@pytest.mark.usefixtures("fault_build")
+@pytest.mark.parametrize(
+    ("point", "program"),
+    [
+        ("group.start:2", sum_of_a_list),
+        ("group.start:2", sparse_sum),
+        ("group.start:3", sparse_sum),
+        ("issue.index:2", sparse_sum_in_a_callback),
+    ],
+    ids=["second of a list", "first gather", "second gather", "the Work's constructor"],
+)
+def test_a_call_that_fails_behind_its_first_start(point: str, program: Any, tmp_path: Path) -> None:
+    args = (f"file://{tmp_path}/store", point, program)
+    run_ranks(2, without_memory_for, args=args, init="none", timeout_s=90)
 
 
 AT_EXIT = """

@@ -34,8 +34,11 @@ def newcomer(rank: int, world_size: int, options: dict[str, Any]) -> list[list[f
 
 @pytest.mark.parametrize(
     "options",
-    [{"wire_dtype": "fp16"}, {}, {"static_graph": True}],
-    ids=["fp16", "own", "static_graph"],
+    [
+        *({"wire_dtype": "fp16"}, {}, {"static_graph": True}),
+        *(rings.nightly({"wire_dtype": wire}) for wire in ("bf16", "int8")),
+    ],
+    ids=["fp16", "own", "static_graph", "bf16", "int8"],
 )
 def test_a_newcomer_and_ranks_that_have_trained_average_alike(options: dict[str, Any]) -> None:
     found = ranks.run_ranks(
@@ -49,6 +52,92 @@ def test_a_newcomer_and_ranks_that_have_trained_average_alike(options: dict[str,
     first = found[0]
     assert all(each == first for each in found)
     assert [gradient for each in first for gradient in each] == pytest.approx([0.002] * 6, rel=0.01)
+
+
+class Raises(torch.autograd.Function):
+    """In backward, which comes here behind all parameters."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+def failed_between_commits(
+    rank: int, world_size: int, where: str, options: dict[str, Any]
+) -> list[list[float]]:
+    """Gradients grow, so scales change, though not so much that fp16 sends a bucket again; rank 1's
+    pass raises; then both ranks meet in another group.
+    """
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    group = dist.new_group([0, 1])
+    model = wrap(Layers(), process_group=group, bucket_cap_mb=0.004, **options)
+    for _ in range(3):
+        step(model, 0.03)
+    model.zero_grad()
+    if rank == 1:
+        batch = torch.full((1,), 0.24)
+        handles = []
+        if where == "behind the last bucket":
+            batch = Raises.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
+        else:
+            handles = raise_at_the_second(model)
+        with pytest.raises(ArithmeticError):
+            model(batch).backward()
+        for each in handles:
+            each.remove()
+        if where == "behind the last bucket":
+            store.wait(["committed"], timedelta(seconds=60))
+        dist.destroy_process_group(group)
+    elif where == "behind the last bucket":
+        step(model, 0.24)
+        store.set("committed", "")
+    else:
+        with pytest.raises(Exception, match="Rank 1"):
+            step(model, 0.24)
+    model._update_process_group(dist.new_group([0, 1]))
+    return [step(model, 0.008) for _ in range(3)]
+
+
+def raise_at_the_second(model: Any) -> list[Any]:
+    """The gradient of one parameter arrives, that of the other one does not."""
+    came = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        came.append(gradient)
+        if len(came) == 2:
+            raise ArithmeticError
+
+    return [each.register_hook(hook) for each in model.parameters()]
+
+
+@pytest.mark.parametrize("where", ["between two buckets", "behind the last bucket"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"wire_dtype": "fp16"}, {}),
+        *(rings.nightly(each) for each in ({"wire_dtype": "bf16"}, {"wire_dtype": "int8"})),
+    ],
+    ids=["fp16", "own", "bf16", "int8"],
+)
+def test_ranks_of_which_one_has_committed_a_pass_average_alike_in_another_group(
+    where: str, options: dict[str, Any]
+) -> None:
+    found = ranks.run_ranks(
+        2,
+        failed_between_commits,
+        args=(where, options),
+        timeout_s=100,
+        init_timeout_s=20.0,
+        preload=ranks.TORCH_DDP,
+    ).values()
+    assert found[0] == found[1]
+    assert [gradient for each in found[0] for gradient in each] == pytest.approx(
+        [0.008] * 6, rel=0.01
+    )
 
 
 def scale_forgotten(model: Any) -> None:

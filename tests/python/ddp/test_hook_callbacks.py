@@ -123,12 +123,19 @@ def two_levels(rank: int, world_size: int, whose: str) -> None:
             torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("whose", ["torch's", "ours"])
-def test_a_hook_of_two_levels(whose: str) -> None:
-    run_ranks(4, two_levels, args=(whose,), preload=TORCH_DDP)
+def test_a_hook_of_two_levels(whose: str, transport: str) -> None:
+    run_ranks(
+        4,
+        two_levels,
+        args=(whose,),
+        env={"PYCOMM_TRANSPORT": transport},  # for rows and columns, too
+        preload=TORCH_DDP,
+    )
 
 
-def over_gloo(rank: int, world_size: int) -> None:
+def over_gloo(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """gloo matches by order: what the hook, the wrapper and a layer issue must come from one."""
     threads = set()
     issue = dist.all_reduce
@@ -146,7 +153,7 @@ def over_gloo(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(4)]
     net = nn.Sequential(*layers[:2], pycomm.SyncBatchNorm(64), *layers[2:])
-    model = wrap(net, bucket_cap_mb=0.01, find_unused_parameters=True)
+    model = wrap(net, bucket_cap_mb=0.01, **options)
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -161,5 +168,6 @@ def over_gloo(rank: int, world_size: int) -> None:
     assert all(torch.equal(each, mine) for each in every)
 
 
-def test_a_hook_over_gloo_issues_on_the_thread_of_backward() -> None:
-    run_ranks(2, over_gloo, backend="gloo", preload=TORCH_DDP)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_hook_over_gloo_issues_on_the_thread_of_backward(option: str) -> None:
+    run_ranks(2, over_gloo, args=({option: True},), backend="gloo", preload=TORCH_DDP)
