@@ -241,8 +241,7 @@ _NOTHING_WEIGHED = (*_Accumulated(0.0, 0.0, 0, True, {}, 0, 0, 0, False, False),
 
 def weighed_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the reducer's ``load()`` takes."""
-    weighed: tuple[Any, ...] = state.get("weighed", _NOTHING_WEIGHED)
-    return weighed
+    return tuple(state.get("weighed", _NOTHING_WEIGHED))
 
 
 class Weighed(TorchDDP):
