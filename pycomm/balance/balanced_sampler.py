@@ -17,14 +17,14 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from pycomm._saved_state import check_options, part_of
-from pycomm.balance.deal import Deals, Left, epoch_order
+from pycomm.balance.deal import Deals, Rest, epoch_order
 from pycomm.balance.share_plan import LEAST_GAIN, Change, SharePlan
 from pycomm.balance.step_log import step_log_of
 from pycomm.balance.whole_shares import Limits, batch_seconds, even_shares, why_leave_out
@@ -54,6 +54,8 @@ class SamplerStats:
     epoch: int
     cursor: int
     """Batches of this epoch that were trained: where a resumed run begins."""
+    next_epoch: int
+    """The epoch of the next batch: the one after ``epoch`` if that is complete."""
     batches: int
     """Batches that were trained."""
     changes: int
@@ -122,14 +124,15 @@ class BalancedSampler(Sampler[list[int]]):
         TypeError: ``dataset`` is iterable or has no ``len()``; ``model`` keeps no record of steps.
         ValueError: An argument is out of range, no shares are allowed, or the dataset is shorter
             than one step.
-        ConfigMismatchError: An argument other than ``max_batch`` differs between ranks; on all. Or
-            from the members', on a process that joins.
+        ConfigMismatchError: An argument other than ``max_batch`` differs between ranks, on all; or
+            another rank has raised one of the errors above. Or it differs from the members', on a
+            process that joins.
         UnsupportedError: The model has lost ranks, with which to compare arguments, or others have
             joined; or with ``Elastic(peers=)`` it has another ``BalancedSampler``.
 
-    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, or
-    if the model makes more passes than batches were dealt. If only some ranks drop a pass, it or
-    the next ``forward()`` does.
+    The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
+    the model makes more passes than batches were dealt, or if ``set_epoch()`` begins another epoch
+    behind ``iter(loader)``. If only some ranks drop a pass, it or the next ``forward()`` does.
 
     Threads: use it from one, which is the loader's: workers do not call it.
 
@@ -149,53 +152,55 @@ class BalancedSampler(Sampler[list[int]]):
         max_batch: int | None = None,
         multiple_of: int = 1,
     ) -> None:
-        self._length = _length_of(dataset)
-        _check_whole("global_batch", global_batch, 1)
-        _check_whole("seed", seed, 0)
-        _check_whole("lookahead", lookahead, 2)
-        _check_whole("min_batch", min_batch, 1)
-        _check_whole("multiple_of", multiple_of, 1)
-        if max_batch is not None:
-            _check_whole("max_batch", max_batch, 1)
-        if not isinstance(shuffle, bool):
-            raise ValueError(f"shuffle={shuffle!r} is neither True nor False")
-        if self._length < global_batch:
-            raise ValueError(
-                f"the dataset has {self._length} samples, fewer than one step of global_batch="
-                f"{global_batch}. Try: a smaller global_batch"
-            )
         self._log = step_log_of(model)
         self._rank = self._log.rank
+        self._arguments: dict[str, int] = {}
+
+        def check() -> list[int]:
+            if not isinstance(shuffle, bool):
+                raise ValueError(f"shuffle={shuffle!r} is neither True nor False")
+            self._arguments = {
+                "len(dataset)": _length_of(dataset),
+                "global_batch": _whole("global_batch", global_batch, 1),
+                "seed": _whole("seed", seed, 0),
+                "lookahead": _whole("lookahead", lookahead, 2),
+                "min_batch": _whole("min_batch", min_batch, 1),
+                "multiple_of": _whole("multiple_of", multiple_of, 1),
+                "shuffle": int(shuffle),
+            }
+            if (length := self._arguments["len(dataset)"]) < global_batch:
+                raise ValueError(
+                    f"the dataset has {length} samples, fewer than one step of global_batch="
+                    f"{global_batch}. Try: a smaller global_batch"
+                )
+            most = 0 if max_batch is None else _whole("max_batch", max_batch, 1)
+            return [*self._arguments.values(), most]
+
+        received = self._log.received()
+        largest = [check()[-1]] if received is not None else self._agree(_ARGUMENTS, check)
+        self._length = self._arguments["len(dataset)"]
         self._global_batch = global_batch
         self._shuffle = shuffle
         self._seed = seed
         self._lookahead = lookahead
-        self._arguments = {
-            "the length of the dataset": self._length,
-            "global_batch": global_batch,
-            "seed": seed,
-            "lookahead": lookahead,
-            "min_batch": min_batch,
-            "multiple_of": multiple_of,
-            "shuffle": int(shuffle),
-        }
         self._deals = Deals(self._length)
         self._next_step = self._log.steps
         self._epoch = 0
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
-        self._loaded_epoch = 0
+        self._begun = 0  # epochs: a loader of an earlier one is dealt no more
+        self._loaded_epoch: int | None = None
         self._just_loaded = False  # no batch was dealt since
+        self._of_other_ranks = False  # the loaded state
         self._deal_nothing = False
         self._must_begin = False  # with the members' epoch, as this process has joined
         self._waits = False  # for its first share
-        self._limits: Limits
+        self._first_limits: Limits
         self._plan: SharePlan
-        if (received := self._log.received()) is not None:
+        if received is not None:
             self._join(received, max_batch)
         else:
-            most = [each or None for each in self._compare(self._arguments, max_batch or 0)]
-            self._limits = Limits.of(global_batch, unit=multiple_of, fewest=min_batch, most=most)
-            self._plan = SharePlan(self._limits, lookahead)
+            self._first_limits = self._limits_of(largest)
+            self._plan = SharePlan(self._first_limits, lookahead)
         self._told = self._plan.newest
         self._told_advice = ""
         self._log.allow(max_batch or 0)
@@ -216,24 +221,42 @@ class BalancedSampler(Sampler[list[int]]):
         Batches that were pulled and not trained, by a loader that was left, are dealt again. If all
         were trained and ``set_epoch`` was not called since, the next epoch begins.
         """
+        # Not in the generator: a loader without workers pulls its first batch later than others.
         now = self._now()
+        waiting = self._begin is not None and self._log.pending_passes
+        if waiting and self._just_loaded and self._of_other_ranks:
+            raise RuntimeError(
+                f"the state of BalancedSampler is of other ranks, and the model has {waiting} "
+                "backward pass(es) that wait for a reduction: the parts of ranks that are gone are "
+                "not in them. Try: leave out the gradients and the wrapper's state, and these "
+                "batches are dealt again; or save after a step of the optimizer"
+            )
         self._begin_by(now)
-        if self._deal_until(now):
+        if self._catch_up(now):
             if self._deal_nothing:
                 self._deal_nothing = self._just_loaded = False
-                return
+                return iter(())
             self._start(self._epoch + 1)
         if self._begin is None:
             self._begin = now
             self._deals.start(now, self._order(), self._plan.departures)
+        return self._batches(now, self._begun)
+
+    def _batches(self, now: int, begun: int) -> Iterator[list[int]]:
         for batch in itertools.count(now):
+            if begun != self._begun:
+                raise RuntimeError(
+                    f"BalancedSampler has begun epoch {self._epoch}, and a loader that was begun "
+                    "before goes on. Try: set_epoch() and load_state_dict() before iter(loader); "
+                    "with Lightning set_epoch() in train_dataloader(), see docs/integrations.md"
+                )
             change = self._shares_of(batch)
             dealt = self._deals.deal(batch, change, self._plan.departures)
             if dealt is None:
                 return
             self._must_begin = self._just_loaded = False
             # One that has joined gets some of the others', as there are no empty batches.
-            yield dealt.part(self._rank) or dealt.indices(0, self._limits.fewest[0])
+            yield dealt.part(self._rank) or dealt.indices(0, self._first_limits.fewest)
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, on all ranks alike; in one that is under way it keeps the position.
@@ -245,7 +268,7 @@ class BalancedSampler(Sampler[list[int]]):
             ValueError: ``epoch`` is not a whole number from 0.
             RuntimeError: This process has joined, and begins with another epoch than the members'.
         """
-        _check_whole("epoch", epoch, 0)
+        _whole("epoch", epoch, 0)
         if self._must_begin and epoch != self._epoch:
             raise RuntimeError(
                 f"set_epoch({epoch}) of BalancedSampler in a process that has joined, and the "
@@ -253,15 +276,15 @@ class BalancedSampler(Sampler[list[int]]):
                 "for epoch in range(sampler.stats().epoch, epochs)"
             )
         now = self._now()
-        complete = self._deal_until(now)
+        complete = self._catch_up(now)
         if epoch == self._epoch and (self._just_loaded or not complete):
             self._deal_nothing = complete
         else:
-            if epoch < self._loaded_epoch:
+            if self._loaded_epoch is not None and epoch <= self._loaded_epoch:
                 logger.warning(
                     "set_epoch(%d) of BalancedSampler after a state of epoch %d was loaded: it "
                     "begins epoch %d anew. Try, with Accelerate: loader.set_epoch(%d)",
-                    *(epoch, self._loaded_epoch, epoch, self._loaded_epoch),
+                    *(epoch, self._loaded_epoch, epoch, self._loaded_epoch + complete),
                 )
             self._begin_by(now)
             self._start(epoch)
@@ -275,6 +298,7 @@ class BalancedSampler(Sampler[list[int]]):
         return SamplerStats(
             epoch=self._epoch,
             cursor=max(0, self._cursor()),
+            next_epoch=self._epoch + self._catch_up(self._now()),
             batches=plan.trained,
             changes=plan.changes,
             members=members,
@@ -296,7 +320,9 @@ class BalancedSampler(Sampler[list[int]]):
             "options": self._options(),
             "epoch": self._epoch,
             "cursor": self._cursor(),
-            "left": self._left(),
+            # Until then the passes of another loader are not of this epoch.
+            "begun": self._begin is not None and self._begin < self._now(),
+            "rest": self._rest(),
             # Others that continue are numbered anew, and nobody knows which is which.
             "plan": self._plan.state() if self._plan.has_all else None,
         }
@@ -310,53 +336,50 @@ class BalancedSampler(Sampler[list[int]]):
         Raises:
             ValueError: The state is of another dataset, ``global_batch``, ``seed`` or ``shuffle``;
                 nothing was changed.
-            ConfigMismatchError: The ranks loaded different states; on all of them.
+            ConfigMismatchError: The ranks loaded different states, on all of them; or another rank
+                has raised a ValueError.
             UnsupportedError: Ranks are gone or have joined.
         """
-        saved = part_of(state, "options")
         mine = self._options()
-        check_options(saved, {name: mine[name] for name in _ORDER})
-        epoch, cursor = int(part_of(state, "epoch")), int(part_of(state, "cursor"))
-        plan, (first, skipped, returned) = part_of(state, "plan"), part_of(state, "left")
-        digest = hashlib.blake2b(
-            json.dumps([saved, plan, first, skipped, returned], sort_keys=True).encode(),
-            digest_size=8,
-        )
-        self._compare(
-            {
-                "the loaded epoch": epoch,
-                "the loaded cursor": cursor,
-                "the loaded state": int.from_bytes(digest.digest(), "little") >> 1,
-            }
-        )
+
+        def check() -> list[int]:
+            check_options(part_of(state, "options"), {name: mine[name] for name in _ORDER})
+            kept = [part_of(state, name) for name in ("options", "plan", "rest", "begun")]
+            digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8)
+            position = int(part_of(state, "epoch")), int(part_of(state, "cursor"))
+            return [*position, int.from_bytes(digest.digest(), "little") >> 1, 0]
+
+        self._agree(("the loaded epoch", "the loaded cursor", "the loaded state"), check)
+        saved, plan, cursor = state["options"], state["plan"], int(state["cursor"])
+        first, skipped, carried = state["rest"]
         if saved == mine and plan is not None:
-            self._plan = SharePlan.load(plan, self._limits, self._lookahead)
+            self._plan = SharePlan.load(plan, self._first_limits, self._lookahead)
         else:
-            self._plan = SharePlan(self._limits, self._lookahead)
+            self._plan = SharePlan(self._first_limits, self._lookahead)
         self._next_step = self._log.steps
         self._told = self._plan.newest
-        self._start(epoch)
+        self._start(int(state["epoch"]))
         now = self._plan.trained
-        self._begin = now - cursor
-        next_batch = max(now, self._begin)
-        self._deals.resume(next_batch, self._order(), Left(tuple(first), skipped), returned)
-        self._loaded_epoch = epoch
+        self._begin = now - cursor if state["begun"] else None
+        batch = now if self._begin is None else max(now, self._begin)
+        self._deals.resume(batch, self._order(), Rest(tuple(first), skipped), carried)
         # Passes that wait for a reduction may complete it: only the wrapper's state has them.
+        if not self._catch_up(now):
+            self._deals.resume(batch, self._order(), Rest((*carried, *first), skipped), ())
+        self._loaded_epoch = self._epoch
         self._just_loaded = True
-        if not self._deal_until(now):
-            whole = Left((*returned, *first), skipped)
-            self._deals.resume(next_batch, self._order(), whole, ())
+        self._of_other_ranks = plan is None or len(saved["most"]) != len(mine["most"])
 
     def most_ranks(self) -> int:
         """For the model, to which processes join: how many ranks a batch has samples for."""
-        return self._global_batch // self._limits.fewest[0]
+        return self._global_batch // self._first_limits.fewest
 
     def state_for_others(self) -> dict[str, Any]:
         """For the model, to which processes join: what their samplers begin with."""
         now = self._now()
         return {
             "arguments": self._arguments,
-            "most": list(self._limits.most),
+            "most": list(self._first_limits.most),
             "epoch": self._epoch,
             "begin": self._begin,
             "plan": self._plan.state(),
@@ -372,16 +395,13 @@ class BalancedSampler(Sampler[list[int]]):
                     f"{mine} in this process, which joins. Try: the same on all ranks; only "
                     "max_batch may differ"
                 )
-        unit, fewest = self._arguments["multiple_of"], self._arguments["min_batch"]
-        self._limits = Limits.of(
-            self._global_batch, unit=unit, fewest=fewest, most=part_of(state, "most")
-        )
-        if max_batch is not None and max_batch // unit * unit < self._limits.fewest[0]:
+        limits = self._first_limits = self._limits_of(part_of(state, "most"))
+        if max_batch is not None and max_batch // limits.unit * limits.unit < limits.fewest:
             raise ValueError(
-                f"max_batch={max_batch} is below the least share, {self._limits.fewest[0]}. Try: a "
-                "larger one"
+                f"max_batch={max_batch} is below the least share, {limits.fewest}. Try: a larger "
+                "one"
             )
-        self._plan = SharePlan.load(part_of(state, "plan"), self._limits, self._lookahead)
+        self._plan = SharePlan.load(part_of(state, "plan"), limits, self._lookahead)
         self._epoch = self._loaded_epoch = int(part_of(state, "epoch"))
         self._begin = int(part_of(state, "begin"))
         self._deals.load(self._order(), part_of(state, "deals"))
@@ -403,26 +423,34 @@ class BalancedSampler(Sampler[list[int]]):
     def _order(self) -> torch.Tensor:
         return epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
 
-    def _left(self) -> list[Any]:
-        """The rest of the epoch, as ``load_state_dict`` takes it: see ``Deals.left``."""
+    def _limits_of(self, most: Sequence[int]) -> Limits:
+        return Limits.of(
+            self._global_batch,
+            unit=self._arguments["multiple_of"],
+            fewest=self._arguments["min_batch"],
+            most=[each or None for each in most],
+        )
+
+    def _rest(self) -> list[Any]:
+        """Of the epoch, as ``load_state_dict`` takes it: see ``Deals.rest``."""
         if self._begin is None:  # its batches follow those that wait for a reduction
-            first = self._deals.next_left(self._now(), self._plan.departures)
+            first = self._deals.next_first(self._now(), self._plan.departures)
             return [list(first), 0, []]
         batch = max(self._begin, min(self._plan.trained, self._deals.next_batch))
-        (first, skipped), returned = self._deals.left(batch, self._plan.departures)
-        return [list(first), skipped, returned]
+        (first, skipped), carried = self._deals.rest(batch, self._plan.departures)
+        return [list(first), skipped, carried]
 
     def _start(self, epoch: int) -> None:
         self._epoch = epoch
-        self._loaded_epoch = 0
-        self._begin = None
+        self._begun += 1
+        self._loaded_epoch = self._begin = None
         self._just_loaded = self._deal_nothing = False
 
     def _begin_by(self, now: int) -> None:
         """After a state was loaded without the model, and so without the passes that waited before
         the epoch: it begins with the next pass."""
         if self._begin is not None and now < self._begin:
-            self._deals.resume(now, self._order(), *self._deals.left(self._begin, ()))
+            self._deals.resume(now, self._order(), *self._deals.rest(self._begin, ()))
             self._begin = now
 
     def _now(self) -> int:
@@ -437,7 +465,7 @@ class BalancedSampler(Sampler[list[int]]):
             return -self._log.pending_passes
         return min(self._plan.trained, self._deals.next_batch) - self._begin
 
-    def _deal_until(self, now: int) -> bool:
+    def _catch_up(self, now: int) -> bool:
         """Deals batches that were trained and that nobody pulled; whether the epoch is complete."""
         if self._begin is None:
             return False
@@ -497,7 +525,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _is_idle(self) -> bool:
         """All batches of an epoch are trained, and the next one has not begun."""
-        return self._begin is None or self._deal_until(self._plan.trained)
+        return self._begin is None or self._catch_up(self._plan.trained)
 
     def _tell(self) -> None:
         """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""
@@ -533,22 +561,32 @@ class BalancedSampler(Sampler[list[int]]):
         return why_leave_out(plan.fits() or [], plan.limits, LEAST_GAIN, plan.newest.members)
 
     def _options(self) -> dict[str, Any]:
-        limits = self._limits
-        return {
-            "length": self._length,
-            "global_batch": self._global_batch,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "lookahead": self._lookahead,
-            "multiple_of": limits.unit,
-            "fewest": list(limits.fewest),
-            "most": list(limits.most),
-        }
+        return {**self._arguments, "most": list(self._first_limits.most)}
 
-    def _compare(self, numbers: Mapping[str, int], own: int = 0) -> list[int]:
-        """Raises unless all ranks have these numbers; returns each rank's ``own``."""
-        gathered = self._log.gather([*numbers.values(), own])
-        for position, name in enumerate(numbers):
+    def _agree(self, names: Sequence[str], check: Callable[[], list[int]]) -> list[int]:
+        """Calls ``check``, and returns each rank's last number of it. Collective.
+
+        Raises:
+            Exception: That of ``check``.
+            ConfigMismatchError: It has raised one on another rank, or the other numbers, which are
+                called ``names``, are not the same on all.
+        """
+        error: Exception | None = None
+        numbers = [0] * (len(names) + 1)
+        try:
+            numbers = check()
+        except Exception as caught:
+            error = caught
+        gathered = self._log.gather([*numbers[:-1], int(error is not None), numbers[-1]])
+        if error is not None:
+            raise error
+        for rank, theirs in enumerate(gathered):
+            if theirs[-2]:
+                raise ConfigMismatchError(
+                    f"BalancedSampler has raised an error on rank {rank}, which says what is wrong "
+                    "there"
+                )
+        for position, name in enumerate(names):
             first = gathered[0][position]
             for rank, theirs in enumerate(gathered):
                 if theirs[position] != first:
@@ -560,8 +598,9 @@ class BalancedSampler(Sampler[list[int]]):
         return [theirs[-1] for theirs in gathered]
 
 
-_ORDER = ("length", "global_batch", "seed", "shuffle")
+_ORDER = ("len(dataset)", "global_batch", "seed", "shuffle")
 """Options that decide in which step an index is dealt."""
+_ARGUMENTS = (*_ORDER[:3], "lookahead", "min_batch", "multiple_of", "shuffle")
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -583,6 +622,7 @@ def _length_of(dataset: Any) -> int:
         ) from None
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def _whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
         raise ValueError(f"{name}={value!r} is not a whole number from {least}")
+    return value

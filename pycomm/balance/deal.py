@@ -34,11 +34,11 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.T
     return torch.randperm(length, generator=generator)
 
 
-class Left(NamedTuple):
-    """The rest of an epoch's list."""
+class Rest(NamedTuple):
+    """Of an epoch's list."""
 
-    returned: tuple[int, ...] = ()
-    """Indices that had been dealt to ranks that are gone; they come first."""
+    first: tuple[int, ...] = ()
+    """Indices that had been dealt to ranks that are gone."""
     skipped: int = 0
     """Then the epoch's order, without as many at its begin."""
 
@@ -48,7 +48,7 @@ class Dealt(NamedTuple):
     they are asked for, since a rank needs only its own, unless others die."""
 
     change: Change
-    left: Left
+    rest: Rest
     order: Any
     """Of the epoch: an array of numpy's, of which a slice takes a third of a tensor's time."""
 
@@ -62,10 +62,10 @@ class Dealt(NamedTuple):
 
     def indices(self, begin: int, end: int) -> list[int]:
         """Those from ``begin`` to ``end`` of the whole batch's."""
-        returned, skipped = self.left
-        back = len(returned)
-        rest = self.order[skipped + max(0, begin - back) : skipped + max(0, end - back)]
-        return [*returned[begin:end], *rest.tolist()]
+        first, skipped = self.rest
+        back = len(first)
+        new = self.order[skipped + max(0, begin - back) : skipped + max(0, end - back)]
+        return [*first[begin:end], *new.tolist()]
 
 
 class Deals:
@@ -79,7 +79,7 @@ class Deals:
         self._length = length
         self._order: Any = None
         self._carried: tuple[int, ...] = ()
-        self._left: dict[int, Left] = {0: Left()}  # before each batch
+        self._rests: dict[int, Rest] = {0: Rest()}  # before each batch
         self._dealt: dict[int, Dealt] = {}
         self._next = 0
 
@@ -92,24 +92,24 @@ class Deals:
         """This batch is the first of another epoch. It begins with indices that came back, and
         that no batch of the last one has taken; also those that came back at one of the passes
         between them, of which there is no batch."""
-        back = self.next_left(batch, [each for each in departures if each.until < batch])
+        back = self.next_first(batch, [each for each in departures if each.until < batch])
         self._order = order.numpy()
-        self._put(batch, Left(back))
+        self._put(batch, Rest(back))
         self._carried = ()
 
-    def resume(self, batch: int, order: torch.Tensor, left: Left, returned: Sequence[int]) -> None:
+    def resume(self, batch: int, order: torch.Tensor, rest: Rest, carried: Sequence[int]) -> None:
         """This batch is the next one of an epoch of which so much is left.
 
         Args:
             batch: Its number.
             order: Of the epoch.
-            left: As ``left()`` returned it.
-            returned: The same.
+            rest: As ``rest()`` returned it.
+            carried: The same: it comes back in the next epoch.
         """
         self._order = order.numpy()
-        self._left, self._dealt = {}, {}
-        self._put(batch, left)
-        self._carried = tuple(returned)
+        self._rests, self._dealt = {}, {}
+        self._put(batch, rest)
+        self._carried = tuple(carried)
 
     def has(self, batch: int, change: Change, departures: Sequence[Departure]) -> bool:
         """Whether the epoch has this batch."""
@@ -123,12 +123,12 @@ class Deals:
             change: Its shares.
             departures: All whose ``until`` is this batch.
         """
-        left, total = self._before(batch, departures), sum(change.shares)
-        if total > self._count(left):
+        rest, total = self._before(batch, departures), sum(change.shares)
+        if total > self._count(rest):
             return None
-        new = max(0, total - len(left.returned))
-        self._put(batch + 1, Left(left.returned[total:], left.skipped + new))
-        dealt = self._dealt[batch] = Dealt(change, left, self._order)
+        new = max(0, total - len(rest.first))
+        self._put(batch + 1, Rest(rest.first[total:], rest.skipped + new))
+        dealt = self._dealt[batch] = Dealt(change, rest, self._order)
         return dealt
 
     def members_of(self, batch: int) -> Collection[int] | None:
@@ -137,7 +137,7 @@ class Deals:
 
     def state(self, batch: int, departures: Sequence[Departure]) -> dict[str, Any]:
         """What ``load()`` continues from, before this batch: plain numbers, lists and dicts."""
-        left = self._left[batch]
+        first, skipped = self._rests[batch]
         untrained = {
             number: [
                 [member, dealt.part(member)]
@@ -152,8 +152,8 @@ class Deals:
         return {
             "batch": batch,
             "carried": list(self._carried),
-            "returned": list(left.returned),
-            "skipped": left.skipped,
+            "first": list(first),
+            "skipped": skipped,
             "parts": [[number, parts] for number, parts in untrained.items() if parts],
         }
 
@@ -162,16 +162,16 @@ class Deals:
         self.resume(
             int(state["batch"]),
             order,
-            Left(tuple(state["returned"]), int(state["skipped"])),
+            Rest(tuple(state["first"]), int(state["skipped"])),
             state["carried"],
         )
         for number, parts in state["parts"]:
             members = tuple(member for member, _ in parts)
             shares = tuple(len(part) for _, part in parts)
             indices = tuple(index for _, part in parts for index in part)
-            self._dealt[number] = Dealt(Change(number, shares, members), Left(indices), self._order)
+            self._dealt[number] = Dealt(Change(number, shares, members), Rest(indices), self._order)
 
-    def left(self, batch: int, departures: Sequence[Departure]) -> tuple[Left, list[int]]:
+    def rest(self, batch: int, departures: Sequence[Departure]) -> tuple[Rest, list[int]]:
         """What ``resume()`` continues from before this batch, and parts of earlier batches that
         nobody has trained, and that are not back in the list yet."""
         return self._before(batch, departures), [
@@ -179,32 +179,32 @@ class Deals:
             *self._to_return(batch, departures),
         ]
 
-    def next_left(self, batch: int, departures: Sequence[Departure]) -> tuple[int, ...]:
+    def next_first(self, batch: int, departures: Sequence[Departure]) -> tuple[int, ...]:
         """What a next epoch begins with that ``start()`` would begin at this batch, or later."""
         batch = min(batch, self._next)
-        returned = self._before(batch, departures).returned
-        return (*self._to_return(batch, departures), *returned, *self._carried)
+        first = self._before(batch, departures).first
+        return (*self._to_return(batch, departures), *first, *self._carried)
 
     def forget(self, batch: int) -> None:
         """Nobody asks for what was dealt before this batch, but for the position."""
         batch = min(batch, self._next)
-        for kept in (self._left, self._dealt):
+        for kept in (self._rests, self._dealt):
             for earlier in [each for each in kept if each < batch]:
                 del kept[earlier]
 
-    def _count(self, left: Left) -> int:
-        return len(left.returned) + self._length - left.skipped
+    def _count(self, rest: Rest) -> int:
+        return len(rest.first) + self._length - rest.skipped
 
-    def _put(self, batch: int, left: Left) -> None:
-        self._left[batch] = left
+    def _put(self, batch: int, rest: Rest) -> None:
+        self._rests[batch] = rest
         self._next = batch
 
-    def _before(self, batch: int, departures: Sequence[Departure]) -> Left:
-        left = self._left[batch]
+    def _before(self, batch: int, departures: Sequence[Departure]) -> Rest:
+        rest = self._rests[batch]
         for each in reversed(departures):
             if each.until == batch:
-                left = Left((*self._untrained(each, batch), *left.returned), left.skipped)
-        return left
+                rest = Rest((*self._untrained(each, batch), *rest.first), rest.skipped)
+        return rest
 
     def _to_return(self, batch: int, departures: Sequence[Departure]) -> list[int]:
         return [

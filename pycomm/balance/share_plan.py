@@ -70,10 +70,10 @@ class SharePlan:
         self._lookahead = lookahead
         members = tuple(range(len(limits.most)))
         self._times = {member: StepTimes() for member in members}
-        self._changes = [Change(0, even_shares(limits), members)]
+        self._history = [Change(0, even_shares(limits), members)]
         self._departures: list[Departure] = []
         self._has_all = True
-        self._count = 0
+        self._changes = 0
         self._busy = _BUSY
         self._trained = 0
         self._timed = 0
@@ -92,12 +92,12 @@ class SharePlan:
     @property
     def changes(self) -> int:
         """How often shares have changed."""
-        return self._count
+        return self._changes
 
     @property
     def newest(self) -> Change:
         """The last change that was decided, for a batch that may be still to come."""
-        return self._changes[-1]
+        return self._history[-1]
 
     @property
     def limits(self) -> Limits:
@@ -130,7 +130,7 @@ class SharePlan:
         self._open = record
         if list(record.members) != list(self._times):
             self._change_members(record)
-        self._trained += record.passes
+        self._trained += record.batches
 
     def interrupt(self) -> None:
         """Steps follow that are not of these batches: how long the last one took is not known."""
@@ -147,10 +147,10 @@ class SharePlan:
     def decided(self, batch: int) -> Change:
         """The shares of a batch, if no step decides others that is not on record yet. Of a batch
         before all changes that are kept: the oldest ones."""
-        for each in reversed(self._changes):
+        for each in reversed(self._history):
             if each.batch <= batch:
                 return each
-        return self._changes[0]
+        return self._history[0]
 
     def state(self) -> dict[str, Any]:
         """What ``load`` continues from: plain numbers, strings, lists and dicts."""
@@ -162,9 +162,9 @@ class SharePlan:
             "trained": self._trained,
             "timed": self._timed,
             "busy": self._busy,
-            "count": self._count,
-            "changes": [
-                [each.batch, list(each.shares), list(each.members)] for each in self._changes
+            "changes": self._changes,
+            "history": [
+                [each.batch, list(each.shares), list(each.members)] for each in self._history
             ],
             "departures": [
                 [list(each.members), each.since, each.until] for each in self._departures
@@ -172,7 +172,7 @@ class SharePlan:
             "times": [times.state() for times in self._times.values()],
             "open": None
             if opened is None
-            else [opened.passes, list(opened.samples), list(opened.members)],
+            else [opened.batches, list(opened.samples), list(opened.members)],
         }
 
     @classmethod
@@ -181,52 +181,51 @@ class SharePlan:
         plan = cls(limits.of_ranks(state["most"]), lookahead)
         plan._has_all = bool(state["has_all"])
         plan._trained, plan._timed = int(state["trained"]), int(state["timed"])
-        plan._count, plan._busy = int(state["count"]), int(state["busy"])
-        plan._changes = [
+        plan._changes, plan._busy = int(state["changes"]), int(state["busy"])
+        plan._history = [
             Change(int(batch), tuple(map(int, shares)), tuple(map(int, members)))
-            for batch, shares, members in state["changes"]
+            for batch, shares, members in state["history"]
         ]
-        key = "departures" if "departures" in state else "losses"  # of an earlier version
         plan._departures = [
             Departure(tuple(map(int, members)), int(since), int(until))
-            for members, since, until in state[key]
+            for members, since, until in state["departures"]
         ]
         times = map(StepTimes.load, state["times"])
         plan._times = dict(zip(map(int, state["members"]), times, strict=True))
         if (opened := state["open"]) is not None:
-            passes, samples, members = opened
+            batches, samples, members = opened
             plan._open = StepRecord(
-                int(passes), [float(each) for each in samples], (), list(map(int, members)), ()
+                int(batches), [float(each) for each in samples], (), list(map(int, members)), ()
             )
         return plan
 
     def _close(self, record: StepRecord, seconds: Mapping[int, float]) -> None:
         # One that has joined has no part of the batches before its first.
         sizes = dict.fromkeys(record.members, 0)
-        for batch in range(self._timed, self._timed + record.passes):
+        for batch in range(self._timed, self._timed + record.batches):
             change = self.decided(batch)
             for member, share in zip(change.members, change.shares, strict=True):
                 if member in sizes:
                     sizes[member] += share
-        self._timed += record.passes
+        self._timed += record.batches
         in_samples = math.isclose(math.fsum(record.samples), sum(sizes.values()))
         for member, samples in zip(record.members, record.samples, strict=True):
             # Samples of another unit, such as tokens, say nothing about what is dealt.
             size = samples if in_samples else sizes[member]
             took = seconds.get(member, math.nan)  # of a rank that is gone nobody knows
             if samples > 0 and math.isfinite(took) and took > 0:
-                self._times[member].add(size / record.passes, took / record.passes)
+                self._times[member].add(size / record.batches, took / record.batches)
         self._busy -= 1
         if self._busy >= 0 or self._busy % _QUIET == 0:
             self._decide(self._timed - 1 + self._lookahead)
-        while len(self._changes) > 1 and self._changes[1].batch <= self._timed:
-            self._changes.pop(0)
+        while len(self._history) > 1 and self._history[1].batch <= self._timed:
+            self._history.pop(0)
 
     def _change_members(self, record: StepRecord) -> None:
         """Shares the samples out among those who have this step on record."""
         most: dict[int, int | None] = dict(zip(self._times, self._limits.most, strict=True))
         gone = tuple(each for each in most if each not in record.members)
-        until = self._trained + record.passes - 1 + self._lookahead
+        until = self._trained + record.batches - 1 + self._lookahead
         if gone:
             self._departures.append(Departure(gone, self._trained, until))
         for member, largest in zip(record.members, record.largest, strict=True):
@@ -234,8 +233,8 @@ class SharePlan:
         self._has_all = False
         self._limits = self._limits.of_ranks([most[member] for member in record.members])
         self._times = {each: self._times.get(each, StepTimes()) for each in record.members}
-        self._changes.append(Change(until, self._likely_shares(), tuple(self._times)))
-        self._count += 1
+        self._history.append(Change(until, self._likely_shares(), tuple(self._times)))
+        self._changes += 1
         self._busy = self._lookahead + _BUSY
 
     def _likely_shares(self) -> tuple[int, ...]:
@@ -266,8 +265,8 @@ class SharePlan:
             return  # as nearly always, and the best shares take longer to find
         shares = best_shares(fits, self._reachable(fits))
         if 1.0 - batch_seconds(fits, shares) / now > least:
-            self._changes.append(Change(batch, shares, tuple(self._times)))
-            self._count += 1
+            self._history.append(Change(batch, shares, tuple(self._times)))
+            self._changes += 1
             self._busy = self._lookahead + _BUSY
 
     def _reachable(self, fits: Sequence[Fit]) -> Limits:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 class StepRecord(NamedTuple):
     """What the ranks have exchanged in one step: bit by bit the same object on all of them."""
 
-    passes: int
+    batches: int
     """Backward passes since the step before, each of a batch: those in ``no_sync()`` too, and those
     that ``zero_grad()`` has dropped. 1 or more, and the same number on all ranks."""
     samples: Sequence[float]
@@ -64,10 +64,6 @@ class StepLog(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number within the model's group, as in ``StepRecord.members``."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the group had when the model was wrapped."""
 
     @property
     def steps(self) -> int:

@@ -18,9 +18,10 @@ class Limits:
     whole: int
     """The samples of a step, if the ranks can take them."""
     unit: int
-    fewest: tuple[int, ...]
-    """Of each rank."""
+    fewest: int
+    """The least share of any rank."""
     most: tuple[int, ...]
+    """Of each rank."""
 
     @property
     def total(self) -> int:
@@ -64,13 +65,12 @@ class Limits:
                 f"max_batch of all ranks together is {sum(limits)}, less than "
                 f"global_batch={total}. Try: a smaller global_batch, or a larger max_batch"
             )
-        return cls(total, unit, (least,) * ranks, tuple(min(each, total) for each in limits))
+        return cls(total, unit, least, tuple(min(each, total) for each in limits))
 
     def of_ranks(self, most: Sequence[int | None]) -> Limits:
         """The limits of other ranks, whose largest shares these are. None: no limit."""
         units = (self.whole if each is None else each // self.unit * self.unit for each in most)
-        largest = tuple(min(each, self.whole) for each in units)
-        return dataclasses.replace(self, fewest=self.fewest[:1] * len(largest), most=largest)
+        return dataclasses.replace(self, most=tuple(min(each, self.whole) for each in units))
 
 
 def even_shares(limits: Limits) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def best_shares(fits: Sequence[Fit], limits: Limits) -> tuple[int, ...]:
     5.9 there are 5 and 1, and the rest goes to times 6 (first) and 6 (second): 6 and 2.
     """
     unit = limits.unit
-    shares = list(limits.fewest)
+    shares = [limits.fewest] * len(fits)
     low, high = 0.0, max(fit.seconds(limits.total) for fit in fits)
     for _ in range(_HALVINGS):
         if limits.total - sum(shares) <= len(fits) * unit:
@@ -126,8 +126,8 @@ def _within(fits: Sequence[Fit], limits: Limits, seconds: float) -> list[int]:
     """The largest share that each rank ends in this time, between its limits."""
     unit = limits.unit
     return [
-        min(max(int((seconds - fit.fixed) / (fit.per_sample * unit)) * unit, fewest), most)
-        for fit, fewest, most in zip(fits, limits.fewest, limits.most, strict=True)
+        min(max(int((seconds - fit.fixed) / (fit.per_sample * unit)) * unit, limits.fewest), most)
+        for fit, most in zip(fits, limits.most, strict=True)
     ]
 
 

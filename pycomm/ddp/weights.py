@@ -147,7 +147,7 @@ class _WrapperLog:
         return dist.get_rank(self._wrapper.process_group) if elastic is None else elastic._number
 
     @property
-    def world_size(self) -> int:
+    def _world_size(self) -> int:
         return dist.get_world_size(self._wrapper.process_group)
 
     @property
@@ -168,8 +168,8 @@ class _WrapperLog:
             samples, nanoseconds, batches, largest = zip(*rows, strict=True)
             seconds = [ns * 1e-9 if ns >= 0 else math.nan for ns in nanoseconds]
             members = members or range(len(rows))
-            passes = batches_alike(step, batches, members)
-            records.append(StepRecord(passes, samples, seconds, members, largest))
+            alike = batches_alike(step, batches, members)
+            records.append(StepRecord(alike, samples, seconds, members, largest))
         return records
 
     def follow(self, reader: StepReader) -> None:
@@ -194,7 +194,7 @@ class _WrapperLog:
     def received(self) -> Mapping[str, Any] | None:
         state: Mapping[str, Any] | None = self._wrapper._received_sampler
         elastic = self._wrapper.elastic
-        if state is None and elastic is not None and elastic._number >= self.world_size:
+        if state is None and elastic is not None and elastic._number >= self._world_size:
             raise UnsupportedError(
                 "this process has joined a training whose members have no BalancedSampler, or has "
                 "made one already. Try: one on all members, made right after the model was "
@@ -204,14 +204,14 @@ class _WrapperLog:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         group, elastic = self._wrapper.process_group, self._wrapper.elastic
-        if elastic is not None and elastic.members != tuple(range(self.world_size)):
+        if elastic is not None and elastic.members != tuple(range(self._world_size)):
             raise UnsupportedError(
-                f"BalancedSampler compares its arguments over all {self.world_size} ranks of the "
+                f"BalancedSampler compares its arguments over all {self._world_size} ranks of the "
                 f"model's process group, and the members are now {list(elastic.members)}. Try: "
                 "make it, or load its state, right after the model was wrapped, and keep it over "
                 "all epochs. A process that has joined has the members' position"
             )
-        slots = torch.zeros(self.world_size, len(numbers), dtype=torch.int64)
+        slots = torch.zeros(self._world_size, len(numbers), dtype=torch.int64)
         slots[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         slots = slots.to(device_of(group))
         dist.all_reduce(slots, group=group)
@@ -220,26 +220,28 @@ class _WrapperLog:
 
 
 class _Accumulated(NamedTuple):
-    """``reducer.weighed()``: of the passes since the last reduction, see ``PassWeights``. States of
-    0.2 lack those with a default."""
+    """``reducer.weighed()``: of the passes since the last reduction, see ``PassWeights``."""
 
     weight: float
     unit: float
     passes: int
     alike: bool
     held: Mapping[str, bool]
-    batches: int = 0
+    batches: int
     """As ``passes``, with those that were forgotten."""
-    compute_ns: int = 0
-    gap_ns: int = 0
-    cannot_follow: bool = False
-    stray: bool = False
+    compute_ns: int
+    gap_ns: int
+    cannot_follow: bool
+    stray: bool
+
+
+_NOTHING_WEIGHED = (*_Accumulated(0.0, 0.0, 0, True, {}, 0, 0, 0, False, False), -1)
+"""Of a wrapper without weights, and no time of its last step."""
 
 
 def weighed_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the reducer's ``load()`` takes, from a state of any release."""
-    *saved, last_compute_ns = state.get("weighed", (0.0, 0.0, 0, True, {}, -1))
-    return (*_Accumulated(*saved), last_compute_ns)
+    """What the reducer's ``load()`` takes."""
+    return tuple(state.get("weighed", _NOTHING_WEIGHED))
 
 
 class Weighed(TorchDDP):

@@ -55,7 +55,8 @@ def make_accelerator(
         weight: The same: "samples" for ranks that count by their samples.
         group_options: Further arguments of ``init_process_group``, such as ``timeout``.
         options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
-            ``DistributedDataParallelKwargs``, but not ``InitProcessGroupKwargs``.
+            ``DistributedDataParallelKwargs``, but not ``InitProcessGroupKwargs``. Of the former,
+            what equals Accelerate's defaults does not arrive.
 
     Raises:
         ImportError: Accelerate is not installed.

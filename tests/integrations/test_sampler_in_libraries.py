@@ -8,10 +8,12 @@ default group.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from training import WIDTH, make_model
 from versions import require
 
 from pycomm.balance.balanced_sampler import BalancedSampler
+from pycomm.balance.deal import epoch_order
 from pycomm.balance.step_log import StepReader, StepRecord
 
 pytestmark = pytest.mark.needs_native
@@ -60,7 +63,7 @@ class GroupLog:
     """A ``StepLog`` and its model, over the default group."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
         self.pending_passes = 0
         self._records: list[StepRecord] = []
         self._seconds = math.nan
@@ -86,7 +89,7 @@ class GroupLog:
         return self._records[since:]
 
     def gather(self, numbers: Sequence[Any]) -> list[list[Any]]:
-        gathered: list[Any] = [None] * self.world_size
+        gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, list(numbers))
         return gathered
 
@@ -97,8 +100,8 @@ class GroupLog:
                 1,
                 [each for each, _ in exchanged],
                 [each for _, each in exchanged],
-                range(self.world_size),
-                [0] * self.world_size,
+                range(len(exchanged)),
+                [0] * len(exchanged),
             )
         )
         self._seconds = 1.0 + SPEEDS[self.rank] * samples
@@ -273,7 +276,19 @@ def assert_dealt_alike(values: Sequence[Sequence[Sequence[Sequence[int]]]]) -> N
         assert len(set(dealt)) == len(dealt) == WHOLE * len(steps) and len(steps) == 3
 
 
-def fit_by_recipe(rank: int, world_size: int) -> Any:
+def assert_epoch(
+    steps: Sequence[Sequence[Sequence[int]]], epoch: int, length: int, seed: int = 0
+) -> None:
+    """The batches of two ranks are those of this epoch, each once."""
+    order = epoch_order(length, seed=seed, epoch=epoch, shuffle=True).tolist()
+    whole = sum(map(len, steps[0]))
+    assert len(steps) == length // whole
+    for at, batches in zip(range(0, length, whole), steps, strict=False):
+        assert [index for batch in batches for index in batch] == order[at : at + whole]
+
+
+def fit_by_recipe(rank: int, world_size: int, cuts: bool = False) -> Any:
+    """``cuts``: it is resumed after its first two epochs. With ``cuts`` a worker pulls batches."""
     from lightning.pytorch import LightningModule, Trainer
 
     from pycomm.integrations.lightning import make_strategy
@@ -296,11 +311,16 @@ def fit_by_recipe(rank: int, world_size: int) -> Any:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
+    epochs, loader = EPOCHS, DataLoader
+    if cuts:
+        epochs = 2
+        loader = functools.partial(DataLoader, num_workers=1, multiprocessing_context="fork")  # type: ignore[assignment]
+
     def trainer(**options: Any) -> Trainer:
         assert (options["devices"], options["num_nodes"]) == (1, 2)
         return Trainer(
             **options | {"devices": 2, "num_nodes": 1},
-            max_epochs=EPOCHS,
+            max_epochs=epochs,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -308,7 +328,7 @@ def fit_by_recipe(rank: int, world_size: int) -> Any:
         )
 
     names: dict[str, Any] = {
-        "DataLoader": DataLoader,
+        "DataLoader": loader,
         "LightningModule": Module,
         "Trainer": trainer,
         "make_strategy": make_strategy,
@@ -317,6 +337,12 @@ def fit_by_recipe(rank: int, world_size: int) -> Any:
         exec(recipe("LightningModule"), names)
         module = names["Module"]()
         names["trainer"].fit(module)
+        if cuts:
+            path, epochs = f"{os.environ['CASE_FOLDER']}.ckpt", EPOCHS
+            names["trainer"].save_checkpoint(path)
+            exec(recipe("LightningModule"), names)
+            module = names["Module"]()
+            names["trainer"].fit(module, ckpt_path=path, weights_only=False)
     return module.seen
 
 
@@ -324,6 +350,12 @@ def fit_by_recipe(rank: int, world_size: int) -> Any:
 def test_lightning_by_the_recipe(values: list[Any]) -> None:
     assert len(values[0]) == EPOCHS
     assert_dealt_alike(values)
+
+
+@case(fit_by_recipe, True, launcher="torchrun")
+def test_lightning_resumed_by_the_recipe(values: list[Any]) -> None:
+    ((mine,), (theirs,)) = values
+    assert_epoch(list(zip(mine, theirs, strict=True)), 2, 3 * WHOLE + 5)
 
 
 # Accelerate
@@ -395,8 +427,9 @@ def test_accelerate_with_a_loader_of_one_process(values: list[Any]) -> None:
     assert_unharmed(values)
 
 
-def accelerate_resumed(rank: int, world_size: int) -> Any:
-    """Trains an epoch and five steps, and goes on with a new model, sampler and loader."""
+def accelerate_resumed(rank: int, world_size: int, most: int | None) -> Any:
+    """Trains an epoch and so many steps of the next one, and goes on with a new model, sampler and
+    loader to the end of three epochs."""
     from accelerate.data_loader import prepare_data_loader
 
     from pycomm.integrations.accelerate import make_accelerator
@@ -418,20 +451,32 @@ def accelerate_resumed(rank: int, world_size: int) -> Any:
     log = GroupLog()
     loader = loader_for(log)
     trained(log, loader, None)
-    seen = trained(log, loader, 5)
+    seen = trained(log, loader, most)
     state = loader.batch_sampler.state_dict()
     log = GroupLog()
     loader = loader_for(log)
     loader.batch_sampler.load_state_dict(state)
-    loader.set_epoch(state["epoch"])
-    return state["epoch"], seen + trained(log, loader, None)
+    begin = loader.batch_sampler.stats().next_epoch
+    loader.set_epoch(begin)
+    for _ in range(begin, EPOCHS):
+        seen += trained(log, loader, None)
+    return begin, seen
 
 
-@case(accelerate_resumed, launcher="torchrun")
-def test_accelerate_resumes_in_the_middle_of_an_epoch(values: list[Any]) -> None:
-    assert [epoch for epoch, _ in values] == [1, 1]
-    dealt = [index for _, seen in values for batch in seen for index in batch]
-    assert len(set(dealt)) == len(dealt) == STEPS * GLOBAL_BATCH
+@pytest.mark.parametrize(
+    ("most", "begin"),
+    [
+        pytest.param(most, begin, marks=case(accelerate_resumed, most, launcher="torchrun"))
+        for most, begin in ((5, 1), (None, 2))
+    ],
+)
+def test_accelerate_resumes(most: int | None, begin: int, values: list[Any]) -> None:
+    """In the middle of an epoch, and at its end."""
+    assert [epoch for epoch, _ in values] == [begin] * 2
+    steps = list(zip(*(seen for _, seen in values), strict=True))
+    assert len(steps) == (EPOCHS - 1) * STEPS
+    for epoch in range(1, EPOCHS):
+        assert_epoch(steps[(epoch - 1) * STEPS : epoch * STEPS], epoch, LENGTH, seed=5)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,23 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import documents
 import pytest
 import torch
 from cases import case
-from test_libraries import EPOCHS, LR, SAMPLES, TRAINER_OPTIONS, Samples, WithLoss, assert_as_alone
+from test_libraries import (
+    EPOCHS,
+    EXACT,
+    LR,
+    SAMPLES,
+    TRAINER_OPTIONS,
+    Samples,
+    WithLoss,
+    assert_as_alone,
+)
 from torch import nn
 from torch.utils.data import DataLoader
-from training import BATCH, make_model, parameters_of
+from training import BATCH, assert_close, digest, make_model, parameters_of
 from versions import require
 
 pytestmark = pytest.mark.needs_native
@@ -145,33 +155,73 @@ def test_accelerate(values: list[Any]) -> None:
 # Hugging Face Trainer
 
 
-def trainer_loop(rank: int, world_size: int) -> Any:
+class Summed(WithLoss):
+    """Divides its loss by the tokens that it gets, as causal models do; these are elements."""
+
+    def forward(self, inputs: Any, labels: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
+        out = super().forward(inputs, labels)
+        if num_items_in_batch is not None:
+            out["loss"] = out["loss"] * labels.numel() / num_items_in_batch
+        return out
+
+
+class Ragged(Parts):
+    """A step's two passes have 4 samples and 1 of each rank."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        mine = range(RAGGED)[self.rank :: 2]
+        yield from (list(mine[:4]), list(mine[4:]))
+
+
+RAGGED = 10
+
+
+def trainer_loop(rank: int, world_size: int, ragged: bool) -> Any:
+    """The subclass of docs/integrations.md."""
     from transformers import Trainer
 
     import pycomm
     from pycomm.integrations.transformers import make_training_arguments
 
-    class Weighed(Trainer):
-        def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-            if not training or isinstance(model, pycomm.DistributedDataParallel):
-                return model
-            return pycomm.DistributedDataParallel(model, weight="samples")
+    names: dict[str, Any] = {"Trainer": Trainer, "pycomm": pycomm}
+    page = documents.blocks(documents.read("docs/integrations.md"), "python")
+    exec(next(block for block in page if "class Weighed" in block), names)
 
+    class Dealt(names["Weighed"]):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return loader_of(rank)
+            return DataLoader(Samples(), batch_sampler=(Ragged if ragged else Parts)(rank))
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        options = {**TRAINER_OPTIONS, "output_dir": folder}
         arguments = make_training_arguments(
-            **{**TRAINER_OPTIONS, "output_dir": folder, "average_tokens_across_devices": False}
+            **options, gradient_accumulation_steps=2 if ragged else 1
         )
-        trainer = Weighed(model=WithLoss(), args=arguments, train_dataset=Samples())
+        model = Summed() if ragged else WithLoss()
+        trainer = Dealt(model=model, args=arguments, train_dataset=Samples())
         trainer.train()
         wrapped = type(trainer.model_wrapped) is pycomm.DistributedDataParallel
         return wrapped, parameters_of(trainer.model.model)
 
 
-@case(trainer_loop, launcher="torchrun")
+@case(trainer_loop, False, launcher="torchrun")
 @pytest.mark.integration("HF Trainer", "unequal batches with weight='samples', as one process")
 def test_trainer(values: list[Any]) -> None:
     assert [wrapped for wrapped, _ in values] == [True, True]
     assert_as_alone([parameters for _, parameters in values])
+
+
+@case(trainer_loop, True, launcher="torchrun")
+def test_trainer_whose_passes_are_not_alike(values: list[Any]) -> None:
+    model, samples = make_model(), Samples()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        out = model(samples.inputs[:RAGGED])
+        nn.functional.mse_loss(out, samples.targets[:RAGGED]).backward()
+        optimizer.step()
+    trained = [parameters for _, parameters in values]
+    assert len({digest(value.values()) for value in trained}) == 1, "ranks differ"
+    assert_close(trained[0], parameters_of(model), EXACT)

@@ -85,7 +85,6 @@ class RankLog:
         self._first = first
         self._received = received
         self.rank = rank
-        self.world_size = job.world_size
         self.steps = 0
         self.pending_passes = 0
         self._readers: list[StepReader] = []
@@ -126,7 +125,7 @@ class StoreLog:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
-        self.world_size = world_size
+        self._world_size = world_size
         self.pending_passes = 0
         self._records: list[StepRecord] = []
         self._seconds = math.nan
@@ -149,8 +148,8 @@ class StoreLog:
                 1,
                 [each for each, _ in exchanged],
                 [each for _, each in exchanged],
-                range(self.world_size),
-                [0] * self.world_size,
+                range(self._world_size),
+                [0] * self._world_size,
             )
         )
 
@@ -171,6 +170,6 @@ class StoreLog:
 
     def _exchange(self, numbers: Any) -> list[Any]:
         self._exchanges += 1
-        keys = [f"{self._exchanges}/{rank}" for rank in range(self.world_size)]
+        keys = [f"{self._exchanges}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self.rank], json.dumps(numbers))
         return [json.loads(self._store.get(key)) for key in keys]  # get() waits for the key

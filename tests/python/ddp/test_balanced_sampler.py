@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -209,6 +210,21 @@ def test_a_state_of_an_epochs_end_needs_no_case_of_its_own() -> None:
     assert len(again.epoch()) == 8
 
 
+def test_the_next_epoch_is_the_one_whose_batches_come() -> None:
+    three = Three()
+
+    def next_epochs(job: Three) -> set[int]:
+        return {sampler.stats().next_epoch for sampler in job.samplers}
+
+    assert next_epochs(three) == {0}
+    three.epoch(7)
+    assert next_epochs(three) == next_epochs(three.restarted()) == {0}
+    three.epoch()
+    assert next_epochs(three) == next_epochs(three.restarted()) == {1}
+    three.set_epoch(1)
+    assert next_epochs(three) == next_epochs(three.restarted()) == {1}
+
+
 def test_an_epoch_before_the_loaded_one_is_begun_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -222,7 +238,24 @@ def test_an_epoch_before_the_loaded_one_is_begun_with_a_warning(
     resumed.set_epoch(0)
     (line, *_) = [each.getMessage() for each in caplog.records]
     assert line.startswith("set_epoch(0) of BalancedSampler after a state of epoch 3 was loaded")
+    assert line.endswith("loader.set_epoch(3)")
     assert len(resumed.epoch()) == 8
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_an_epoch_that_a_state_has_complete_is_begun_with_a_warning(
+    epoch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Accelerate's loader asks for an epoch again that has no batch."""
+    three = Three()
+    three.set_epoch(epoch)
+    three.epoch()
+    resumed = three.restarted()
+    resumed.set_epoch(epoch)
+    assert resumed.epoch() == [] and not caplog.records
+    resumed.set_epoch(epoch)
+    (line, *_) = [each.getMessage() for each in caplog.records]
+    assert line.endswith(f"epoch {epoch} anew. Try, with Accelerate: loader.set_epoch({epoch + 1})")
 
 
 def test_the_position_holds_for_another_number_of_ranks() -> None:
@@ -250,7 +283,7 @@ def test_a_state_of_another_order_is_refused_and_changes_nothing() -> None:
         sampler = Three(**{option: value}).samplers[0]
         with pytest.raises(ValueError, match=f"saved with {option}=.*nothing was changed"):
             sampler.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"length=203.*length=100"):
+    with pytest.raises(ValueError, match=r"len\(dataset\)=203.*len\(dataset\)=100"):
         Three(length=100).samplers[0].load_state_dict(state)
     with pytest.raises(ValueError, match="has no 'options'"):
         Three().samplers[0].load_state_dict({"epoch": 3})
@@ -279,14 +312,51 @@ def test_ranks_that_load_different_states_get_an_error() -> None:
         assert sampler.stats().cursor == 0
 
 
-OPTIONS = ["the length of the dataset", "global_batch", "seed", "lookahead", "min_batch"]
+def one_fails(asked: list[int]) -> Any:
+    """What ranks gather if rank 1 has raised an error; ``asked``: who has gathered."""
+
+    def gather(rank: int, numbers: Sequence[int]) -> list[list[int]]:
+        asked.append(rank)
+        return [[*numbers[:-2], int(other == 1), numbers[-1]] for other in range(RANKS)]
+
+    return gather
+
+
+def test_a_bad_argument_of_one_rank_is_an_error_on_all() -> None:
+    """None may wait for one that has raised its own."""
+    asked: list[int] = []
+    for log in Job(RANKS, one_fails(asked)).logs:
+        bad = log.rank == 1
+        error, text = (
+            (ValueError, "batch=0 is") if bad else (ConfigMismatchError, "error on rank 1")
+        )
+        with pytest.raises(error, match=text):
+            BalancedSampler(range(99), global_batch=24, model=log, max_batch=0 if bad else None)
+    assert asked == [0, 1, 2]
+
+
+def test_a_state_that_one_rank_refuses_is_an_error_on_all() -> None:
+    asked: list[int] = []
+    three = Three()
+    three.job.gather = one_fails(asked)
+    for rank, sampler in enumerate(three.samplers):
+        bad = rank == 1
+        error, text = (ValueError, "saved with seed") if bad else (ConfigMismatchError, "on rank 1")
+        with pytest.raises(error, match=text):
+            sampler.load_state_dict(Three(seed=int(bad)).state())
+    assert asked == [0, 1, 2]
+
+
+OPTIONS = ["len(dataset)", "global_batch", "seed", "lookahead", "min_batch"]
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, "multiple_of", "shuffle"])
 def test_options_that_differ_between_ranks_are_named(option: str) -> None:
     position = [*OPTIONS, "multiple_of", "shuffle"].index(option)
     job = Job(3, gathered(lambda numbers: [n + (i == position) for i, n in enumerate(numbers)]))
-    with pytest.raises(ConfigMismatchError, match=f"{option} is .* on rank 0 and .* on rank 2"):
+    with pytest.raises(
+        ConfigMismatchError, match=rf"{re.escape(option)} is .* on rank 0 and .* on rank 2"
+    ):
         Three(job)
 
 
@@ -376,14 +446,28 @@ def train_others(three: Three, steps: int, *, late: bool = False) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 50, 5000])
-@pytest.mark.parametrize("when", ["before the first epoch", "after one", "after set_epoch"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before the first epoch",
+        "after one",
+        "after set_epoch",
+        "after set_epoch and a restart",
+        "after iter and a restart",
+    ],
+)
 def test_steps_of_another_loader_between_epochs_do_not_count(steps: int, when: str) -> None:
     three, other = Three(), Three()
     if when != "before the first epoch":
         assert three.epoch() == other.epoch()
-    if when == "after set_epoch":
+    if "set_epoch" in when:
         for each in (three, other):
             each.set_epoch(1)
+    if "iter" in when:
+        for sampler in three.samplers:
+            next(iter(sampler))
+    if "restart" in when:
+        three, other = three.restarted(), other.restarted()
     train_others(three, steps)
     dealt, wanted = three.epoch(), other.epoch()
     assert indices(dealt[:2]) == indices(wanted[:2])
@@ -420,6 +504,36 @@ def test_passes_that_a_checkpoint_brings_are_no_others() -> None:
         log.pending_passes = 1
     iterators = [iter(sampler) for sampler in resumed.samplers]
     assert sorted(indices([[next(each) for each in iterators]])) == sorted(indices([whole[4]]))
+
+
+@pytest.mark.parametrize("pulled", [0, 2])
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_loader_that_was_begun_before_another_epoch_is_an_error(pulled: int, loads: bool) -> None:
+    """It has dealt batches of the other one to its workers."""
+    three = Three()
+    state = three.state()
+    iterators = [iter(sampler) for sampler in three.samplers]
+    for iterator in iterators:
+        assert len(list(itertools.islice(iterator, pulled))) == pulled
+    for sampler in three.samplers:
+        if loads:
+            sampler.load_state_dict(state)
+        sampler.set_epoch(0 if loads else 1)
+    for iterator in iterators:
+        with pytest.raises(RuntimeError, match=r"begun epoch [01], and a loader that .*Try: set_e"):
+            next(iterator)
+    assert len(three.epoch()) == 8
+
+
+def test_passes_between_iter_and_the_first_batch_are_an_error() -> None:
+    """A loader with workers pulls in iter(), one without them at the first batch."""
+    three = Three()
+    iterators = [iter(sampler) for sampler in three.samplers]
+    next(iterators[0])
+    train_others(three, 3)
+    assert len({sampler.stats() for sampler in three.samplers}) == 1
+    with pytest.raises(RuntimeError, match="made 3 backward passes, and its loader has dealt 0"):
+        next(iterators[1])
 
 
 def test_a_set_epoch_in_the_middle_of_one_leaves_its_loader() -> None:
@@ -510,7 +624,6 @@ class Walk:
         self.trained: set[int] = set()
         self.shares: dict[int, tuple[int, ...]] = {}
         self.batch = 0  # of the whole job
-        self.begun = True  # the epoch, or else the sampler's is the one before it
         self.leave_loaders()
 
     def leave_loaders(self) -> None:
@@ -548,7 +661,6 @@ class Walk:
         ]
         self.three.job.train([len(batch) for batch in batches], took)
         self.batch += 1
-        self.begun = True
         for log in self.random.sample(self.three.job.logs, RANKS):
             log.returned()
             self.pull(log.rank)
@@ -557,8 +669,7 @@ class Walk:
         assert self.is_complete()
         self.epoch += 1
         self.trained = set()
-        self.begun = self.random.random() < 0.5
-        if self.begun:
+        if self.random.random() < 0.5:
             self.three.set_epoch(self.epoch)
         self.leave_loaders()
 
@@ -576,27 +687,24 @@ class Walk:
     def other_epoch(self) -> None:
         self.epoch += self.random.randint(1, 3)
         self.trained = set()
-        self.begun = True
         self.three.set_epoch(self.epoch)
         self.leave_loaders()
 
     def same_epoch(self) -> None:
+        self.three.set_epoch(self.epoch)
         if self.is_complete():  # it is dealt again
             self.trained = set()
             self.leave_loaders()
-        self.begun = True
-        self.three.set_epoch(self.epoch)
 
     def restart(self) -> None:
         self.three = self.three.restarted(**self.options)
         cursor = len(self.trained) // self.options["global_batch"]
         for sampler in self.three.samplers:
-            assert sampler.stats().cursor == (cursor if self.begun else len(sampler))
+            assert sampler.stats().cursor == cursor
         if self.is_complete():
             self.complete()
             return
         if self.random.random() < 0.5:
-            self.begun = True
             self.three.set_epoch(self.epoch)
         self.leave_loaders()
 

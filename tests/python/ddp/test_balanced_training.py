@@ -120,7 +120,7 @@ class VirtualTimes:
         found = self._log.records(0)
         told = []
         for step in range(since, len(found)):
-            seconds = [math.nan] * self._log.world_size
+            seconds = [math.nan] * len(found[step].samples)
             if step > 0:
                 each = next(s for begin, s in reversed(self._per_sample) if step - 1 >= begin)
                 seconds = [1.0 + b * n for b, n in zip(each, found[step - 1].samples, strict=True)]

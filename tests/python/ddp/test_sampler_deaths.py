@@ -129,6 +129,39 @@ def test_what_comes_back_is_in_another_epoch_than_the_one_that_was_saved() -> No
     assert list(resumed) == [[6, 7, 0, 1], [2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("how", ["after a death", "without one"])
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_passes_that_wait_do_not_go_with_a_state_of_other_ranks(how: str, waiting: int) -> None:
+    """Two passes a step, and one waits: the part of a rank that is gone is not in it."""
+    options: dict[str, Any] = {"global_batch": 4, "lookahead": 6, "shuffle": False}
+    job, trained = Job(2), []
+    samplers = samplers_of(job, 40, **options)
+    for batch, parts in zip(range(5), zip(*samplers, strict=True), strict=False):
+        for log in job.logs:
+            log.pending_passes = 1
+        if batch == 2 and how == "after a death":
+            job.members.remove(1)
+        if batch < 4:
+            trained += [index for member in job.members for index in parts[member]]
+        if batch % 2:
+            job.train([2, 2], [1.0, 1.0], passes=2)
+            job.returned()
+    state = json.loads(json.dumps(samplers[0].state_dict()))
+    job = Job(1)
+    (resumed,) = samplers_of(job, 40, **options)
+    resumed.load_state_dict(state)
+    job.logs[0].pending_passes = waiting
+    resumed.set_epoch(0)
+    if waiting:
+        with pytest.raises(RuntimeError, match="of other ranks, and the model has 1 backward pass"):
+            iter(resumed)
+        return
+    for batch in resumed:
+        trained += batch
+        train(job, [4])
+    assert sorted(trained) == list(range(40))
+
+
 SIX: dict[str, Any] = {"global_batch": 6, "lookahead": 4, "shuffle": False}
 """Of as many ranks: the last one has 5, 11, 17, 23 and 29 of an epoch of five batches."""
 

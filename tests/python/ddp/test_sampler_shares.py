@@ -20,9 +20,7 @@ from pycomm.balance.whole_shares import (
 
 def allowed(limits: Limits) -> Iterator[tuple[int, ...]]:
     """All of them, by counting."""
-    ranges = [
-        range(fewest, most + 1) for fewest, most in zip(limits.fewest, limits.most, strict=True)
-    ]
+    ranges = [range(limits.fewest, most + 1) for most in limits.most]
     for shares in itertools.product(*ranges):
         if sum(shares) == limits.total and all(share % limits.unit == 0 for share in shares):
             yield shares

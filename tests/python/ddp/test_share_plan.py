@@ -115,10 +115,11 @@ def test_a_rank_that_changes_its_speed_is_followed_within_twenty(
         ):
             at = 60 + LOOKAHEAD + after
             quality = [
-                Run([(0, begin), (60, then)], at + 1, noise=noise, seed=seed).quality[at]
+                Run([(0, begin), (60, then)], at + 20, noise=noise, seed=seed).quality[at:]
                 for seed in SEEDS
             ]
-            assert statistics.median(quality) >= least, (quality, noise, after)
+            for step, qualities in enumerate(zip(*quality, strict=True), at):
+                assert statistics.median(qualities) >= least, (step, qualities, noise)
 
 
 @pytest.mark.ci
@@ -234,20 +235,6 @@ def test_no_sum_of_floats_is_one_of_python(monkeypatch: pytest.MonkeyPatch) -> N
 
 def plan_of(lookahead: int = 4) -> SharePlan:
     return SharePlan(Limits.of(64, unit=1, fewest=1, most=[None, None]), lookahead)
-
-
-def test_a_state_of_an_earlier_version_is_loaded() -> None:
-    """It calls departures losses."""
-    plan, job = plan_of(), Job(2)
-    job.train([32, 32], [1.0, 2.0])
-    plan.add(job.records[-1])
-    job.members.remove(1)
-    job.train([32, 32], [1.0, 2.0])
-    plan.add(job.records[-1])
-    state = plan.state()
-    assert state["departures"] == [[[1], 1, 5]]
-    old = {"losses" if key == "departures" else key: value for key, value in state.items()}
-    assert SharePlan.load(old, plan.limits, 4).state() == state
 
 
 def test_shares_are_not_known_before_the_steps_that_decide_them() -> None:

@@ -621,17 +621,23 @@ def unmarked(rank: int, world_size: int) -> dict[str, Any]:
     found["none before"] = all(each.grad is None for each in model.parameters())
 
     model = wrap(Hidden(), weight="samples", accumulate=2)
-    for weight in (0.0, 3.0):
-        model.samples = weight
-        model(batch_of(rank, 2)).value.backward()
-        break
+    model.samples = 0
+    model(batch_of(rank, 0)).value.backward()
     found["dropped"] = not any(bool(each.grad.any()) for each in model.parameters())
+    model = wrap(Hidden(), weight="samples", accumulate=2)
+    for step in range(2):
+        model.samples = 3
+        model(batch_of(rank, step)).value.backward()
+    found["averaged"] = off_by(gradients(model), mean_of(model.module.net, [[3, 3], [3, 3]]))
     model = wrap(Hidden(), weight="samples", accumulate=2)
     for each in model.parameters():
         each.grad = torch.ones_like(each)
     model.samples = 0
     model(batch_of(rank, 2)).value.backward()
     found["accumulated"] = all(bool((each.grad == 1).all()) for each in model.parameters())
+    model.samples = 3
+    with pytest.raises(RuntimeError, match=r"whose weights differ \(0 and 3\)|Rank . failed in"):
+        model(batch_of(rank, 1)).value.backward()
     return found
 
 
@@ -641,6 +647,7 @@ def test_a_pass_without_weight_or_mark_loses_no_gradient() -> None:
         assert results["error"] == "no rank has any samples in this step"
         assert results["kept"] < 1e-12
         assert results["none before"] and results["dropped"]
+        assert results["averaged"] < 1e-12
         assert results["accumulated"]
 
 
