@@ -476,7 +476,7 @@ MUTATIONS = [
         "",
         "LargeMemory.ALargeScheduleIsReleasedBesideTheDataLoop",
     ),
-    # ---- what an idle group keeps in the tables that the simulator does not fill; unexpected frames
+    # ---- what an idle group keeps in tables that the simulator does not fill; unexpected frames
     # have none of their own, they are in the rows of operations
     _rule(
         "22: operations in shared memory that are watched stay when they end",
