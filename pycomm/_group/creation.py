@@ -233,13 +233,23 @@ def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float)
         ValueError: A setting is wrong.
         PycommError: The two did not come together.
     """
-    resolved = Options().resolve()
-    extension = loader.load()
+    extension, resolved = set_up_without_a_group()
     if faults := fault_points():
         extension.arm_fault_points(faults)
-    _set_up_logging(extension, resolved, dist.get_rank() if dist.is_initialized() else None)
     native = native_options(resolved, host, [])  # no ranks of a job: their numbers are the pair's
     return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native, None)
+
+
+def set_up_without_a_group() -> tuple[ModuleType, ResolvedOptions]:
+    """The extension and the settings, with logging set up, in a process that may be no rank.
+
+    Raises:
+        ValueError: A setting is wrong.
+    """
+    resolved = Options().resolve()
+    extension = loader.load()
+    _set_up_logging(extension, resolved, dist.get_rank() if dist.is_initialized() else None)
+    return extension, resolved
 
 
 def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm._group.creation import set_up_without_a_group
 from pycomm._group.secrets import opened, sealed
 from pycomm.errors import ConfigMismatchError, InvalidArgumentError
 from pycomm.service.endpoint import number_from, parse_endpoints
@@ -98,8 +99,8 @@ class ParameterClient:
         reconnect: Seconds for which a server that is gone is tried again.
 
     Raises:
-        ValueError: An argument is wrong, or ``PYCOMM_SECURITY`` forbids it, as ``require`` without
-            a secret does.
+        ValueError: An argument or a setting is wrong, or ``PYCOMM_SECURITY`` forbids it, as
+            ``require`` without a secret does.
         RefusedError: A server has other settings or another model.
         ConnectionError: A server cannot be reached.
     """
@@ -124,6 +125,7 @@ class ParameterClient:
             raise ValueError(f"staleness is {staleness}; use 0, a number of steps, or None")
         if min(timeout, reconnect) <= 0:
             raise ValueError("timeout and reconnect must be more than 0 seconds")
+        set_up_without_a_group()
         self._staleness, self._sliced = staleness, sliced
         self._timeout, self._reconnect = timeout, reconnect
         self._layout = Layout(model, len(endpoints), sliced=sliced)

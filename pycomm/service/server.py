@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm._group.creation import set_up_without_a_group
 from pycomm._group.secrets import opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.core import ServerCore, ServerStats
@@ -63,7 +64,7 @@ class ParameterServer:
         timeout: Seconds that a worker may be silent between two calls.
 
     Raises:
-        ValueError: An argument is wrong, the checkpoint is of something else, or
+        ValueError: An argument or a setting is wrong, the checkpoint is of something else, or
             ``PYCOMM_SECURITY`` forbids it, as ``require`` without a secret does.
         BlockingIOError: Another server uses the checkpoint.
         OSError: The address cannot be listened on.
@@ -82,6 +83,7 @@ class ParameterServer:
         rejoin: float = 60.0,
         timeout: float = 1800.0,
     ) -> None:
+        set_up_without_a_group()
         self._workers = workers_from(workers, "workers")
         host, port = parse_endpoint(listen)
         self._is_open = check_policy([host])

@@ -1,8 +1,9 @@
 """For torchrun's restarts: in each life but the last, a rank fails, or is killed, after two steps.
 
-    elastic_program.py FOLDER LIVES [killed]
+    elastic_program.py FOLDER LIVES [killed [LATE_S]]
 
-It is rank 1 in the first life, rank 0 in the second, and so on.
+It is rank 1 in the first life, rank 0 in the second, and so on. With LATE_S, rank 0 is the first to
+join in the first life, the last in the second, and so on; in the fourth, LATE_S after the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +27,8 @@ import pycomm
 def main() -> int:
     folder, lives = Path(sys.argv[1]), int(sys.argv[2])
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if len(sys.argv) > 4 and int(os.environ["RANK"]) != life % 2:
+        time.sleep(float(sys.argv[4]) if life == 3 else 0.5)
     dist.init_process_group("pycomm", timeout=timedelta(seconds=180))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(make_model())

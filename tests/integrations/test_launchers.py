@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rings
 import torch.distributed as dist
 from documents import blocks, read
 from processes import child_environment, free_port, run_python
@@ -127,8 +128,10 @@ def test_elastic_restart(tmp_path: Path, end: list[str]) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_four_elastic_restarts(tmp_path: Path, transport: str) -> None:
-    restart_until_done(tmp_path, 5, "killed", transport=transport)
+@pytest.mark.parametrize("late_s", [0.5, rings.nightly(60)])
+def test_four_elastic_restarts(tmp_path: Path, transport: str, late_s: float) -> None:
+    """Rank 0 joins first or last, by turns; once it is so late."""
+    restart_until_done(tmp_path, 5, "killed", str(late_s), transport=transport)
 
 
 # mpirun

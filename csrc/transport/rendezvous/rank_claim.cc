@@ -26,6 +26,9 @@
 // A run that a launcher ended leaves owners without an end, and perhaps not one for each rank: a rank may have died before it came here. So
 // after such runs ranks cannot count generations by themselves. Then (Takeover::FromEndedRun) the number of rank 0's claim is the
 // generation, which nobody has used before.
+//
+// A claim that counts deletes owner and end of those before it: nobody looks behind it. Its own stay with the counter, as a store cannot
+// delete the three at once, and a counter that began again would give a generation the keys of a former one.
 
 namespace pycomm {
 namespace {
@@ -131,8 +134,15 @@ Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Own
   return Error(record);
 }
 
-// The process that holds the rank if this claim counts, and its generation.
-Owner ownerOf(Store& store, const RankClaim& claim, Takeover takeover, Deadline deadline, const AbortToken& abort) {
+// The process that holds the rank if this claim counts, and its generation. `earliest`: the claim that it takes the rank from, or the
+// earliest that it has looked at.
+Owner ownerOf(
+    Store& store,
+    const RankClaim& claim,
+    Takeover takeover,
+    Deadline deadline,
+    const AbortToken& abort,
+    int64_t& earliest) {
   Owner me;
   me.generation = 1;
   me.host = HostIdentity::ofThisProcess();
@@ -141,6 +151,7 @@ Owner ownerOf(Store& store, const RankClaim& claim, Takeover takeover, Deadline 
   const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
   for (int64_t number = claim.number - 1; number >= oldest; --number) {
     const Predecessor before = lookAt(store, claim, number, end, abort);
+    earliest = number;
     // Anybody can count a sealed store's claims up, so a claim is one only if its owner signed it.
     if (before.refused || (store.sealed() && !before.owner)) {
       continue;
@@ -157,6 +168,16 @@ Owner ownerOf(Store& store, const RankClaim& claim, Takeover takeover, Deadline 
     me.generation = claim.number;
   }
   return me;
+}
+
+void deleteClaims(Store& store, const RankClaim& claim, int64_t first) noexcept {
+  try {
+    for (int64_t number = first; number < claim.number; ++number) {
+      (void)store.remove(keyOf(claim, "owner", number));
+      (void)store.remove(keyOf(claim, "end", number));
+    }
+  } catch (const std::exception&) { // not every store can delete
+  }
 }
 
 void endClaim(Store& store, const RankClaim& claim, const char* how) noexcept {
@@ -189,9 +210,11 @@ RankClaim claimRank(
         "is the store shared with another program, or its key overwritten?");
   }
   try {
-    const Owner me = ownerOf(store, claim, takeover, deadline, abort);
+    int64_t earliest = claim.number;
+    const Owner me = ownerOf(store, claim, takeover, deadline, abort, earliest);
     claim.generation = takeover == Takeover::FromEndedRun && rank != 0 ? 0 : me.generation;
     store.set(keyOf(claim, "owner", claim.number), me.wireText());
+    deleteClaims(store, claim, earliest);
   } catch (...) {
     endClaim(store, claim, kRefused); // else the next claim would wait for this one's owner
     throw;

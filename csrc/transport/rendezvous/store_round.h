@@ -41,8 +41,9 @@ class NotInList final : public Error {
 //
 //   key                       written by                            deleted by                  belongs to
 //   claim/RANK                a counter: each process that claims   nobody                      the store
-//   owner/RANK/CLAIM          the process with that claim           nobody                      one process and group
-//   end/RANK/CLAIM            the same, when it leaves or was       nobody                      one process and group
+//   owner/RANK/CLAIM          the process with that claim           the next that is not        one process and group
+//                                                                   refused
+//   end/RANK/CLAIM            the same, when it leaves or was       as owner                    one process and group
 //                             refused
 //   notice/RANK,              a rank that cannot join               that rank when it comes     one start of the job (life), if a
 //   notice/LIFE/RANK                                                                            launcher says which; else the store

@@ -41,6 +41,7 @@ TEST_P(GroupInAChild, EveryEntryRefuses) {
             {"followedEnded", [&] { group.followedEnded(held, std::nullopt); }},
             {"keepsParts", [&] { static_cast<void>(group.keepsParts(call.schedule)); }},
             {"wait", [&] { static_cast<void>(group.wait(*held, Deadline::after(100))); }},
+            {"poll", [&] { static_cast<void>(group.poll(*held)); }},
             {"usage", [&] { static_cast<void>(group.usage()); }},
         };
         // One rank forks while the other's thread rests: a sanitizer's allocator may be locked in the child of a fork for ever, if another

@@ -72,7 +72,7 @@ const Case kFew[] = {
 
 TEST(HostWalk, Rounds) {
   for (const Case& each : kLarge) {
-    for (const uint64_t rounds : {1, 3, 5}) {
+    for (uint64_t rounds = 1; rounds <= 5; ++rounds) {
       walk({2, {actOf(each.kind, rounds, each.op)}});
     }
   }

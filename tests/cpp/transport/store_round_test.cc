@@ -75,7 +75,7 @@ TEST(StoreRound, WaitingRanksReadAFewRecordsEach) {
 
 TEST(StoreRound, WhatAGroupLeavesInTheStoreIsOneClaimPerRankTheFirstRecordAndThatItWasMade) {
   MemoryStore store;
-  for (int life = 1; life <= 2; ++life) {
+  for (int life = 1; life <= 3; ++life) {
     std::vector<RankClaim> claims(3);
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < 3; ++rank) {
@@ -96,11 +96,43 @@ TEST(StoreRound, WhatAGroupLeavesInTheStoreIsOneClaimPerRankTheFirstRecordAndTha
     for (const RankClaim& claim : claims) {
       leave(store, claim);
     }
-    for (const auto& [key, value] : store.values()) {
-      const bool first = key == "pycomm/world/1/member/0" || key == "pycomm/world/2/member/0" ||
-          key == "pycomm/world/1/made" || key == "pycomm/world/2/made";
-      EXPECT_TRUE(first || key.rfind("pycomm/world/owner/", 0) == 0 || key.rfind("pycomm/world/end/", 0) == 0) << key;
+    std::set<std::string> expected;
+    for (int rank = 0; rank < 3; ++rank) {
+      const std::string of = std::to_string(rank) + "/" + std::to_string(life);
+      expected.insert({"pycomm/world/owner/" + of, "pycomm/world/end/" + of});
     }
+    for (int before = 1; before <= life; ++before) {
+      const std::string generation = "pycomm/world/" + std::to_string(before);
+      expected.insert({generation + "/member/0", generation + "/made"});
+    }
+    std::set<std::string> left;
+    for (const auto& [key, value] : store.values()) {
+      left.insert(key);
+    }
+    EXPECT_EQ(left, expected);
+  }
+}
+
+// However often others try while it has an owner, and are refused.
+TEST(StoreRound, ClaimsOfOneRankLeaveTheLast) {
+  MemoryStore store;
+  const auto claimed = [&] {
+    return claimRank(store, "pycomm/world/", 0, {}, Takeover::Never, Deadline::after(100000), kNoAbort);
+  };
+  for (int life = 1; life <= 20; ++life) {
+    const RankClaim claim = claimed();
+    EXPECT_EQ(claim.generation, life);
+    const std::string owner = "pycomm/world/owner/0/" + std::to_string(claim.number);
+    const std::string own = store.get(owner, Deadline::never());
+    std::string another = own;
+    another.back() = own.back() == '1' ? '2' : '1'; // another process, by its start time
+    store.set(owner, another);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(errorOf([&] { (void)claimed(); }).code, ErrorCode::DuplicateRank);
+    }
+    store.set(owner, own);
+    leave(store, claim);
+    EXPECT_EQ(store.values().size(), 2U + 3U); // its own two, and how three others ended
   }
 }
 

@@ -12,7 +12,7 @@ from ranks import TORCH_DDP, RankResults, run_ranks
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(900)]
 
-PROGRAMS, PER_CASE = 150, 5
+PROGRAMS, PER_CASE = 300, 5
 _LIMIT_S = 60.0
 _SHORTENING_S = 120.0
 

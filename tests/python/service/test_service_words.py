@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -330,6 +331,20 @@ def test_an_address_that_others_can_reach_is_warned_of(
     server.stop()
     server.serve()
     assert ("without encryption" in caplog.text) is warns
+
+
+@pytest.mark.ci
+def test_every_line_of_a_server_names_its_host_and_no_rank() -> None:
+    with serve_command("--workers", "1", listen="0.0.0.0:0") as (process, address):
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        dead = ParameterClient(Counter(), servers=address, worker=0)
+        for each in dead._servers:
+            each.drop()
+        lines = [process.stdout.readline(), process.stdout.readline()]
+    mark = f"[{socket.gethostname()}] pycomm WARNING: "
+    before, after = lines  # its first connection
+    assert before.startswith(f"{mark}the parameter service listens on 0.0.0.0:"), lines
+    assert after.startswith(f"{mark}worker 0 "), lines
 
 
 def test_a_server_that_gets_a_wrong_frame_goes_on() -> None:

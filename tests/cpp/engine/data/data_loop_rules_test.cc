@@ -107,6 +107,16 @@ TEST(DataLoopRules, AFollowedOperationHasNoEdgesAndAsksAllRanksAfter200Ms) {
   EXPECT_EQ(data_loop.takeQuestions(), (std::vector<std::pair<uint64_t, int>>{{1, 1}, {1, 2}}));
 }
 
+TEST(DataLoopRules, AFollowedOperationThatHasEndedIsForgotten) {
+  LoneDataLoop data_loop;
+  const auto operation = data_loop.broadcast(1);
+  data_loop.plane->follow(operation);
+  EXPECT_EQ(heldText(data_loop.plane->usage()), "followed operations: 1, operations that are entered: 1");
+  data_loop.plane->followedEnded(1, std::nullopt);
+  EXPECT_TRUE(operation->done());
+  EXPECT_EQ(heldText(data_loop.plane->usage()), "");
+}
+
 TEST(DataLoopRules, AStuckOperationInSharedMemoryAsksAtOnceThoseThatLackItAndNoOthers) {
   LoneDataLoop data_loop(4);
   IdleHost host(data_loop.identity);

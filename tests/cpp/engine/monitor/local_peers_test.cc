@@ -22,6 +22,7 @@
 
 #include "allocations.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "engine/monitor/host_greeting.h"
 #include "sanitized.h"
 #include "transport/error_matchers.h"
@@ -287,6 +288,15 @@ TEST(LocalPeers, WatchesAProcessOnceThereIsADescriptorForIt) {
                 }
                 EventLoop loop("test");
                 LocalPeers local_peers(loop);
+                static std::atomic<int> told{0};
+                setLogSink(
+                    [](LogLevel, const char* line) {
+                      told += std::strstr(line, "no descriptor was free for it") != nullptr &&
+                              std::strstr(line, "the next group tries again") != nullptr
+                          ? 1
+                          : 0;
+                    },
+                    LogLevel::Info);
                 std::atomic<int> deaths{0};
                 const auto watch = [&] {
                   loop.run([&] { static_cast<void>(local_peers.watch(name->data(), [&] { ++deaths; })); });
@@ -306,6 +316,7 @@ TEST(LocalPeers, WatchesAProcessOnceThereIsADescriptorForIt) {
                 while (!another() && !most.expired()) { // until the connection is given up
                   std::this_thread::sleep_for(std::chrono::milliseconds(1));
                 }
+                const bool said = told == 1;
                 hoard.clear();
                 watch();
                 const bool lived = other.runsOn(300); // it is greeted meanwhile
@@ -315,7 +326,7 @@ TEST(LocalPeers, WatchesAProcessOnceThereIsADescriptorForIt) {
                 }
                 local_peers.close();
                 loop.stop();
-                return lived && deaths == 2;
+                return said && told == 1 && lived && deaths == 2;
               }).join(120000));
 }
 

@@ -476,6 +476,47 @@ MUTATIONS = [
         "",
         "LargeMemory.ALargeScheduleIsReleasedBesideTheDataLoop",
     ),
+    # ---- what an idle group keeps in tables that the simulator does not fill; unexpected frames
+    # have none of their own, they are in the rows of operations
+    _rule(
+        "22: operations in shared memory that are watched stay when they end",
+        "watched_operations.cc",
+        "  host_->tellEnd(*operation); // first",
+        "  // first",
+        "IdleGroup.KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf",
+        "IdleGroup.KeepsNothingOfOperationsInSharedMemoryThatARankWasLateFor",
+    ),
+    _rule(
+        "22: operations in shared memory that have ended are pending",
+        "host_plane.cc",
+        "  pending_.fetch_sub(1, std::memory_order_seq_cst);\n  operation.finish(std::nullopt);\n",
+        "  operation.finish(std::nullopt);\n",
+        "IdleGroup.KeepsNothingOfOperationsInSharedMemoryThatAPeerSpokeOf",
+    ),
+    _rule(
+        "22: followed operations stay when they end",
+        "data_plane.cc",
+        "    operation.finish(std::nullopt);\n  }\n}\n\n// ---- peers come and go",
+        "    operation.finish(std::nullopt);\n  }\n"
+        "  tables_.entered.emplace(op_id, std::move(node.mapped()));\n}\n\n"
+        "// ---- peers come and go",
+        "DataLoopRules.AFollowedOperationThatHasEndedIsForgotten",
+    ),
+    _rule(
+        "22: what could not begin stays when the group ends",
+        "ends.cc",
+        "  for (const auto& operation : std::exchange(refused_, {})) {\n"
+        "    end(*operation, nullptr);\n",
+        "  for (const auto& operation : refused_) {\n    end(*operation, nullptr);\n",
+        "DataPlaneRefused.OperationsEndWithTheGroupOldestFirst",
+    ),
+    _rule(
+        "22: the history has no bound",
+        "matching.cc",
+        "  if (tables.recent_order.size() == Tables::kRecent) {\n",
+        "  if (false) {\n",
+        _RECENT,
+    ),
 ]
 
 

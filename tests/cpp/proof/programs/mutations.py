@@ -422,6 +422,30 @@ MUTATIONS = [
         "if (questions_.size() > 1 && running()) {",
     ),
     Mutation(
+        "operations that have ended stay entered",
+        "data_plane.cc",
+        "  letGo(node.mapped());\n",
+        "  letGo(node.mapped());\n  tables_.entered.insert(std::move(node));\n",
+    ),
+    Mutation(
+        "messages that have left count as queued",
+        "send_queue.h",
+        "    --size_;\n",
+        "",
+    ),
+    Mutation(
+        "operations that are not unexpected any more take a place",
+        "matching.cc",
+        "      --places(peer, ahead.descriptor);\n",
+        "",
+    ),
+    Mutation(
+        "questions for messages that were received stay open",
+        "messages.cc",
+        "    peer.asked = 0; // all that they have brought is received\n",
+        "",
+    ),
+    Mutation(
         "operations that are released are kept as held",
         "data_plane.cc",
         "if (watched_.release(operation)) {",
