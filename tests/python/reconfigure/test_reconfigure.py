@@ -607,3 +607,13 @@ def test_nothing_grows(tmp_path: Path, times: int) -> None:
     args = (str(tmp_path / "met"), times)
     for seen in run_ranks(2, meets_often, init="none", args=args, timeout_s=900).values():
         assert all(now == seen[0] for now in seen), seen
+
+
+def hook_before_members(rank: int, world_size: int, path: str) -> None:
+    Member(rank, world_size, path)
+    with pytest.raises(pycomm.errors.InvalidArgumentError, match="has no members"):
+        pycomm.comm_hooks.ordered(lambda state, bucket: None, group=dist.group.WORLD)
+
+
+def test_a_hook_for_a_group_without_members_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, hook_before_members, args=(f"{tmp_path}/store",), init="none", backend=None)
