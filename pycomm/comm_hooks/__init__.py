@@ -333,9 +333,7 @@ class _Worker:
             threaded = not inline and not waits
             if threaded and self._thread is None:
                 # A daemon only so that a hook that never ends cannot keep the process alive.
-                thread = threading.Thread(
-                    target=self._run, name="pycomm-ordered-hook", daemon=True
-                )
+                thread = threading.Thread(target=self._run, name="pycomm-ordered-hook", daemon=True)
                 thread.start()  # raises if there are too many
                 self._thread = thread
                 thread_ends.running.add(self)

@@ -213,7 +213,7 @@ def lists_on_two_devices(group: dist.ProcessGroup, on_device: Callable[[], torch
                 calls.append(lambda mixed=mixed, part=part: ours.gather([mixed], [part]))
                 calls.append(lambda mixed=mixed, part=part: ours.scatter([part], [mixed]))
             for call in calls:
-                with pytest.raises(errors.InvalidArgumentError, match="are on c.* and on c.*move"):
+                with pytest.raises(errors.InvalidArgumentError, match=r"are on c.* and on c.*move"):
                     call()
                 refused += 1
     return refused

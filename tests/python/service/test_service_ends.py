@@ -127,9 +127,7 @@ def test_a_worker_that_never_comes_ends_a_pull_at_the_timeout() -> None:
     server = counter_server(workers=2)
     with serving(server) as address:
         model = Counter()
-        worker = ParameterClient(
-            model, servers=address, worker=0, timeout=2.0, reconnect=20.0
-        )
+        worker = ParameterClient(model, servers=address, worker=0, timeout=2.0, reconnect=20.0)
         model.count.grad = torch.ones(1)
         worker.push()
         began_s = time.monotonic()
@@ -194,7 +192,7 @@ def test_a_step_that_fails_when_an_absent_worker_is_given_up_ends_the_server() -
         model, Breaks(model.parameters(), lr=1.0), listen="127.0.0.1:0", workers=2, rejoin=0.2
     )
     with (
-        pytest.raises(RuntimeError, match="a step of the optimizer failed .*: it broke"),
+        pytest.raises(RuntimeError, match=r"a step of the optimizer failed .*: it broke"),
         serving(server) as address,
     ):
         workers = [Counter() for _ in range(2)]
