@@ -120,6 +120,7 @@ def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = Non
 
     Raises:
         InvalidArgumentError: An argument does not fit.
+        UnsupportedError: Another dtype.
     """
     codes: torch.Tensor
     codes, _ = loader.native.encode(wire_dtype_name("codec", codec), values, error)
@@ -139,5 +140,6 @@ def decode_sum(
 
     Raises:
         InvalidArgumentError: An argument does not fit.
+        UnsupportedError: Another dtype.
     """
     loader.native.sum_decoded(wire_dtype_name("codec", codec), rows, output, divisor)

@@ -106,7 +106,19 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The model, or the new layer if ``module`` is a BatchNorm layer itself.
         """
-        converted = module
+        return cls._converted(module, process_group, {})
+
+    @classmethod
+    def _converted(
+        cls,
+        module: torch.nn.Module,
+        process_group: Any | None,
+        made: dict[torch.nn.Module, torch.nn.Module],
+    ) -> torch.nn.Module:
+        """``made``: what each module so far has become; a model may use one twice."""
+        if module in made:
+            return made[module]
+        made[module] = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             layer = cls(
                 module.num_features,
@@ -123,10 +135,11 @@ class SyncBatchNorm(_BatchNorm):
             layer.training = module.training
             if hasattr(module, "qconfig"):
                 layer.qconfig = module.qconfig
-            converted = layer
-        for name, child in module.named_children():
-            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
-        return converted
+            made[module] = layer
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                made[module].add_module(name, cls._converted(child, process_group, made))
+        return made[module]
 
 
 SYNC_BATCH_NORMS = (TorchSyncBatchNorm, SyncBatchNorm)
@@ -179,7 +192,9 @@ class _Normalize(torch.autograd.Function):
         ctx.group, ctx.dims, ctx.shape = group, dims, shape
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, variance, total)
-        return output.to(input.dtype), mean, variance, total
+        # Never what is kept for backward: the next layer may change it in place.
+        output = output.to(input.dtype, copy=output is normalized)
+        return output, mean, variance, total
 
     @staticmethod
     @once_differentiable

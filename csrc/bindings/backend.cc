@@ -455,7 +455,9 @@ void bindBackend(py::module_& m) {
       py::arg("hook_id"));
   m.def(
       "group_number",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).groupNumber(); },
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        return raising([&] { return asPycomm(backend).groupNumber(); });
+      },
       py::arg("backend"));
   m.def(
       "group_run",

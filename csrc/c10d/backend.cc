@@ -99,9 +99,9 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
   if (settings_.check_call_sites) {
     call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
   }
-  // Last, as the role refers to this until the destructor settles it.
-  owner_ = c10::make_intrusive<WorkOwner>(group_, GroupRole::next(*this, settings_.starts_world));
   watchFailure(group_, 0);
+  // The role refers to this until the destructor settles it: nothing may fail behind it.
+  owner_ = c10::make_intrusive<WorkOwner>(group_, *this, settings_.starts_world);
 }
 
 PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable> reconfigurable, Settings settings)

@@ -4,6 +4,7 @@
 
 #include "base/wait_point.h"
 #include "c10d/python_errors.h"
+#include "c10d/raising.h"
 #include "c10d/without_gil.h"
 
 namespace pycomm {
@@ -34,6 +35,16 @@ MessageWork::~MessageWork() {
       (void)storage_.unsafeReleaseStorageImpl();
     }
   }
+}
+
+bool MessageWork::isCompleted() {
+  if (operation_->done()) {
+    return true;
+  }
+  if (!owner_->group->engine().belongsToThisProcess()) {
+    raising([&] { static_cast<void>(owner_->group->wait(*operation_, Deadline::after(0))); });
+  }
+  return false;
 }
 
 std::exception_ptr MessageWork::exception() const {

@@ -32,9 +32,7 @@ class MessageWork final : public c10d::Work {
         operation_(std::move(operation)) {}
   ~MessageWork() override;
 
-  bool isCompleted() override {
-    return operation_->done();
-  }
+  bool isCompleted() override;
   bool isSuccess() const override {
     return operation_->done() && !operation_->error();
   }

@@ -18,6 +18,7 @@ constexpr uint64_t kMessage = 0x6d657373616765ULL;
 constexpr uint64_t kNative = 0x6e6174697665ULL;
 
 thread_local const IssueContext* t_adding = nullptr; ///< of the callback that this thread is adding to a future
+thread_local bool t_in_pool = false; ///< see NamedCallbacksInPool
 
 struct Adding {
   explicit Adding(const IssueContext* context) : before(std::exchange(t_adding, context)) {}
@@ -85,7 +86,8 @@ std::shared_ptr<FutureName> FutureName::of(const c10::ivalue::Future& future) {
 }
 
 bool FutureName::leavesThread() const noexcept {
-  return engine_ != nullptr && engine_->belongsToThisProcess() && !waited_.load(std::memory_order_relaxed);
+  return engine_ != nullptr && engine_->belongsToThisProcess() &&
+      (t_in_pool || !waited_.load(std::memory_order_relaxed));
 }
 
 std::shared_ptr<IssueContext> FutureName::addCallback() {
@@ -251,6 +253,12 @@ c10::TypePtr collected(const std::vector<std::shared_ptr<FutureName>>& parts, c1
       std::move(promised));
 }
 
+NamedCallbacksInPool::NamedCallbacksInPool() noexcept : before_(std::exchange(t_in_pool, true)) {}
+
+NamedCallbacksInPool::~NamedCallbacksInPool() {
+  t_in_pool = before_;
+}
+
 void addNamed(
     const c10::intrusive_ptr<c10::ivalue::Future>& future,
     const std::shared_ptr<IssueContext>& context,
@@ -262,7 +270,7 @@ void addNamed(
   const Adding adding(context.get());
   future->addCallback([run, strand = context.get()](c10::ivalue::Future& completed) {
     const std::shared_ptr<FutureName> name = FutureName::of(completed);
-    if (t_adding == strand && name != nullptr && name->leavesThread()) {
+    if ((t_in_pool || t_adding == strand) && name != nullptr && name->leavesThread()) {
       const auto later = [run,
                           streams = currentStreams(completed),
                           future = c10::intrusive_ptr<c10::ivalue::Future>::reclaim_copy(&completed)] {

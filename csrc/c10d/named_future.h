@@ -143,6 +143,18 @@ class Promise {
 /// that: such a future is leaked. Call it where the last reference may be dropped next.
 void keepIfBroken(c10::ivalue::Future& future) noexcept;
 
+/// While a future is completed on a thread of the program's: its callbacks with names run in the pool all the same.
+class NamedCallbacksInPool {
+ public:
+  NamedCallbacksInPool() noexcept;
+  ~NamedCallbacksInPool();
+  NamedCallbacksInPool(const NamedCallbacksInPool&) = delete;
+  NamedCallbacksInPool& operator=(const NamedCallbacksInPool&) = delete;
+
+ private:
+  const bool before_;
+};
+
 /// Runs `callback` in the strand `context` when `future` completes; see FutureName::leavesThread().
 void addNamed(
     const c10::intrusive_ptr<c10::ivalue::Future>& future,

@@ -70,7 +70,7 @@ at::Tensor Staging::temporary(const at::Tensor& like, int64_t numel) {
   return made;
 }
 
-BufferView Staging::onHost(const at::Tensor& tensor, BufferView view, bool read, bool written) {
+c10::Device Staging::oneDevice(const at::Tensor& tensor) {
   const c10::Device device = tensor.device();
   if (device_.value_or(device) != device) {
     throw Error(
@@ -79,6 +79,11 @@ BufferView Staging::onHost(const at::Tensor& tensor, BufferView view, bool read,
         "move them to one device");
   }
   device_ = device;
+  return device;
+}
+
+BufferView Staging::onHost(const at::Tensor& tensor, BufferView view, bool read, bool written) {
+  const c10::Device device = oneDevice(tensor);
   storages_.push_back(tensor.storage());
   if (device.is_cpu()) {
     return view;
@@ -133,6 +138,7 @@ ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
   const at::Tensor made = temporary(parts.front(), totalNumel(parts));
   int64_t begin = 0;
   for (const at::Tensor& part : parts) {
+    oneDevice(part);
     copyElements(made.narrow(0, begin, part.numel()).view(part.sizes()), part);
     begin += part.numel();
   }
@@ -142,6 +148,9 @@ ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
 BufferView Staging::out(const std::vector<at::Tensor>& parts) {
   if (areOneRun(parts)) {
     return onHost(parts.front(), viewOfRun(parts), false, true);
+  }
+  for (const at::Tensor& part : parts) {
+    oneDevice(part);
   }
   const at::Tensor made = temporary(parts.front(), totalNumel(parts));
   copies_.push_back({made, parts});
@@ -154,6 +163,7 @@ std::vector<BufferView> Staging::apart(const std::vector<at::Tensor>& parts) {
     return views;
   }
   for (const at::Tensor& part : parts) {
+    oneDevice(part);
     if (!isPlain(part)) {
       return {};
     }

@@ -69,6 +69,8 @@ class Staging {
   [[nodiscard]] BufferView output(const at::Tensor& tensor, bool read);
   [[nodiscard]] at::Tensor temporary(const at::Tensor& like, int64_t numel);
 
+  /// The tensor's device. Throws Error(InvalidArgument) if the call has a tensor on another one.
+  c10::Device oneDevice(const at::Tensor& tensor);
   /// `view` of memory of `tensor`'s device, or pinned memory that stands for it.
   [[nodiscard]] BufferView onHost(const at::Tensor& tensor, BufferView view, bool read, bool written);
 

@@ -66,6 +66,7 @@ struct PycommWork::State {
   LeafMutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::atomic<bool> completing{false}; ///< a thread has begun to complete it
   std::shared_ptr<State> kept_for_good; ///< itself: nobody can say any more when the operations have ended
 
   ~State() {
@@ -319,7 +320,7 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
 
 bool PycommWork::isCompleted() {
   if (!state_->done()) {
-    handOver(); // who polls may never wait
+    raising([&] { handOver(); }); // who polls may never wait
     return false;
   }
   return state_->tryToFinish();
@@ -481,7 +482,17 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   }
   std::unique_lock lock(state_->mutex);
   if (state_->future) {
-    return state_->future;
+    const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
+    const bool waited = state_->waited;
+    lock.unlock();
+    if (waited && !future->completed() && state_->group().engine().belongsToThisProcess()) {
+      const WithoutGil no_gil;
+      const NamedCallbacksInPool on_user_thread;
+      completeFuture(*state_);
+      beforeWait();
+      future->wait(); // a thread of the pool may be at it
+    }
+    return future;
   }
   std::vector<c10::Device> devices;
   for (const c10::Stream& stream : state_->sideStreams()) {
@@ -494,6 +505,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
     const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
     lock.unlock(); // an error takes the interpreter's lock, which a thread may have that waits for this one
     const WithoutGil no_gil;
+    state_->completing = true;
     state_->complete(*future);
     return future;
   }
@@ -527,6 +539,9 @@ void PycommWork::completeInChild(State& state, c10::ivalue::Future& future) {
 }
 
 void PycommWork::completeFuture(State& state) {
+  if (state.completing.exchange(true)) {
+    return;
+  }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard lock(state.mutex);

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,9 @@ void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds
 /// What all Works of a backend share: one pointer in each of them.
 struct WorkOwner final : c10::intrusive_ptr_target {
   WorkOwner(std::shared_ptr<Group> of, std::shared_ptr<GroupRole> as) : group(std::move(of)), role(std::move(as)) {}
+  /// With the next role, as the last that can fail.
+  WorkOwner(std::shared_ptr<Group> of, const c10d::Backend& backend, std::optional<bool> starts_world)
+      : group(std::move(of)), role(GroupRole::next(backend, starts_world)) {}
   const std::shared_ptr<Group> group;
   const std::shared_ptr<GroupRole> role;
 };

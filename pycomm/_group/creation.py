@@ -44,7 +44,6 @@ from pycomm.options import (
 
 logger = logging.getLogger("pycomm")
 
-_default_group_options: Options | None = None
 _made_with: dict[str, _MadeWith] = {}
 """By the group's name; torch has no way to ask a plugin's group for it.
 
@@ -411,7 +410,6 @@ def _starts_world() -> bool:
 
 
 def _options_of(group: Any, pg_options: object) -> Options:
-    global _default_group_options
     if _is_another_backends(group, pg_options):
         pg_options = None
     if pg_options is not None and not isinstance(pg_options, Options):
@@ -419,13 +417,14 @@ def _options_of(group: Any, pg_options: object) -> Options:
             f"pg_options must be a pycomm.Options, not {type(pg_options).__qualname__}. "
             "Try: init_process_group('pycomm', pg_options=pycomm.Options(interface='eth0'))"
         )
-    if not group.global_ranks_in_group:  # this is how torch marks the default group
-        _default_group_options = pg_options
     if pg_options is not None:
         return pg_options
     # Libraries make groups of their own without options: what the user said of the default group
     # holds for them.
-    return _default_group_options or Options()
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # it is another library's
+            return group_options(dist.distributed_c10d._get_default_group())
+    return Options()
 
 
 def _is_another_backends(group: Any, pg_options: object) -> bool:

@@ -331,15 +331,14 @@ class _Worker:
             chain = None if group is None else self._chains_of(group).begin()
             job = _Job(state, bucket, chain)
             threaded = not inline and not waits
-            if threaded:
-                self._jobs.put(job)
             if threaded and self._thread is None:
                 # A daemon only so that a hook that never ends cannot keep the process alive.
-                self._thread = threading.Thread(
-                    target=self._run, name="pycomm-ordered-hook", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pycomm-ordered-hook", daemon=True)
+                thread.start()  # raises if there are too many
+                self._thread = thread
                 thread_ends.running.add(self)
+            if threaded:
+                self._jobs.put(job)
         if waits:
             self._reduce(job)
         return self._issue(job) if inline else job.outcome.future
@@ -404,9 +403,12 @@ class _Worker:
         return self._streams[buffer.device]
 
     def _fail(self, job: _Job, error: BaseException) -> None:
-        if self._describe is not None:
-            _add_note(error, self._describe(job.bucket))
-        job.outcome.fail(error)
+        try:
+            if self._describe is not None:
+                with contextlib.suppress(Exception):  # what counts is the error
+                    _add_note(error, self._describe(job.bucket))
+        finally:  # who waits for the future has no timeout
+            job.outcome.fail(error)
 
 
 def _value(future: Future[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm._group.creation import set_up_without_a_group
 from pycomm._group.secrets import opened, sealed
-from pycomm.errors import ConfigMismatchError, InvalidArgumentError
+from pycomm.errors import CollectiveTimeoutError, ConfigMismatchError, InvalidArgumentError
 from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, as_received, printable
 from pycomm.service.notices import cause_of
@@ -154,6 +155,7 @@ class ParameterClient:
             ValueError: A gradient is sparse. Nothing was sent.
             ConnectionError: A server is gone for longer than ``reconnect``. The push is not taken
                 back: where it arrived, it counts.
+            TimeoutError: A server has not answered within ``timeout``. As above.
         """
         self._check_open()
         for name, parameter in self._layout.parameters.items():
@@ -187,6 +189,7 @@ class ParameterClient:
 
         Raises:
             ConnectionError: A server is gone for longer than ``reconnect``.
+            TimeoutError: Other workers are late for longer than ``timeout``.
         """
         self._check_open()
         versions = []
@@ -249,15 +252,21 @@ class ParameterClient:
         until: float | None = None  # from the first failure on: a pull may wait for long before
         while True:
             left = seconds if until is None else until - time.monotonic()
+            asked_s = math.inf
             try:
                 if server.session is None:
                     server.session = self._connect(server, left)
+                asked_s = time.monotonic()
                 return call(server.session)
             except RefusedError:
                 server.drop()
                 raise
             except Exception as error:
                 server.drop()
+                waited_s = time.monotonic() - asked_s
+                # One that came earlier is the server's: this worker was silent for too long.
+                if isinstance(error, CollectiveTimeoutError) and waited_s > self._timeout - 0.01:
+                    raise TimeoutError(self._why_late(server)) from error
                 if isinstance(error, InvalidArgumentError) and not server.reached:
                     raise  # of a setting
                 first = until is None
@@ -280,6 +289,13 @@ class ParameterClient:
                         cause_of(error),
                     )
                 time.sleep(_AGAIN_S)
+
+    def _why_late(self, server: _Server) -> str:
+        return (
+            f"worker {self._worker} has waited {self._timeout:g} s for an answer of {server.name} "
+            "of the parameter service, whose process lives: it waits for other workers, or is "
+            "slow. Try: look for workers that are late or never came; or a longer timeout"
+        )
 
     def _why_lost(self, server: _Server, error: Exception, retried: str) -> str:
         cause = cause_of(error)

@@ -133,6 +133,7 @@ class ServerCore:
             self._ended.discard(hello.worker)
             self._gone_at.pop(hello.worker, None)
             self._apply_due(begun)
+            self._check_steps()
             return clock
 
     def buffers(self) -> dict[torch.dtype, torch.Tensor]:
@@ -162,6 +163,7 @@ class ServerCore:
             elif verdict is PushVerdict.KEEP:
                 begun.kept[(worker, begun.schedule.workers[worker].clock)] = gradients
             self._apply_due(begun)
+            self._check_steps()
 
     def pull(
         self, worker: int, incarnation: int, clock: int, into: Buffers, session: int | None = None
@@ -202,6 +204,7 @@ class ServerCore:
             self._changes += 1
             begun.schedule.left(worker)
             self._apply_due(begun)
+            self._check_steps()
 
     def lost_sight(self, worker: int, session: int) -> None:
         """The session has ended. If the worker has no newer one, the others wait until
@@ -377,6 +380,7 @@ class ServerCore:
         return self._begun
 
     def _apply_due(self, begun: _Begun) -> None:
+        """Raises nothing: a step that fails is the ``failure``."""
         while (due := begun.schedule.due()) is not None:
             clock, workers = due
             self._step(begun, [begun.kept.pop((worker, clock)) for worker in workers])
@@ -394,7 +398,6 @@ class ServerCore:
         except Exception as error:
             self._failure = error
             self._stopped = True
-            raise
 
 
 def _check_current(begun: _Begun, worker: int, incarnation: int) -> None:

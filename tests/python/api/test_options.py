@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm import Options, codecs, options
+from pycomm._group.creation import group_wire_dtype
 from pycomm._settings import SETTINGS, unknown_variables, variables
 from pycomm._wire_patterns import named_wire_dtype
 from pycomm.options import ResolvedOptions
@@ -379,3 +381,21 @@ def test_other_libraries_interfaces_end_no_job() -> None:
 def test_makes_own_variables_are_known(recwarn: pytest.WarningsRecorder) -> None:
     Options().resolve({"PYCOMM_TORCH": "2.14.1"})
     assert not recwarn.list
+
+
+@pytest.mark.needs_native
+def test_a_group_without_options_has_those_of_the_default_group_of_now() -> None:
+    found = []
+    for backend, given_options in (("pycomm", Options(wire_dtype="int8")), ("gloo", None)):
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            pg_options=given_options,  # type: ignore[arg-type]
+        )
+        try:
+            found.append(group_wire_dtype(dist.new_group([0], backend="pycomm")))
+        finally:
+            dist.destroy_process_group()
+    assert found == ["int8", "fp32"]

@@ -174,10 +174,34 @@ def dropped(rank: int, size: int) -> None:
     assert tensor.eq(size).all()
 
 
+def futures_after_wait(rank: int, size: int) -> None:
+    """A future that was asked for before wait() is complete when it is asked for again."""
+    gate = threading.Event()
+    held = [
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda _: gate.wait(60))
+        for _ in range(30)  # each takes a thread of the pool, which starts the next one ever later
+    ]
+    tensor = torch.full((4,), float(rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    early = work.get_future()
+    here = threading.get_ident()
+    ran = early.then(lambda _: (gate.wait(60), threading.get_ident() != here)[1])
+    work.wait()
+    future = work.get_future()  # does not run the callback, which would wait for the gate
+    assert future.done()
+    assert not gate.is_set()
+    for each in (future, early):
+        assert each.value()[0].data_ptr() == tensor.data_ptr()
+    gate.set()
+    assert ran.wait()
+    torch.futures.collect_all(held).wait()
+
+
 @pytest.mark.parametrize(
     "target",
     [
         what_a_work_says,
+        futures_after_wait,
         hundreds_in_flight,
         groups_in_another_order,
         threads_with_groups,

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from test_cuda_staging import lists_on_two_devices
 
 import pycomm
 from pycomm._native import loader
@@ -456,3 +457,13 @@ def test_a_collective_in_a_cuda_graph_is_refused(cuda_mode: str) -> None:
     for text, value in run_ranks(1, _captured, args=(cuda_mode,), fresh=True).values():
         assert "while a CUDA graph is captured" in text
         assert value == 1.0
+
+
+def _on_two_devices(rank: int, size: int) -> int:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    group = dist.new_group(list(range(size)))
+    return lists_on_two_devices(group, lambda: torch.ones(4, device="cuda"))
+
+
+def test_a_list_with_tensors_on_two_devices_is_refused() -> None:
+    assert run_ranks(2, _on_two_devices, fresh=True).values() == [24, 16]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from time_bound import assert_within
 
 import pycomm
 from pycomm import errors
+from pycomm._group.creation import native_backend
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import native  # of tools, whose path fake_cuda_device adds
@@ -191,6 +193,40 @@ def test_what_cannot_be_done_is_said_before_anything_moves(fake_cuda: Path) -> N
     for capture, mixed in run_ranks(2, _refusals, args=(str(fake_cuda),)).values():
         assert "CUDA graph" in capture
         assert "cuda:0" in mixed and "cuda:1" in mixed
+
+
+def lists_on_two_devices(group: dist.ProcessGroup, on_device: Callable[[], torch.Tensor]) -> int:
+    """Refusals of lists with a CPU tensor, first or last, and a CUDA tensor of four elements."""
+    ours = native_backend(group)
+    refused = 0
+    for cpu_first in (True, False):
+        for part in (torch.ones(4), on_device()):
+            mixed = [torch.ones(4), on_device()][:: 1 if cpu_first else -1]
+            alike = [part.clone() if part.is_cpu else on_device() for _ in range(2)]
+            calls: list[Callable[[], Any]] = [
+                lambda mixed=mixed, part=part: ours.allgather([mixed], [part]),
+                lambda mixed=mixed, part=part: ours.reduce_scatter([part], [mixed]),
+                lambda mixed=mixed, alike=alike: ours.alltoall(alike, mixed),
+                lambda mixed=mixed, alike=alike: ours.alltoall(mixed, alike),
+            ]
+            if group.rank() == 0:  # only the root has a list
+                calls.append(lambda mixed=mixed, part=part: ours.gather([mixed], [part]))
+                calls.append(lambda mixed=mixed, part=part: ours.scatter([part], [mixed]))
+            for call in calls:
+                with pytest.raises(errors.InvalidArgumentError, match=r"are on c.* and on c.*move"):
+                    call()
+                refused += 1
+    return refused
+
+
+def _on_two_devices(rank: int, size: int, library: str) -> int:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    return lists_on_two_devices(group, lambda: device.tensor(np.ones(4, "float32")))
+
+
+def test_a_list_with_tensors_on_two_devices_is_refused(fake_cuda: Path) -> None:
+    assert run_ranks(2, _on_two_devices, args=(str(fake_cuda),)).values() == [24, 16]
 
 
 def _without_library(rank: int, size: int, library: str, missing: str) -> str:

@@ -201,6 +201,46 @@ def test_one_failure_does_not_stop_the_next_bucket() -> None:
         failed.wait()
 
 
+def ends(future: Future[torch.Tensor]) -> bool:
+    """Within ten seconds."""
+    deadline_s = time.monotonic() + 10
+    while not future.done() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return future.done()
+
+
+def failing(state: Any, bucket: Any) -> Future[torch.Tensor]:
+    raise ValueError("wanted")
+
+
+def test_a_bucket_that_cannot_be_described_fails_all_the_same() -> None:
+    def describe(bucket: Any) -> str:
+        raise KeyError("no name")
+
+    wrapped = ordered(failing, describe=describe)
+    for _ in range(2):
+        failed = wrapped(None, BUCKET)
+        assert ends(failed)
+        with pytest.raises(Exception, match="wanted"):
+            failed.wait()
+
+
+def test_a_thread_that_cannot_start_is_started_by_the_next_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    wrapped = ordered(doubled)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            wrapped(None, BUCKET)
+    reduced = wrapped(None, BUCKET)
+    assert ends(reduced)
+    assert reduced.wait().tolist() == [2.0, 2.0, 2.0]
+
+
 def test_the_name_and_signature_stay_the_hooks() -> None:
     wrapped: Any = ordered(powerSGD_hook.powerSGD_hook)
     assert wrapped.__qualname__ == "powerSGD_hook"

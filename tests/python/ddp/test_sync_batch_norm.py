@@ -112,6 +112,12 @@ def converted(rank: int, size: int) -> None:
     assert [id(each) for each in model.parameters()] == [id(each) for each in parameters]
     layers = [each for each in model.modules() if isinstance(each, pycomm.SyncBatchNorm)]
     assert len(layers) == 2
+    shared = torch.nn.BatchNorm1d(4)
+    inner = torch.nn.Sequential(shared)
+    twice = torch.nn.Sequential(shared, inner, torch.nn.Linear(4, 4), shared, inner)
+    twice = pycomm.SyncBatchNorm.convert_sync_batchnorm(twice)
+    (layer,) = [each for each in twice.modules() if isinstance(each, pycomm.SyncBatchNorm)]
+    assert twice[0] is twice[1][0] is twice[3] is twice[4][0] is layer
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     inputs = torch.randn(4 + rank, 2, 3, 3).to(memory_format=torch.channels_last)
     wrapped(inputs).square().mean().backward()
@@ -126,6 +132,26 @@ def converted(rank: int, size: int) -> None:
 @pytest.mark.ci
 def test_convert() -> None:
     run_ranks(2, converted)
+
+
+def changed_in_place(rank: int, size: int) -> None:
+    import pycomm
+
+    for affine in (False, True):
+        grads = []
+        for in_place in (False, True):
+            layers = torch.nn.Sequential(
+                pycomm.SyncBatchNorm(CHANNELS, affine=affine), torch.nn.ReLU(inplace=in_place)
+            )
+            generator = torch.Generator().manual_seed(rank)
+            batch = torch.randn(4, CHANNELS, generator=generator).requires_grad_()
+            layers(batch).square().sum().backward()
+            grads.append(batch.grad)
+        assert torch.equal(*grads)
+
+
+def test_the_next_layer_may_change_the_output_in_place() -> None:
+    run_ranks(2, changed_in_place)
 
 
 def groups_of_one(rank: int, size: int) -> None:

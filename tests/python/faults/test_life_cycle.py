@@ -133,6 +133,7 @@ def use_in_a_child(rank: int, world_size: int, store: str) -> int:
     dist.all_reduce(torch.ones(3))
     exchange(rank, world_size)
     outstanding = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
+    message = dist.irecv(torch.ones(3), src=1) if rank == 0 else None
 
     def raises_forked() -> None:
         for use in (lambda: dist.all_reduce(torch.ones(3)), dist.barrier):
@@ -141,6 +142,9 @@ def use_in_a_child(rank: int, world_size: int, store: str) -> int:
         if outstanding is not None:
             with pytest.raises(pycomm.errors.ForkedError):
                 outstanding.wait()
+            for pending in (outstanding, message):
+                with pytest.raises(pycomm.errors.ForkedError):
+                    pending.is_completed()
         dist.destroy_process_group()  # of the copy: the parent's goes on
         # A group of the child's own, with the other rank's child.
         dist.init_process_group(
@@ -156,8 +160,10 @@ def use_in_a_child(rank: int, world_size: int, store: str) -> int:
     # And the parent's group is as it was.
     if outstanding is None:
         dist.all_reduce(torch.ones(3))
+        dist.send(torch.ones(3), dst=0)
     else:
         outstanding.wait()
+        message.wait()
     exchange(rank, world_size)
     dist.barrier()
     return code

@@ -615,3 +615,13 @@ def test_nothing_grows(tmp_path: Path, times: int) -> None:
                 assert now[what] == seen[0][what], (seen[0], now)
             # A group that is kept has 97 KiB.
             assert now["resident"] - seen[0]["resident"] < 2 << 20, (seen[0], now)
+
+
+def hook_before_members(rank: int, world_size: int, path: str) -> None:
+    Member(rank, world_size, path)
+    with pytest.raises(pycomm.errors.InvalidArgumentError, match="has no members"):
+        pycomm.comm_hooks.ordered(lambda state, bucket: None, group=dist.group.WORLD)
+
+
+def test_a_hook_for_a_group_without_members_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, hook_before_members, args=(f"{tmp_path}/store",), init="none", backend=None)

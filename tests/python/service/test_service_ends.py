@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_service import Counter, count, counter_server, serving
+from time_bound import assert_within
 from torch import nn, optim
 
 import pycomm
@@ -120,6 +122,21 @@ def test_the_time_for_retries_begins_with_the_first_failure() -> None:
         worker.close()
 
 
+@pytest.mark.time_bound
+def test_a_worker_that_never_comes_ends_a_pull_at_the_timeout() -> None:
+    server = counter_server(workers=2)
+    with serving(server) as address:
+        model = Counter()
+        worker = ParameterClient(model, servers=address, worker=0, timeout=2.0, reconnect=20.0)
+        model.count.grad = torch.ones(1)
+        worker.push()
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"has waited 2 s .* it waits for other workers"):
+            worker.pull()
+        assert_within(time.monotonic() - began_s, 10.0)
+        server.stop()
+
+
 def pulling(
     core: ServerCore, expected: type[Exception], session: int | None = None
 ) -> tuple[threading.Thread, list[Exception]]:
@@ -162,13 +179,31 @@ def test_after_a_step_that_failed_nothing_is_answered() -> None:
         join(core, model, worker)
     core.push(0, 1, 1, core.buffers())
     waiting, raised = pulling(core, RuntimeError)
-    with pytest.raises(ValueError, match="it broke"):
-        core.push(1, 2, 1, core.buffers())
-    waiting.join(30)
-    assert len(raised) == 1, "a pull was answered with the parameters of a step that failed"
     for call in (core.push, core.pull):
         with pytest.raises(RuntimeError, match="a step of the optimizer has failed: it broke"):
             call(1, 2, 1, core.buffers())
+    waiting.join(30)
+    assert len(raised) == 1, "a pull was answered with the parameters of a step that failed"
+
+
+def test_a_step_that_fails_when_an_absent_worker_is_given_up_ends_the_server() -> None:
+    model = Counter()
+    server = pycomm.ParameterServer(
+        model, Breaks(model.parameters(), lr=1.0), listen="127.0.0.1:0", workers=2, rejoin=0.2
+    )
+    with (
+        pytest.raises(RuntimeError, match=r"a step of the optimizer failed .*: it broke"),
+        serving(server) as address,
+    ):
+        workers = [Counter() for _ in range(2)]
+        clients = [
+            ParameterClient(each, servers=address, worker=number)
+            for number, each in enumerate(workers)
+        ]
+        workers[0].count.grad = torch.ones(1)
+        clients[0].push()
+        with contextlib.suppress(InterruptedError), clients[1]:
+            raise InterruptedError  # no goodbye
 
 
 def test_a_last_answer_waits_for_a_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
