@@ -92,7 +92,16 @@ void Reducer::endEpoch() {
     ended.wire_nbytes -= each.wire_nbytes;
     ended.gradient_nbytes -= each.gradient_nbytes;
   }
-  stats_.past.push_back(ended);
+  const auto same = std::find_if(stats_.past.begin(), stats_.past.end(), [&](const ReducerStats::Epoch& each) {
+    return each.size == ended.size;
+  });
+  if (same == stats_.past.end()) {
+    stats_.past.push_back(ended);
+    return;
+  }
+  same->wire_nbytes += ended.wire_nbytes;
+  same->gradient_nbytes += ended.gradient_nbytes;
+  same->codec_overflows += ended.codec_overflows;
 }
 
 // The group has other members, or the same ones in a new epoch.

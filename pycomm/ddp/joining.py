@@ -16,6 +16,7 @@ import torch
 
 from pycomm._group.creation import native_backend
 from pycomm._group.model_check import first_difference
+from pycomm._group.reconfiguring import reconfigure_handle
 from pycomm._native import loader
 from pycomm.ddp.elastic import Elastic
 from pycomm.ddp.peers import peers_port
@@ -180,7 +181,10 @@ def port_trouble(peers: str | None, offers: Sequence[Offer]) -> str:
 
 
 def _be_found(group: Any, peers: str, offered: tuple[Offer, str]) -> None:
-    """Of a process that has joined: it listens at the port, or another member of its host does."""
+    """Of a process that has joined: it listens at the port, or another member of its host does.
+
+    All members know by now that it is one.
+    """
     (_, tried), why = offered
     at = peers_port(peers)
     assert at is not None
@@ -193,7 +197,10 @@ def _be_found(group: Any, peers: str, offered: tuple[Offer, str]) -> None:
                 )
             except ConfigMismatchError as error:
                 found = str(error)
-            why = f"{trouble}; {found}" if isinstance(found, str) else ""
+            if not isinstance(found, str):
+                mine = reconfigure_handle(group) in found[1]
+                found = "" if mine else "another training has it"
+            why = f"{trouble}; {found}" if found else ""
     if why:
         logger.warning(
             "elastic=: nobody can find this training at port %d of this host: %s. %s",
@@ -222,6 +229,7 @@ def pull(agreement: Any, model: Any, addresses: Sequence[str]) -> Mapping[str, A
     Raises:
         JoinRefusedError: The state does not fit, or did not come within ``join_pause``.
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
+        LeftBehindError: They had admitted it, and went on without it before it heard of that.
     """
     shared: Mapping[str, Any] = {}
     while (state := agreement.pull()) is not None:

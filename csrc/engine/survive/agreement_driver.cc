@@ -208,7 +208,9 @@ void AgreementDriver::close() noexcept {
     std::shared_ptr<JoinAbort> meeting;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      error_ = error_ ? error_ : why;
+      if (!error_) {
+        error_ = why;
+      }
       stopGivingLocked(why);
       left.peer = jobRankOf(view_, self_);
       meeting = meeting_;
@@ -465,7 +467,9 @@ int64_t AgreementDriver::steps() const {
 void AgreementDriver::failWith(ErrorRecord record) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = error_ ? error_ : std::move(record);
+    if (!error_) { // without memory: this may be called for the want of it
+      error_ = std::move(record);
+    }
     stopGivingLocked(*error_);
   }
   changed_.notify_all();
@@ -650,7 +654,6 @@ void AgreementDriver::handle(Event event, TimePoint now) {
   } else if (const auto* const boundary = std::get_if<Boundary>(&event)) {
     if (boundary->epoch == agreement_->view().epoch) {
       trace("ends behind its commit");
-      pause_until_ = now + milliseconds(config_.join_pause_ms);
       agreement_->boundary(now, boundary->admits);
     }
   } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {
@@ -729,7 +732,10 @@ void AgreementDriver::act() {
         trace(
             "sends message " + std::to_string(static_cast<int>(action.message->kind)) + " to " +
             std::to_string(action.to.size()) + " members");
-        for (const Incarnation& to : action.message->kind == elastic::Message::Kind::Join ? asked_ : action.to) {
+        if (action.message->kind == elastic::Message::Kind::Decide && PYCOMM_FAULT("survive.decide").error_number != 0) {
+          break; // the network has lost it
+        }
+        for (const Incarnation& to : action.to) {
           if (const auto member = members_by_name_.find(to);
               member != members_by_name_.end() && member->second.outbox != nullptr) {
             member->second.outbox->push(bytes);
@@ -831,7 +837,6 @@ void AgreementDriver::install(const View& view) {
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
-  pause_until_.reset();
   PYCOMM_FAULT_POINT("survive.install");
   if (meeting != nullptr) {
     meeting->abort(end.why);
@@ -932,7 +937,7 @@ void AgreementDriver::raise(const Agreement::Action& action) {
           "restart from a checkpoint with more ranks, or set a smaller min_ranks");
       break;
     case Agreement::Action::Error::LeftBehind:
-      error = record(
+      error = view.members.empty() ? missedMembership(action.view) : record(
           ErrorCode::LeftBehind,
           "The other members of an elastic group went on without this rank: it was in " + epoch + " with " +
               list(view.members) + ", and they are in epoch " + std::to_string(action.view.epoch) +

@@ -308,6 +308,7 @@ class AgreementDriver final : public Engine::Maker {
   [[nodiscard]] elastic::Agreement::Config settings() const;
   Member& introduce(const MemberHandle& handle);
   [[nodiscard]] bool mayHear(const elastic::Message& message, TimePoint now);
+  void exclude(Member& newcomer);
   void link(const elastic::Incarnation& newcomer);
   void pingNewcomer(Member& newcomer);
   void handleJoining(Event& event, TimePoint now);
@@ -322,6 +323,7 @@ class AgreementDriver final : public Engine::Maker {
   void announce(const elastic::View& view);
   void showNewcomers();
   [[nodiscard]] ErrorRecord notAdmitted() const;
+  [[nodiscard]] ErrorRecord missedMembership(const elastic::View& now) const;
   [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
   [[nodiscard]] ErrorRecord hasLeftRecord() const;
   [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
@@ -356,7 +358,7 @@ class AgreementDriver final : public Engine::Maker {
       const AbortToken& abort);
   [[nodiscard]] std::unique_ptr<Link> openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
       const;
-  void refuseOne(const MemberHandle& to, const std::string& why) const noexcept;
+  void refuseOne(const MemberHandle& to, const Giving& giving, const std::string& why) const noexcept;
   using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&, const AbortToken&)>;
   void giveEach(const GiveOne& give_one);
   void stopGivingLocked(const ErrorRecord& why);
@@ -391,21 +393,20 @@ class AgreementDriver final : public Engine::Maker {
   std::map<elastic::Incarnation, Member> members_by_name_; ///< and those that were, or want to be
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
-  std::vector<elastic::Incarnation> asked_; ///< of a newcomer: whom it asks to admit it
   TimePoint ask_again_ = TimePoint::max(); ///< of a newcomer: when it asks who the members are now
   int next_number_ = 0; ///< of the next process that becomes a member
-  std::optional<TimePoint> pause_until_; ///< how long members wait for newcomers, if this epoch has ended with a commit
   int states_ = 0; ///< of a newcomer: how often the members' state has come
   std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
   struct Giving {
+    uint64_t epoch = 0;
     uint64_t view = 0; ///< id of the members' view
     size_t ranks = 0; ///< the members, `to`, and newcomers that hold the state already
     std::vector<MemberHandle> to;
     std::vector<std::string>
-        roster; ///< first what the next new member is called, then of each member and newcomer its handle and number
+        roster; ///< first what the next new member is called, then of each member and newcomer its handle and number, or -1
     std::optional<TimePoint> until; ///< the members wait so long; else, too few for a step, for each one that comes
   };
   Giving giving_; ///< newcomers that wait for the state, if this is rank 0

@@ -41,9 +41,9 @@ constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
 constexpr int kNewWitnessMs = 300; // a process that has just answered
 constexpr milliseconds kAskEvery{1000}; // nor is a newcomer that failed to join looked at sooner
 constexpr milliseconds kLongestJoinBackOff{60000};
-constexpr std::string_view kStateBegins = "begin"; // step, id of the members' view, bytes of the state, roster
+constexpr std::string_view kStateBegins = "begin"; // step, id of the members' view, its epoch, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
-constexpr std::string_view kStateRefused = "refuse"; // why
+constexpr std::string_view kStateRefused = "refuse"; // epoch, why
 
 std::optional<int64_t> wholeNumber(const std::string& text) {
   int64_t number = 0;
@@ -109,16 +109,20 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
   if (!expects_state_ || words.size() < 3) {
     return false;
   }
-  if (words[1] == kStateBegins && words.size() >= 6) {
+  // A rank 0 that was stopped does not know that the others have gone on without it, and that the next one gives the state.
+  const auto isLate = [this](const std::optional<int64_t>& epoch) { return !epoch || *epoch < given_in_; };
+  if (words[1] == kStateBegins && words.size() >= 7) {
     const auto step = wholeNumber(words[2]);
     const auto view = wholeNumber(words[3]);
-    const auto nbytes = wholeNumber(words[4]);
-    if (!step || !view || !nbytes || *nbytes <= 0) {
+    const auto epoch = wholeNumber(words[4]);
+    const auto nbytes = wholeNumber(words[5]);
+    if (!step || !view || isLate(epoch) || !nbytes || *nbytes <= 0) {
       return false;
     }
     giver_ = from;
+    given_in_ = *epoch;
     state_nbytes_ = static_cast<size_t>(*nbytes);
-    state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 5, words.end()}, ""};
+    state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 6, words.end()}, ""};
     return true;
   }
   if (words[1] == kStatePart && giver_ == from && words[2].size() <= state_nbytes_ - state_.bytes.size()) {
@@ -129,8 +133,8 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
     }
     return true;
   }
-  if (words[1] == kStateRefused) {
-    putLocked(Refused{printable(words[2], kMaxFirstEndpointFrame)}, kMostMessages);
+  if (words[1] == kStateRefused && words.size() >= 4 && !isLate(wholeNumber(words[2]))) {
+    putLocked(Refused{printable(words[3], kMaxFirstEndpointFrame)}, kMostMessages);
     return true;
   }
   return false;
@@ -264,13 +268,14 @@ void AgreementDriver::seek(const std::vector<MemberHandle>& asked) {
   inbox_->know(asked);
   members_.receive(inbox_);
   introduce(members_.visitor().self);
+  std::vector<Incarnation> contacts;
   for (const MemberHandle& member : asked) {
     introduce(member);
-    asked_.push_back(incarnationOf(member.incarnation));
+    contacts.push_back(incarnationOf(member.incarnation));
   }
   keepRecord();
   ask_again_ = Clock::now() + kAskEvery;
-  agreement_ = std::make_unique<elastic::Agreement>(settings(), asked_, Clock::now());
+  agreement_ = std::make_unique<elastic::Agreement>(settings(), std::move(contacts), Clock::now());
   act(); // keeps the first record
 }
 
@@ -343,7 +348,7 @@ void AgreementDriver::show(State state) {
 
 ErrorRecord AgreementDriver::notAdmitted() const {
   std::string asked;
-  for (const Incarnation& one : asked_) {
+  for (const Incarnation& one : agreement_->contacts()) {
     asked += (asked.empty() ? "" : "; ") + members_by_name_.at(one).handle.who();
   }
   const std::string came = states_ == 0
@@ -355,6 +360,15 @@ ErrorRecord AgreementDriver::notAdmitted() const {
           " s (timed out). It asked the members (" + asked + "); " + came + ".",
       "see whether they still train: members admit others at the end of a step, and their rank 0 gives the state as its next forward pass "
       "begins; after a long evaluation, or with a slow state, a longer join_pause on all members helps");
+}
+
+ErrorRecord AgreementDriver::missedMembership(const View& now) const {
+  return record(
+      ErrorCode::LeftBehind,
+      "The members of an elastic training had admitted this process, and went on without it before it heard of that: they are in epoch " +
+          std::to_string(now.epoch) +
+          ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
+      "start it anew: it joins as another process");
 }
 
 // ---- newcomers, as members see them
@@ -395,8 +409,12 @@ bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
   if (agreement_->view().members.empty()) {
     return message.kind != Kind::Join; // this is a newcomer itself
   }
-  if (from.first_rank >= 0) { // one that was cut off before it knew that it was a member is none again: it starts anew
-    return message.kind != Kind::Join || agreement_->view().has(message.from);
+  if (from.first_rank >= 0) {
+    const bool is_late = message.kind == Kind::Join && !agreement_->view().has(message.from);
+    if (is_late) { // it was a member, and cut off before it knew
+      exclude(from);
+    }
+    return !is_late;
   }
   if (message.kind == Kind::Join) {
     if (!config_.mayBeJoined() || now < from.not_before) {
@@ -409,6 +427,15 @@ bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
     return true;
   }
   return message.kind == Kind::Ping || message.kind == Kind::Pong || message.kind == Kind::Promise;
+}
+
+void AgreementDriver::exclude(Member& newcomer) {
+  elastic::Message excluded;
+  excluded.kind = elastic::Message::Kind::Excluded;
+  excluded.from = self_;
+  excluded.epoch = agreement_->view().epoch;
+  excluded.next = agreement_->view();
+  newcomer.outbox->push(encode(excluded));
 }
 
 void AgreementDriver::link(const Incarnation& newcomer) {
@@ -484,11 +511,12 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   } else if (const auto* const notice = std::get_if<Notice>(&event)) {
     if (is_newcomer) {
       inbox_->know(notice->members);
-      asked_.clear();
+      std::vector<Incarnation> contacts;
       for (const MemberHandle& member : notice->members) {
         introduce(member);
-        asked_.push_back(incarnationOf(member.incarnation));
+        contacts.push_back(incarnationOf(member.incarnation));
       }
+      agreement_->setContacts(std::move(contacts));
       ask_again_ = now + kAskEvery;
     }
   } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
@@ -569,7 +597,7 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
       ask_again_ = now + 2 * milliseconds(kJoinAskMs); // or as the answer says
       Job ask;
       ask.kind = Job::Kind::Ask;
-      for (const Incarnation& name : asked_) {
+      for (const Incarnation& name : agreement_->contacts()) {
         ask.handles.push_back(members_by_name_.at(name).handle.text());
       }
       post(std::move(ask));
@@ -651,13 +679,16 @@ void AgreementDriver::announce(const View& view) {
 void AgreementDriver::showNewcomers() {
   Giving giving;
   const View& view = agreement_->view();
+  giving.epoch = view.epoch;
   giving.view = view.id();
+  const std::vector<Incarnation> loading = agreement_->loading();
+  const std::vector<Incarnation> holding = agreement_->holding();
   if (view.position(self_) == 0) {
-    for (const Incarnation& name : agreement_->loading()) {
+    for (const Incarnation& name : loading) {
       giving.to.push_back(members_by_name_.at(name).handle);
     }
   }
-  giving.ranks = agreement_->ranksWithNewcomers();
+  giving.ranks = view.members.size() + loading.size() + holding.size();
   if (!giving.to.empty()) {
     giving.roster.push_back(std::to_string(next_number_));
     const auto enter = [&](const Incarnation& name) {
@@ -665,11 +696,10 @@ void AgreementDriver::showNewcomers() {
       giving.roster.push_back(member.handle.text());
       giving.roster.push_back(std::to_string(member.first_rank));
     };
-    std::for_each(view.members.begin(), view.members.end(), enter);
-    for (const MemberHandle& newcomer : giving.to) {
-      enter(incarnationOf(newcomer.incarnation));
+    for (const auto* const each : {&view.members, &loading, &holding}) {
+      std::for_each(each->begin(), each->end(), enter);
     }
-    giving.until = pause_until_;
+    giving.until = agreement_->pauseUntil();
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -771,8 +801,8 @@ void AgreementDriver::refuse(const std::string& why, size_t keep) {
     served_.to.erase(served_.to.begin(), first_refused);
     kept.ranks -= served_.to.size();
   }
-  giveEach([&](const MemberHandle& to, const Giving& /*giving*/, const AbortToken& /*abort*/) {
-    refuseOne(to, why);
+  giveEach([&](const MemberHandle& to, const Giving& giving, const AbortToken& /*abort*/) {
+    refuseOne(to, giving, why);
     return record(ErrorCode::PeerLeft, why, "");
   });
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -833,8 +863,9 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
     const std::unique_ptr<Link> link = openToGive(to, deadline, abort);
     const std::string step = std::to_string(steps());
     const std::string view = std::to_string(static_cast<int64_t>(giving.view));
+    const std::string epoch = std::to_string(giving.epoch);
     const std::string nbytes = std::to_string(bytes.size());
-    std::vector<std::string_view> begin = {endpoint_request::kState, kStateBegins, step, view, nbytes};
+    std::vector<std::string_view> begin = {endpoint_request::kState, kStateBegins, step, view, epoch, nbytes};
     begin.insert(begin.end(), giving.roster.begin(), giving.roster.end());
     sayAtEndpoint(*link, begin, deadline, abort);
     while (given < bytes.size()) {
@@ -855,15 +886,16 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
   const std::string why = "The members' state has " + std::to_string(bytes.size()) + " bytes, of which " +
       std::to_string(given) + " reached this process within the " + secondsOf(config_.join_pause_ms) +
       " s for which they wait (join_pause, or at a join_point() the group's timeout). They go on without it. Try: longer ones on the members.";
-  refuseOne(to, why);
+  refuseOne(to, giving, why);
   return record(ErrorCode::PeerUnresponsive, why, "");
 }
 
-void AgreementDriver::refuseOne(const MemberHandle& to, const std::string& why) const noexcept {
+void AgreementDriver::refuseOne(const MemberHandle& to, const Giving& giving, const std::string& why) const noexcept {
   try {
+    const std::string epoch = std::to_string(giving.epoch);
     const Deadline until = Deadline::after(kRefusalMs);
     const AbortToken none;
-    sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, why}, until, none);
+    sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, epoch, why}, until, none);
   } catch (const std::exception&) { // it is stopped, or gone
   }
 }

@@ -125,6 +125,7 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
   ProcessId giver_; ///< of the state that comes
   State state_; ///< its parts so far
   size_t state_nbytes_ = 0; ///< when it is complete
+  int64_t given_in_ = 0; ///< the epoch in which that began
   std::deque<Event> events_;
   bool retiring_ = false;
   bool failed_ = false;

@@ -566,6 +566,22 @@ TEST(AgreementDriver, WhatAMemberSaidOfTheEpochBeforeHidesNoSilence) {
   EXPECT_WITHIN_MS(testing::elapsedMs(began), 4500); // 2000 are left
 }
 
+// Who is no neighbour of one of them in the group has never heard it.
+TEST(AgreementDriver, TwoMembersThatFallSilentAtOnceCostNoMoreThanOne) {
+  const Members group(8, {}, 3000);
+  (void)group.begin();
+  const Stopped one(group.engine(6));
+  const Stopped another(group.engine(7));
+  const TimePoint began = Clock::now();
+  group.onAll([&](size_t i) {
+    if (i < 6) {
+      const auto verdict = group.drivers[i]->verdict(1, soon());
+      EXPECT_EQ(verdict.value().again.value().members, (std::vector<int>{0, 1, 2, 3, 4, 5}));
+    }
+  });
+  EXPECT_WITHIN_MS(testing::elapsedMs(began), 5000); // 6100 if one is waited for after the other
+}
+
 // Of the lowest member all wait for a proposal, then who proposes in its place waits for its promise.
 TEST(AgreementDriver, AMemberThatStopsAfterItsAnswerIsFoundSilent) {
   const Members group(4, {}, 4000);
@@ -885,8 +901,8 @@ AgreementDriver::Epoch stopForNewcomers(const Members& group) {
 
 /// Members, and a process that waits for them to let it in.
 struct Joining {
-  explicit Joining(int count, const AgreementDriver::Config& of_members = {})
-      : config(joinable(folder, of_members)), group(count, config) {
+  explicit Joining(int count, const AgreementDriver::Config& of_members = {}, int dead_after_ms = 60000)
+      : config(joinable(folder, of_members)), group(count, config, dead_after_ms) {
     std::vector<MemberHandle> handles;
     for (size_t i = 0; i < group.drivers.size(); ++i) {
       handles.push_back(group.handle(i));
@@ -1132,8 +1148,108 @@ TEST(AgreementDriver, ALengthOfAStateOfWhichNothingComesTakesNoMemory) {
   };
   const std::string self = from.self.text();
   EXPECT_EQ(ask({endpoint_request::kGive, to.incarnation, from.self.incarnation, self}), endpoint_answer::kHere);
-  EXPECT_EQ(ask({endpoint_request::kState, "begin", "0", "0", "4611686018427387904", "0"}), endpoint_answer::kHere);
+  EXPECT_EQ(ask({endpoint_request::kState, "begin", "0", "0", "1", "4611686018427387904", "0"}), endpoint_answer::kHere);
   EXPECT_EQ(ask({endpoint_request::kState, "part", "bytes"}), endpoint_answer::kHere);
+}
+
+// Rank 0 of members that have gone on without it may not know that yet.
+TEST(AgreementDriver, ARefusalInTheNameOfEarlierMembersCountsForNothing) {
+  const Joining joining(1);
+  Alone other;
+  const MemberHandle to = joining.stranger.members.visitor().self;
+  const Visitor from = other.members.visitor();
+  const AbortToken none;
+  const auto say = [&](const std::vector<std::vector<std::string_view>>& requests) {
+    const Dialed dialed = dial(to, from, soon(), none);
+    const std::string self = from.self.text();
+    (void)askEndpoint(
+        *dialed.link, {endpoint_request::kGive, to.incarnation, from.self.incarnation, self}, soon(), none);
+    for (const auto& words : requests) {
+      (void)askEndpoint(*dialed.link, words, soon(), none);
+    }
+  };
+  const std::string_view state = endpoint_request::kState;
+  say({{state, "begin", "3", "77", "5", "7", "0"}, {state, "part", "a state"}});
+  EXPECT_EQ(joining.newcomer->arrive(soon()).state.value().bytes, "a state");
+  say({{state, "refuse", "4", "no time"}});
+  EXPECT_EQ(codeOf([&] { (void)joining.newcomer->arrive(Deadline::after(300)); }), std::nullopt);
+  say({{state, "refuse", "5", "no share"}});
+  EXPECT_EQ(codeOf([&] { (void)joining.newcomer->arrive(soon()); }), ErrorCode::JoinRefused);
+}
+
+TEST(AgreementDriver, TooFewMembersWaitForTheStateThatANewcomerGets) {
+  AgreementDriver::Config config = withAtLeast(2);
+  config.quorum_wait_ms = 2000;
+  const Joining joining(2, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  joining.group.drivers[1]->close();
+  waitUntilAlone(member);
+  ASSERT_EQ(member.newcomers(soon()), 1U);
+  {
+    const ArmedFaults slow("survive.give:1:delay=3500");
+    member.give("a state");
+  }
+  const auto state = joining.newcomer->arrive(Deadline::after(5000)).state;
+  ASSERT_TRUE(state);
+  joining.newcomer->loaded(state->step, state->view);
+  EXPECT_TRUE(joining.newcomer->arrive(soon()).admitted);
+}
+
+TEST(AgreementDriver, ANewcomerThatHasMissedThatItWasAMemberEnds) {
+  const Joining joining(1, {}, 1500);
+  AgreementDriver& member = *joining.group.drivers[0];
+  const uint64_t last = stopForNewcomers(joining.group).number;
+  EXPECT_EQ(member.newcomers(soon()), 1U);
+  member.give("a state");
+  const auto state = joining.newcomer->arrive(soon()).state;
+  ASSERT_TRUE(state);
+  {
+    const ArmedFaults lost("survive.decide:1+:errno=ECONNRESET");
+    joining.newcomer->loaded(state->step, state->view);
+    for (const Deadline end = soon(); !end.expired();) {
+      const auto epoch = member.present(Deadline::after(100));
+      if (epoch && epoch->number > last + 1) {
+        EXPECT_EQ(epoch->members, std::vector<int>{0});
+        break;
+      }
+    }
+  }
+  EXPECT_EQ(codeOf([&] { (void)joining.newcomer->arrive(Deadline::after(10000)); }), ErrorCode::LeftBehind);
+}
+
+// The first one's state came before the second one asked, so that knows nothing of it.
+TEST(AgreementDriver, NewcomersThatLoadOneAfterTheOtherAreAdmittedTogether) {
+  AgreementDriver::Config config = withAtLeast(3);
+  config.quorum_wait_ms = 60000;
+  const Joining joining(3, config);
+  AgreementDriver& member = *joining.group.drivers[0];
+  joining.group.drivers[1]->close();
+  joining.group.drivers[2]->close();
+  const auto waitForNewcomer = [&] {
+    for (const Deadline end = soon(); member.newcomers(Deadline::after(100)) != 1U;) {
+      ASSERT_FALSE(end.expired());
+    }
+  };
+  waitForNewcomer();
+  member.give("a state");
+  const auto state = joining.newcomer->arrive(soon()).state;
+  ASSERT_TRUE(state);
+  Alone other;
+  const auto second = AgreementDriver::askToJoin(other.members, {joining.group.handle(0)}, joining.config);
+  waitForNewcomer(); // for which the member waits from now on
+  joining.newcomer->loaded(state->step, state->view);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500)); // its word is on the way
+  waitForNewcomer();
+  member.give("a state");
+  const auto same = second->arrive(soon()).state;
+  ASSERT_TRUE(same);
+  second->loaded(same->step, same->view);
+  for (const auto& newcomer : {joining.newcomer, second}) {
+    const auto epoch = newcomer->arrive(soon()).admitted;
+    ASSERT_TRUE(epoch);
+    EXPECT_EQ(epoch->members, (std::vector<int>{0, 3, 4}));
+  }
+  second->close();
 }
 
 TEST(AgreementDriver, WhoIsGoneIsNoneOfTheRanksThatThereAreWithNewcomers) {

@@ -161,7 +161,7 @@ def test_a_rank_that_was_stopped_is_left_behind(options: dict[str, Any]) -> None
 
 def test_without_a_quorum_the_error_says_who_is_missing() -> None:
     """Of 3 ranks two are stopped: no process has ended, so the third may not go on."""
-    plan = Plan(steps=40, quorum_wait_s=2.0, held=((0, 20), (1, 20)))
+    plan = Plan(steps=40, quorum_wait_s=4.0, held=((0, 20), (1, 20)))
     with start_ranks(3, trains, args=(plan,), destroy=False) as running:
         running.wait_for_mark(0, "step 10")
         for rank in (0, 1):
@@ -179,7 +179,8 @@ def test_without_a_quorum_the_error_says_who_is_missing() -> None:
     assert error.code == "QUORUM_LOST"
     for rank in (0, 1):
         assert f"rank {rank} (host" in error.text, error.text
-    assert_within(took_s, 8.0, error.text)
+    assert took_s > 6.0  # they are found silent after 3
+    assert_within(took_s, 10.0, error.text)
 
 
 def test_too_few_ranks() -> None:

@@ -174,13 +174,6 @@ MUTATIONS = [
         "AgreementDriver.ANewcomerThatTheStateDidNotReachGetsItWhenItAsksAgain",
     ),
     _rule(
-        "the time of an earlier stop counts when members are too few",
-        "agreement_driver.cc",
-        "  pause_until_.reset();\n",
-        "",
-        "AgreementDriver.AnEarlierStopTakesNoTimeFromThoseThatTooFewWaitFor",
-    ),
-    _rule(
         "an admission begins in an epoch in which it is not due",
         "agreement_driver.cc",
         "  if (view_.epoch != epoch || !ledger_.admissionIsDue()) {",
@@ -213,7 +206,7 @@ MUTATIONS = [
     _rule(
         "a former member is a newcomer",
         _JOIN,
-        "    return message.kind != Kind::Join || agreement_->view().has(message.from);\n",
+        "    return !is_late;\n",
         "    return true;\n",
         "AgreementDriver.AFormerMemberIsNoNewcomer",
     ),
