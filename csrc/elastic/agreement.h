@@ -91,8 +91,8 @@ class Agreement {
   // ---- events
 
   void received(const Message& message, TimePoint now);
-  /// The failure detector's word. Only PEER_DEAD, PEER_UNRESPONSIVE, PEER_LEFT and CONN_RESET change members; of all other causes the
-  /// user gets the error.
+  /// The failure detector's word. Only PEER_DEAD, PEER_UNRESPONSIVE, PEER_LEFT and CONN_RESET change members; all other causes
+  /// are no event here.
   void failed(ErrorCode code, const Incarnation& peer, TimePoint now);
   /// The kernel says that all threads of that process have ended, and this is what it has kept. An end of its connections proves nothing. Also
   /// of a newcomer: the next view may have it.
@@ -139,7 +139,7 @@ class Agreement {
   }
   /// Whether some newcomer can be reached from here. If all members say so in a commit round, they stop for it at a later one.
   [[nodiscard]] bool admits() const noexcept;
-  /// Newcomers that load the members' state while those wait in boundary(): not those that can be reached only since then, as nobody gives them
+  /// Newcomers that load the members' state while those wait: in boundary(), or too few for a step. In the first case not those that can be reached only since then, as nobody gives them
   /// the state any more.
   [[nodiscard]] std::vector<Incarnation> loading() const {
     return newcomers(false);

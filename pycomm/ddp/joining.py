@@ -277,38 +277,45 @@ def _load(state: bytes, model: Any) -> Mapping[str, Any]:
     return shared
 
 
-def take_over(model: Any, shared: Mapping[str, Any]) -> None:
+def follow(model: Any, shared: Mapping[str, Any]) -> None:
     """What ``pull()`` returned, to a reducer that was made since."""
     weighed = None if model._weight is None else weighed_of({})
     reducer = model.reducer
-    reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
-    reducer.set_passes(shared["passes"])
+    reducer.load(
+        exponents=shared["exponents"],
+        order=shared["order"],
+        agreed=shared["agreed"],
+        accumulated=0,
+        used=[],
+        residuals={},
+        weighed=weighed,
+        weight_unsynced=0.0,
+    )
+    reducer.follow_members(shared["passes"])
     model._received_sampler = shared["sampler"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def give_state(model: Any, args: object) -> None:
+def stop_for_newcomers(model: Any, args: object) -> None:
     """Before a forward with gradients: members that stop for newcomers, or are too few, wait."""
     if not torch.is_grad_enabled():
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
         return
-    _admit(model, at_join_point=False)
+    if model._can_be_joined():
+        _admit(model)
 
 
 def admit_at_join_point(model: Any) -> None:
     """The same where the program calls ``join_point()``."""
-    if not model.elastic.left:
-        _admit(model, at_join_point=True)
+    if not model.elastic.left and model._can_be_joined():
+        model.reducer.join_point()
+        _admit(model)
 
 
-def _admit(model: Any, *, at_join_point: bool) -> None:
-    if not model._can_be_joined():
-        return
-    waiting = model.reducer.admit_newcomers(at_join_point)
-    while waiting > 0:  # on rank 0, which is another one after its death
+def _admit(model: Any) -> None:
+    while (waiting := model.reducer.await_newcomers()) > 0:  # on rank 0, of whatever members
         _give(model, waiting)
-        waiting = model.reducer.admit_newcomers()
 
 
 def _give(model: Any, waiting: int) -> None:

@@ -12,13 +12,14 @@
 
 namespace pycomm::testing {
 
-/// Fault points that are armed while it exists. What they hold goes on at its end.
+/// Fault points that are armed while it exists. What they hold goes on at its end. The first of them has to strike meanwhile.
 class ArmedFaults {
  public:
   explicit ArmedFaults(const std::string& spec) {
     armFaultPoints(spec);
   }
   ~ArmedFaults() {
+    EXPECT_GT(strikes(), 0) << faultPointTallies().front().point;
     armFaultPoints("");
   }
   ArmedFaults(const ArmedFaults&) = delete;

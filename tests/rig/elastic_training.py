@@ -97,7 +97,7 @@ def exact(module: Net, plan: Plan, members: tuple[int, ...], step: int) -> dict[
 
 
 class FedBack(NamedTuple):
-    """Of one parameter after a step: what this rank has not sent, and what arrived above the mean."""
+    """Of one parameter after a step: what this rank keeps, and what arrived above the mean."""
 
     kept: list[float]
     more: list[float]

@@ -506,7 +506,7 @@ void World::handleOf(Process& process, const Event& event) {
       return;
     case Event::Kind::EnterCommit: {
       const std::optional<Wish> wish =
-          current && is_next ? process.ledger.finish(agreement.view().epoch, process.round) : std::nullopt;
+          current && is_next ? process.ledger.finish(agreement.view().epoch) : std::nullopt;
       if (!wish) {
         return;
       }
@@ -657,7 +657,7 @@ void World::goOn(int p) {
   }
 }
 
-/// As Reducer::admitNewcomers(), and what comes behind it.
+/// As Reducer::awaitNewcomers(), and what comes behind it.
 void World::forward(int p) {
   Process& process = of(p);
   process.admitting = process.admitting || process.ledger.admissionIsDue();

@@ -559,8 +559,8 @@ TEST(Agreement, WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce) {
   bool told = false;
   for (const Action& action : group.members[1].takeActions()) {
     told = told ||
-        (action.kind == Action::Kind::Send && std::count(action.to.begin(), action.to.end(), Group::idOf(2)) == 1 && action.message->kind == Message::Kind::Suspect &&
-         action.message->culprit == Group::idOf(2));
+        (action.kind == Action::Kind::Send && std::count(action.to.begin(), action.to.end(), Group::idOf(2)) == 1 &&
+         action.message->kind == Message::Kind::Suspect && action.message->culprit == Group::idOf(2));
   }
   EXPECT_TRUE(told);
 }

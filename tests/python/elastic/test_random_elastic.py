@@ -46,7 +46,11 @@ def wrong_with(program: Program, killed: list[int]) -> str:
         leaves = value["rank"] == program.leaves[0] and steps > program.leaves[1]
         if value["left"] != leaves:
             return f"{program}\nrank {value['rank']} has left: {value['left']}, after {steps} steps"
-        if value["left"] and value["rank"] in longest["members"][-1] and len(longest["bits"]) > steps:
+        if (
+            value["left"]
+            and value["rank"] in longest["members"][-1]
+            and len(longest["bits"]) > steps
+        ):
             return f"{program}\nit is a member after it has left: {longest['members']}"
         if value["step"] != steps:
             return f"{program}\nstep is {value['step']} after {steps} steps"

@@ -299,7 +299,9 @@ def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
     with start_with_faults(3, tmp_path, plan) as running:
         kill_after(running, 2, "step 5")
         results = running.collect(60)
-    assert survivors(results, [2])[0]["left"] == [0, 1]
+    values = survivors(results, [2])
+    assert values[0]["left"] == [0, 1]
+    assert values[1]["strikes"] == [1]
 
 
 @pytest.mark.usefixtures("fault_build")
@@ -359,6 +361,7 @@ def test_a_member_that_cannot_come_ends_nobody_else(tmp_path: Path, point: str) 
     with start_with_faults(4, tmp_path, plan) as running:
         killed_s = kill_after(running, 3, "step 5")
         results = running.collect(60)
+    assert results[1].value["strikes"] == [1]
     own = results[1].value["error"]  # none if the others tried again before it gave up
     assert own is None or own.code in ("INTERNAL", "SYSTEM_ERROR"), results.describe()
     left = [0, 1, 2] if own is None else [0, 2]

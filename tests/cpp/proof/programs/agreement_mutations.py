@@ -473,7 +473,7 @@ MUTATIONS = [
         "L1",
         "a rank leaves between steps",
         "step_ledger.cc",
-        "  if (round == Round::Step && leaving_",
+        "  if (round_ == Round::Step && leaving_",
         "  if (leaving_",
     ),
     Mutation(

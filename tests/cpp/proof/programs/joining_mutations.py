@@ -155,7 +155,7 @@ MUTATIONS = [
     _rule(
         "rank 0 begins to give the state of an epoch that is over",
         _JOIN,
-        "  giving_.to.clear(); // nothing would end what begins now\n",
+        "  waiting_.to.clear(); // nothing would end what begins now\n",
         "",
         "AgreementDriver.NobodyBeginsToGiveTheStateOfAnEpochThatIsOver",
     ),
@@ -169,8 +169,8 @@ MUTATIONS = [
     _rule(
         "a newcomer that the state did not reach is not asked again",
         _JOIN,
-        "    std::erase_if(given_, [this](const ProcessId& one) { // one that comes",
-        "    if (false) std::erase_if(given_, [this](const ProcessId& one) { // one that comes",
+        "    std::erase_if(tried_, [this](const ProcessId& one) { // one that comes",
+        "    if (false) std::erase_if(tried_, [this](const ProcessId& one) { // one that comes",
         "AgreementDriver.ANewcomerThatTheStateDidNotReachGetsItWhenItAsksAgain",
     ),
     _rule(
