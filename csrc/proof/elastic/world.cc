@@ -17,6 +17,7 @@ namespace {
 using pycomm::sim::Random;
 using Us = int64_t;
 
+constexpr Us kGiveAgainUs = 100'000;
 constexpr int kMostProcesses = 16;
 constexpr Us kNever = INT64_MAX;
 
@@ -474,6 +475,8 @@ void World::handleOf(Process& process, const Event& event) {
     case Event::Kind::Begin:
       if (in_epoch && is_next && mayBegin(process)) { // else it waits for the next view
         launchAll(event.p, plan_.program[process.position]);
+      } else if (in_epoch && is_next && !process.over && process.ahead) { // too few give their state to each that comes
+        after(give(event.p) + kGiveAgainUs, Event::Kind::Begin, event.p, -1, process.view, event.m);
       }
       return;
     case Event::Kind::Launch: {

@@ -227,6 +227,13 @@ MUTATIONS = [
         "AgreementDriver.AProcessThatWasStoppedReadsWhatHasComeBeforeItFindsOthersSilent",
     ),
     _rule(
+        "of a second silent member nobody is told",
+        "agreement.cc",
+        "      accuse(peer, others());\n",
+        "      accuse(peer, {peer});\n",
+        "AgreementDriver.TwoMembersThatFallSilentAtOnceCostNoMoreThanOne",
+    ),
+    _rule(
         "a member that closes decides a view of itself alone",
         _DRIVER,
         "        agreement_->retire();\n",
