@@ -245,8 +245,7 @@ void Agreement::merge(const std::vector<Testament>& testaments) {
 
 bool Agreement::suspectedHard(const Incarnation& member) const {
   const auto suspect = suspects_.find(member);
-  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0 ||
-      deaf_.count(member) != 0;
+  return (suspect != suspects_.end() && isHard(suspect->second.code)) || isRumoured(member) || deaf_.count(member) != 0;
 }
 
 bool Agreement::reached(const Incarnation& other) const {
@@ -276,8 +275,7 @@ MemberSet Agreement::deadSet() const {
 }
 
 bool Agreement::cannotLead(const Incarnation& member) const {
-  return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0 ||
-      (rumours_.count(member) != 0 && !reached(member));
+  return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0 || isRumoured(member);
 }
 
 bool Agreement::isLowest() const {

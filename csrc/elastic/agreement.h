@@ -243,6 +243,9 @@ class Agreement {
   [[nodiscard]] bool cannotLead(const Incarnation& member) const;
   [[nodiscard]] bool isLowest() const;
   [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
+  [[nodiscard]] bool isRumoured(const Incarnation& member) const { ///< another one finds it silent, and this process does not know better
+    return rumours_.count(member) != 0 && !reached(member);
+  }
   /// Whether this member or newcomer has answered a ping since the epoch ended.
   [[nodiscard]] bool reached(const Incarnation& other) const;
   /// Until when to wait for an answer that was asked for at `since`. `spare`: beyond the longest pause that costs nobody its place.

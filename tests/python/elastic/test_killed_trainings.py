@@ -139,8 +139,8 @@ def test_a_rank_that_was_stopped_raises_and_the_others_go_on() -> None:
     with start(3, plan, SHARED) as running:
         running.wait_for_mark(0, "step 10")
         running.kill(0, signal.SIGSTOP)
-        for rank in (1, 2):  # more steps than it can have taken part in
-            last = int(running.marks(rank)[-1].removeprefix("step "))
+        lasts = [int(running.marks(rank)[-1].removeprefix("step ")) for rank in (1, 2)]
+        for rank, last in zip((1, 2), lasts, strict=True):  # more than it can have taken part in
             running.wait_for_mark(rank, f"step {last + 5}")
         running.kill(0, signal.SIGCONT)
         results = running.collect(90)
