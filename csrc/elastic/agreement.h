@@ -243,7 +243,8 @@ class Agreement {
   [[nodiscard]] bool cannotLead(const Incarnation& member) const;
   [[nodiscard]] bool isLowest() const;
   [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
-  [[nodiscard]] bool isRumoured(const Incarnation& member) const { ///< another one finds it silent, and this process does not know better
+  [[nodiscard]] bool isRumoured(
+      const Incarnation& member) const { ///< another one finds it silent, and this process does not know better
     return rumours_.count(member) != 0 && !reached(member);
   }
   /// Whether this member or newcomer has answered a ping since the epoch ended.

@@ -227,7 +227,7 @@ MUTATIONS = [
         "AgreementDriver.AProcessThatWasStoppedReadsWhatHasComeBeforeItFindsOthersSilent",
     ),
     _rule(
-        "of a second silent member nobody is told",
+        "of a second silent member only that one is notified",
         "agreement.cc",
         "      accuse(peer, others());\n",
         "      accuse(peer, {peer});\n",
