@@ -33,7 +33,7 @@ py::object objectOf(const std::exception_ptr& error) {
   }
 }
 
-/// An agreement that Python implements: an object with begin(), which returns a bool, end(error), which returns whether to sum again,
+/// Of tests (rig/elastic_rig.py), with the defaults of StepAgreement: an agreement that Python implements. An object with begin(), which returns a bool, end(error), which returns whether to sum again,
 /// members(), changes(), three numbers, and close(). Nobody leaves it in order.
 class PythonAgreement final : public StepAgreement {
  public:
@@ -49,11 +49,11 @@ class PythonAgreement final : public StepAgreement {
   PythonAgreement(const PythonAgreement&) = delete;
   PythonAgreement& operator=(const PythonAgreement&) = delete;
 
-  bool begin() override {
+  bool begin(Round /*round*/) override {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("begin")().cast<bool>();
   }
-  Outcome end(const std::exception_ptr& error, Round /*round*/) override {
+  Outcome end(const std::exception_ptr& error) override {
     const py::gil_scoped_acquire gil;
     return implementation_.attr("end")(objectOf(error)).cast<bool>() ? Outcome::Redo : Outcome::Commit;
   }
@@ -98,7 +98,7 @@ std::exception_ptr carried(const py::object& error) {
 bool end(StepAgreement& steps, const py::object& error) {
   const std::exception_ptr raised = carried(error);
   const WithoutGil no_gil;
-  return raising([&] { return steps.end(raised, StepAgreement::Round::Step) == StepAgreement::Outcome::Redo; });
+  return raising([&] { return steps.end(raised) == StepAgreement::Outcome::Redo; });
 }
 
 c10::intrusive_ptr<PycommBackend> ours(const c10::intrusive_ptr<c10d::Backend>& backend) {
@@ -236,7 +236,7 @@ void bindElastic(py::module_& m) {
           py::arg("implementation"))
       .def(
           "begin",
-          [](StepAgreement& steps) { return raising([&] { return steps.begin(); }); },
+          [](StepAgreement& steps) { return raising([&] { return steps.begin(StepAgreement::Round::Step); }); },
           py::call_guard<WithoutGil>())
       .def("end", &end, py::arg("error")) // whether to sum the step again
       .def("members", &StepAgreement::members)

@@ -99,8 +99,6 @@ std::optional<std::string> ElasticSteps::pull() {
     beforeWait();
     AgreementDriver::Arrival arrival = driver_->arrive(Deadline::after(Interruptible::kEveryMs));
     if (arrival.state) {
-      pulled_ = arrival.state->step;
-      pulled_view_ = arrival.state->view;
       return std::move(arrival.state->bytes);
     }
     if (arrival.admitted) {
@@ -112,10 +110,6 @@ std::optional<std::string> ElasticSteps::pull() {
     }
     checkSignals();
   }
-}
-
-void ElasticSteps::loaded() {
-  driver_->loaded(pulled_, pulled_view_);
 }
 
 void ElasticSteps::give(std::string_view bytes) {
@@ -177,8 +171,8 @@ void ElasticSteps::entitle() const {
   present_.met.group->identity().title->set("elastic epoch " + std::to_string(present_.number) + ": " + ranks);
 }
 
-bool ElasticSteps::begin() {
-  return takeOver(await(&AgreementDriver::begin));
+bool ElasticSteps::begin(Round round) {
+  return takeOver(await(&AgreementDriver::begin, round));
 }
 
 bool ElasticSteps::awaitMembers() {
@@ -189,11 +183,11 @@ size_t ElasticSteps::newcomers() {
   return await(&AgreementDriver::newcomers);
 }
 
-template <typename Found>
-Found ElasticSteps::await(std::optional<Found> (AgreementDriver::*waits)(Deadline)) {
+template <typename Found, typename... More>
+Found ElasticSteps::await(std::optional<Found> (AgreementDriver::*waits)(Deadline, More...), More... more) {
   for (;;) {
     beforeWait();
-    if (const auto found = ((*driver_).*waits)(Deadline::after(Interruptible::kEveryMs))) {
+    if (const auto found = ((*driver_).*waits)(Deadline::after(Interruptible::kEveryMs), more...)) {
       return *found;
     }
     checkSignals();
@@ -202,16 +196,16 @@ Found ElasticSteps::await(std::optional<Found> (AgreementDriver::*waits)(Deadlin
 
 bool ElasticSteps::admit() {
   const bool changed = awaitMembers();
-  return (driver_->beginAdmission(present_.number) && end(nullptr, Round::Admission) != Outcome::Commit) || changed;
+  return (driver_->beginAdmission(present_.number) && end(nullptr) != Outcome::Commit) || changed;
 }
 
-StepAgreement::Outcome ElasticSteps::end(const std::exception_ptr& error, Round round) {
+StepAgreement::Outcome ElasticSteps::end(const std::exception_ptr& error) {
   if (error != nullptr && !(driver_->isOver(present_) && isOfMembers(error))) {
     std::rethrow_exception(error);
   }
-  if (const auto wish = error == nullptr ? driver_->finished(present_.number, round) : std::nullopt) {
+  if (const auto wish = error == nullptr ? driver_->finished(present_.number) : std::nullopt) {
     AgreementDriver::Wish agreed;
-    const auto failure = commitRound(round, *wish, agreed);
+    const auto failure = commitRound(*wish, agreed);
     if (!failure && driver_->committed(present_.number, agreed)) {
       return Outcome::Commit;
     }
@@ -222,7 +216,7 @@ StepAgreement::Outcome ElasticSteps::end(const std::exception_ptr& error, Round 
   }
   for (;;) {
     beforeWait();
-    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(Interruptible::kEveryMs), round)) {
+    if (const auto verdict = driver_->verdict(present_.number, Deadline::after(Interruptible::kEveryMs))) {
       if (verdict->counts) {
         return Outcome::CommitLast;
       }
@@ -235,11 +229,8 @@ StepAgreement::Outcome ElasticSteps::end(const std::exception_ptr& error, Round 
   }
 }
 
-std::optional<ErrorRecord> ElasticSteps::commitRound(
-    Round round,
-    const AgreementDriver::Wish& wish,
-    AgreementDriver::Wish& agreed) {
-  const auto kind = static_cast<int64_t>(round);
+std::optional<ErrorRecord> ElasticSteps::commitRound(const AgreementDriver::Wish& wish, AgreementDriver::Wish& agreed) {
+  const auto kind = static_cast<int64_t>(wish.round);
   const int64_t step = driver_->steps() + 1;
   const int64_t points = joinPoints();
   const auto words = std::make_shared<std::array<int64_t, kCommitWords>>();

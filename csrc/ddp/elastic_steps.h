@@ -16,7 +16,7 @@
 namespace pycomm {
 
 /// The steps of one group of torch's, over a reconfigurable PycommBackend: what AgreementDriver decides on its threads is taken over here, on
-/// the training thread, inside begin() and end(). Between two of these calls the backend has one Group.
+/// the training thread, inside begin(), end(), awaitMembers(), admit() and pull(). Between two of these calls the backend has one Group.
 ///
 /// What works: ranks of any number end by SIGKILL, at any moment, on one host or several; SIGSTOP for longer than dead_after; a cut network;
 /// ranks leave in order; others join between two steps: join() and pull() are the newcomer's side, newcomers() and give() the members'.
@@ -38,9 +38,9 @@ class ElasticSteps final : public StepAgreement {
   ElasticSteps(const ElasticSteps&) = delete;
   ElasticSteps& operator=(const ElasticSteps&) = delete;
 
-  [[nodiscard]] bool begin() override;
+  [[nodiscard]] bool begin(Round round) override;
   [[nodiscard]] bool awaitMembers() override;
-  [[nodiscard]] Outcome end(const std::exception_ptr& error, Round round) override;
+  [[nodiscard]] Outcome end(const std::exception_ptr& error) override;
   [[nodiscard]] std::vector<int> members() const override {
     return present_.members;
   }
@@ -69,7 +69,9 @@ class ElasticSteps final : public StepAgreement {
   /// Of a newcomer: blocks until the members' state is here, and returns it; nullopt once this process is a member. After a state call
   /// loaded(), then this again. Throws what AgreementDriver::arrive() does.
   [[nodiscard]] std::optional<std::string> pull();
-  void loaded();
+  void loaded() {
+    driver_->loaded();
+  }
   /// Steps that the members have committed.
   [[nodiscard]] int64_t steps() const {
     return driver_->steps();
@@ -94,14 +96,13 @@ class ElasticSteps final : public StepAgreement {
   /// Whether it is another epoch than the present one.
   bool takeOver(const AgreementDriver::Epoch& epoch);
   /// What `waits` returns once it is not nullopt. A signal handler that raises ends the wait.
-  template <typename Found>
-  [[nodiscard]] Found await(std::optional<Found> (AgreementDriver::*waits)(Deadline));
+  template <typename Found, typename... More>
+  [[nodiscard]] Found await(std::optional<Found> (AgreementDriver::*waits)(Deadline, More...), More... more);
   /// What status and errors call the present group: its epoch and members.
   void entitle() const;
   /// A small all_reduce: it ends nowhere before all members have entered it, and so have finished the step. Its error, if it has failed;
   /// else whether some member leaves, and whether all admit. Throws if others end a round of another kind.
   [[nodiscard]] std::optional<ErrorRecord> commitRound(
-      Round round,
       const AgreementDriver::Wish& wish,
       AgreementDriver::Wish& agreed);
   /// One collective among the present members; `memory` is its own until it has ended. Its error, if it has failed.
@@ -117,8 +118,6 @@ class ElasticSteps final : public StepAgreement {
   } points_; ///< see joinPoints()
   int64_t came_at_ =
       -1; ///< likewise: the rounds that were committed as a process became a member last; the same on all members
-  int64_t pulled_ = -1; ///< of a newcomer: the step of the last state
-  uint64_t pulled_view_ = 0; ///< and its members
 };
 
 } // namespace pycomm

@@ -130,7 +130,7 @@ void Reducer::prepareForForward() {
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
   } else if (agreement_->hasLeft()) {
-    raising([&] { (void)agreement_->begin(); }); // which says so
+    raising([&] { (void)agreement_->begin(StepAgreement::Round::Step); }); // which says so
   }
   if (weights_.has_value()) {
     weights_->gapEnds(); // before torch waits for other ranks
@@ -426,10 +426,10 @@ int64_t Reducer::passes() {
   return shown_.values.passes;
 }
 
-void Reducer::setPasses(int64_t passes) {
+void Reducer::followMembers(int64_t passes) {
   const Turn turn(*this);
   state_.change([passes](SharedValues& values) { values.passes = passes; });
-  members_changed_ = true;
+  ever_changed_ = true;
 }
 
 std::map<std::string, int> Reducer::exponents() {

@@ -148,9 +148,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
   /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached, or if they are too few for a
   /// step. Collective then; throws what a step throws. Returns how many newcomers wait for the state of this rank, which gives it to them and
-  /// calls this again; 0: the program may go on. `at_join_point`: the program has called this, and so do all members here; else it is the begin of a
-  /// forward pass, or a further call. Between the passes of a step it does not wait: no process gets the state there.
-  [[nodiscard]] size_t admitNewcomers(bool at_join_point);
+  /// calls this again; 0: the program may go on. Between the passes of a step it does not wait: no process gets the state there.
+  [[nodiscard]] size_t awaitNewcomers();
+  /// The program is at a place where all members call that: see StepAgreement::joinPoint(). Not between the passes of a step.
+  void joinPoint();
   /// See StepAgreement::leave() and hasLeft(). Any thread, signal handler or hook, without the turn.
   void askToLeave() const;
   [[nodiscard]] bool hasLeft() const;
@@ -171,7 +172,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::vector<std::string> usedHere();
   /// Passes since the beginning, which count in the checksum of each step: those of the members that this rank has joined.
   [[nodiscard]] int64_t passes();
-  void setPasses(int64_t passes);
+  void followMembers(int64_t passes);
   /// The fp16 scale of each parameter that has one.
   [[nodiscard]] std::map<std::string, int> exponents();
   /// Names of all parameters in the order of buckets: the one agreed on; before that, once a first reduction is over, the one seen here.
@@ -283,11 +284,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void lose(const std::exception& error);
   void endEpoch();
   void adoptMembers();
-  void waitToBegin();
+  void waitToBegin(StepAgreement::Round round);
   [[nodiscard]] bool agree();
   void transact(const std::function<void()>& sum, const std::function<void()>& again, StepAgreement::Round round);
   [[nodiscard]] bool midway() const;
-  [[nodiscard]] bool beginNext();
+  [[nodiscard]] bool awaitNext();
   void abandonMembers() const;
   [[nodiscard]] bool sumAll();
   void redo();
@@ -387,10 +388,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   LeaderState leader_;
   std::vector<int> members_;
   int rank_ = 0; ///< among members_
-  bool changed_ = false; ///< the group has other members than the buckets, until the next step begins
+  bool must_adopt_ = false; ///< the group has other members than the buckets, until the next step begins
   bool follows_leaver_ =
       false; ///< a rank has left in order with the last step: if it led, it still does, until the next round
-  bool members_changed_ = false; ///< since the training began, also before this rank joined it
+  bool ever_changed_ = false; ///< since the training began, also before this rank joined it
   std::exception_ptr lost_; ///< with a StepAgreement: why the sums of the step under way will not come, if so
 
   SharedValues::Parts parts_{}; ///< of state_ when the last pass that reduced began

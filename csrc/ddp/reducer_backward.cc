@@ -493,7 +493,7 @@ void Reducer::giveUpWeightless() {
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
   TORCH_CHECK_VALUE(
-      options_.may_be_weightless || members_changed_, // those who are gone may have had all samples
+      options_.may_be_weightless || ever_changed_, // those who are gone may have had all samples
       "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "
       "wrapper can go on with the next step");
 }

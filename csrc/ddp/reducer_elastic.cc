@@ -48,17 +48,17 @@ bool Reducer::hasLeft() const {
 
 // A pass that reduces begins.
 void Reducer::beginStep() {
-  waitToBegin();
-  if (std::exchange(changed_, false)) {
+  waitToBegin(StepAgreement::Round::Step);
+  if (std::exchange(must_adopt_, false)) {
     adoptMembers();
   }
 }
 
-void Reducer::waitToBegin() {
+void Reducer::waitToBegin(StepAgreement::Round round) {
   lost_ = nullptr;
   follows_leaver_ = false;
   const int64_t before = nowNs();
-  changed_ = agreement_->begin() || changed_;
+  must_adopt_ = agreement_->begin(round) || must_adopt_;
   stats_.agreeing_ns += nowNs() - before;
 }
 
@@ -91,7 +91,15 @@ void Reducer::endEpoch() {
     ended.wire_nbytes -= each.wire_nbytes;
     ended.gradient_nbytes -= each.gradient_nbytes;
   }
-  stats_.past.push_back(ended);
+  const auto same = std::find_if(
+      stats_.past.begin(), stats_.past.end(), [&](const ReducerStats::Epoch& each) { return each.size == ended.size; });
+  if (same == stats_.past.end()) {
+    stats_.past.push_back(ended);
+    return;
+  }
+  same->wire_nbytes += ended.wire_nbytes;
+  same->gradient_nbytes += ended.gradient_nbytes;
+  same->codec_overflows += ended.codec_overflows;
 }
 
 // The group has other members, or the same ones in a new epoch.
@@ -104,7 +112,7 @@ void Reducer::adoptMembers() {
   stats_.left_ranks = changes.left;
   stats_.lost_ranks = changes.lost;
   stats_.joined_ranks = changes.joined;
-  members_changed_ = members_changed_ || changes != elastic::Changes(); // the same ones may have met again
+  ever_changed_ = ever_changed_ || changes != elastic::Changes(); // the same ones may have met again
   members_ = agreement_->members();
   rank_ = group_.rank();
   ++stats_.epochs;
@@ -131,9 +139,9 @@ void Reducer::transact(
     const std::function<void()>& sum,
     const std::function<void()>& again,
     StepAgreement::Round round) {
-  const auto end = [this, round] {
+  const auto end = [this] {
     const int64_t before = nowNs();
-    const StepAgreement::Outcome outcome = agreement_->end(lost_, round);
+    const StepAgreement::Outcome outcome = agreement_->end(lost_);
     stats_.agreeing_ns += nowNs() - before;
     return outcome;
   };
@@ -149,8 +157,8 @@ void Reducer::transact(
   if (lost_ != nullptr) {
     throw Error(ErrorCode::Internal, "A step was committed whose sums this rank does not have.", "report it");
   }
-  if (outcome == StepAgreement::Outcome::CommitLast && beginNext()) {
-    changed_ = true;
+  if (outcome == StepAgreement::Outcome::CommitLast && awaitNext()) {
+    must_adopt_ = true;
     follows_leaver_ =
         round == StepAgreement::Round::Step && rank_ != 0 && agreement_->changes().left > stats_.left_ranks;
   }
@@ -164,7 +172,7 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
     TORCH_CHECK(agreement_ != nullptr, "the members of a group are summed over with elastic= only");
     return orFail("a mean over the members was being computed", [&] {
       at::Tensor sums;
-      waitToBegin();
+      waitToBegin(StepAgreement::Round::BetweenSteps);
       const auto sum = [&] {
         sums = values.clone();
         if (sums.numel() == 0) {
@@ -182,7 +190,7 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
       };
       const auto again = [this] {
         lost_ = nullptr;
-        changed_ = true;
+        must_adopt_ = true;
       };
       transact(sum, again, StepAgreement::Round::BetweenSteps);
       return sums;
@@ -192,18 +200,9 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
 
 // Between the passes of a step, where a mean may have made it due or a death has left too few, newcomers wait for the next step: they have none
 // of those passes. So they do in a forward pass that backward repeats.
-size_t Reducer::admitNewcomers(bool at_join_point) {
+size_t Reducer::awaitNewcomers() {
   return raising([&]() -> size_t {
     const Turn turn(*this);
-    if (agreement_ != nullptr && at_join_point) {
-      if (midway()) {
-        throw Error(
-            ErrorCode::InvalidArgument,
-            "join_point() was called between the passes of a step.",
-            "call it behind a step, before the next forward pass");
-      }
-      agreement_->joinPoint();
-    }
     if (agreement_ == nullptr || midway() || marks_.isWithinBackward()) {
       return 0;
     }
@@ -211,12 +210,28 @@ size_t Reducer::admitNewcomers(bool at_join_point) {
     return orFail("the members were stopping for a process that joins", [&] {
       const int64_t before = nowNs();
       if (agreement_->admissionIsDue()) {
-        changed_ = agreement_->admit() || changed_;
+        must_adopt_ = agreement_->admit() || must_adopt_;
       }
       const size_t waiting = agreement_->newcomers();
       stats_.agreeing_ns += nowNs() - before;
       return waiting;
     });
+  });
+}
+
+void Reducer::joinPoint() {
+  raising([&] {
+    const Turn turn(*this);
+    if (agreement_ == nullptr) {
+      return;
+    }
+    if (midway()) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "join_point() was called between the passes of a step.",
+          "call it behind a step, before the next forward pass");
+    }
+    agreement_->joinPoint();
   });
 }
 
@@ -234,7 +249,7 @@ bool Reducer::midway() const {
 // After the last step of the old members, and before its averages are written: rank 0 is one of those who write them then. The buckets follow
 // when the next step begins, and so does what members() says: others may have committed the step without knowing of a death. The next step
 // throws again what this does: the present one counts.
-bool Reducer::beginNext() {
+bool Reducer::awaitNext() {
   try {
     return agreement_->awaitMembers();
   } catch (const Error&) {

@@ -26,8 +26,8 @@ class StepAgreement {
   };
 
   /// Before a step launches anything: waits until it may begin (min_ranks). True if the members have changed since the last call of
-  /// either. Throws an Error: QuorumLost, LeftBehind, TooFew.
-  virtual bool begin() = 0;
+  /// either. Throws an Error: QuorumLost, LeftBehind, TooFew. `round`: a step or one between two, the same on all members.
+  virtual bool begin(Round round) = 0;
   /// Behind CommitLast: waits for the next members, also if they are too few. Nothing begins, as the program may do what it likes between two
   /// steps. Returns and throws as begin().
   virtual bool awaitMembers() {
@@ -41,10 +41,9 @@ class StepAgreement {
   ///
   /// Rethrows `error` if it is one of the program (COLLECTIVE_MISMATCH, TIMEOUT, an exception that is not of the network: see
   /// Agreement::changesMembers()). Else throws QuorumLost, LeftBehind, TooFew as Errors.
-  /// `round`: the same on all members; an Admission is admit()'s.
-  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error, Round round) = 0;
-  /// Whether all members have said, at the end of the last step, that some process wants to join and is reached: the same on all of them,
-  /// until they admit it.
+  [[nodiscard]] virtual Outcome end(const std::exception_ptr& error) = 0;
+  /// Whether all members have said, at the end of the last step, that some process wants to join and is reached: the same on all of them.
+  /// Any later round, or change of members, ends that.
   [[nodiscard]] virtual bool admissionIsDue() const {
     return false;
   }

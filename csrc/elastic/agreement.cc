@@ -63,7 +63,7 @@ TimePoint Agreement::nextTick() const noexcept {
     case Phase::Joining:
       return std::min({retry_at_, began_ + milliseconds(config_.join_wait_ms), later(promiseAt())});
     case Phase::Working: {
-      TimePoint at = too_few_until_;
+      TimePoint at = tooFewAt();
       for (const auto& [newcomer, how] : newcomers_) {
         at = std::min(at, tooFew() && how.linked ? later(how.not_before) : TimePoint::max());
       }
@@ -107,7 +107,7 @@ void Agreement::tick(TimePoint now) {
       send(std::move(join), contacts_);
     }
   }
-  if (phase_ == Phase::Working && now >= too_few_until_) {
+  if (phase_ == Phase::Working && now >= tooFewAt()) {
     raise(Action::Error::TooFew);
     farewell();
     return;
@@ -245,8 +245,7 @@ void Agreement::merge(const std::vector<Testament>& testaments) {
 
 bool Agreement::suspectedHard(const Incarnation& member) const {
   const auto suspect = suspects_.find(member);
-  return (suspect != suspects_.end() && isHard(suspect->second.code)) || rumours_.count(member) != 0 ||
-      deaf_.count(member) != 0;
+  return (suspect != suspects_.end() && isHard(suspect->second.code)) || isRumoured(member) || deaf_.count(member) != 0;
 }
 
 bool Agreement::reached(const Incarnation& other) const {
@@ -276,7 +275,7 @@ MemberSet Agreement::deadSet() const {
 }
 
 bool Agreement::cannotLead(const Incarnation& member) const {
-  return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0;
+  return suspects_.count(member) != 0 || gone_.count(member) != 0 || deaf_.count(member) != 0 || isRumoured(member);
 }
 
 bool Agreement::isLowest() const {
@@ -294,21 +293,25 @@ bool Agreement::isIdle() const noexcept {
   return phase_ == Phase::Pausing || (phase_ == Phase::Working && tooFew() && !step_.launched);
 }
 
-std::vector<Incarnation> Agreement::loading() const {
+bool Agreement::awaitsState() const noexcept {
+  return isIdle() &&
+      std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return loads(newcomer.second); });
+}
+
+TimePoint Agreement::tooFewAt() const noexcept {
+  TimePoint at = too_few_until_;
+  delay(at, milliseconds(awaitsState() ? config_.join_pause_ms : 0));
+  return at;
+}
+
+std::vector<Incarnation> Agreement::newcomers(bool hold) const {
   std::vector<Incarnation> found;
   for (const auto& [newcomer, how] : newcomers_) {
-    if (isIdle() && loads(how)) {
+    if (isIdle() && (hold ? hasLoaded(how) : loads(how))) {
       found.push_back(newcomer);
     }
   }
   return found;
-}
-
-size_t Agreement::ranksWithNewcomers() const {
-  const auto come = std::count_if(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
-    return isIdle() && (loads(newcomer.second) || hasLoaded(newcomer.second));
-  });
-  return view_.members.size() + static_cast<size_t>(come);
 }
 
 // ---- actions
@@ -458,7 +461,7 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
   }
   if (view_.has(peer)) {
     if (phase_ == Phase::Agreeing && isHard(code)) {
-      accuse(peer);
+      accuse(peer, others());
     }
     begin(code, peer, now);
     proposeIfLowest(now);
@@ -521,7 +524,6 @@ void Agreement::begin(ErrorCode cause, const std::optional<Incarnation>& culprit
   sealed_ = false;
   began_ = now;
   pause_until_ = TimePoint::max();
-  too_few_until_ = TimePoint::max();
   ++nonce_;
   reach_.reset();
   reach_.set(static_cast<size_t>(self_));
@@ -545,7 +547,7 @@ void Agreement::ask(TimePoint now) {
   for (const Incarnation& other : others()) {
     const auto suspicion = suspects_.find(other);
     if (suspicion != suspects_.end() && isHard(suspicion->second.code)) {
-      accuse(other);
+      accuse(other, {other});
     } else {
       heard.push_back(other);
     }
@@ -578,17 +580,16 @@ void Agreement::ask(TimePoint now) {
   retry_after_ = std::min<TimePoint::duration>(2 * retry_after_, milliseconds(config_.dead_after_ms / 2));
 }
 
-void Agreement::accuse(const Incarnation& member) {
+void Agreement::accuse(const Incarnation& member, std::vector<Incarnation> to) {
   Message suspect = make(Message::Kind::Suspect);
   suspect.cause = suspects_.at(member).code;
   suspect.culprit = member;
   suspect.testaments = testaments();
-  send(std::move(suspect), {member});
+  send(std::move(suspect), std::move(to));
 }
 
 void Agreement::beginIfChangeIsReady(TimePoint now) {
-  const bool waits =
-      std::any_of(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) { return loads(newcomer.second); });
+  const bool waits = awaitsState();
   if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
@@ -849,6 +850,8 @@ void Agreement::install(const View& next, TimePoint now) {
     resets_.clear();
   }
   step_ = StepState{next.step, step_.launched && step_.committed == next.step, false};
+  const bool has_more = std::any_of(
+      next.members.begin(), next.members.end(), [&](const Incarnation& member) { return !view_.has(member); });
   view_ = next;
   view_id_ = next.id();
   self_ = next.position(config_.self);
@@ -885,7 +888,11 @@ void Agreement::install(const View& next, TimePoint now) {
   Action& action = actions_.emplace_back();
   action.kind = Action::Kind::Install;
   action.view = next;
-  too_few_until_ = !tooFew() ? TimePoint::max() : step_.launched ? now : now + milliseconds(config_.quorum_wait_ms);
+  if (!tooFew() || step_.launched) {
+    too_few_until_ = tooFew() ? now : TimePoint::max();
+  } else if (has_more || too_few_until_ == TimePoint::max()) { // whatever else changes takes from the same time
+    too_few_until_ = now + milliseconds(config_.quorum_wait_ms);
+  }
   // Who died since it promised.
   for (const Incarnation& member : next.members) {
     if (gone_.count(member) != 0) {
@@ -995,6 +1002,7 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
       begin(message.cause, message.culprit, now);
       if (message.culprit && isHard(message.cause) && *message.culprit != config_.self) {
         rumours_.insert(*message.culprit);
+        proposeIfLowest(now);
       }
       return;
     case Kind::Prepare:
@@ -1035,6 +1043,11 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       Message pong = make(Message::Kind::Pong);
       pong.nonce = message.nonce;
       send(std::move(pong), {message.from});
+      if (contains(fellows_, message.from) && !reached(message.from)) { // this process may not have known it before
+        Message ping = make(Message::Kind::Ping);
+        ping.nonce = nonce_;
+        send(std::move(ping), {message.from});
+      }
       return;
     }
     case Message::Kind::Pong:
@@ -1069,7 +1082,7 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       if (!message.next->has(config_.self)) {
         return;
       }
-      if (message.next->step != loaded_) { // members would wait for it
+      if (message.next->step != loaded_ || message.next->parent != loaded_view_) { // members would wait for it
         raise(Action::Error::NotAdmitted);
         phase_ = Phase::Over;
         return;
@@ -1077,12 +1090,17 @@ void Agreement::receivedByNewcomer(const Message& message, TimePoint now) {
       step_.committed = loaded_;
       install(*message.next, now);
       return;
+    case Message::Kind::Excluded:
+      if (message.view == view_id_) { // it has not heard that it was a member
+        raise(Action::Error::LeftBehind, &*message.next);
+        phase_ = Phase::Over;
+      }
+      return;
     case Message::Kind::Suspect:
     case Message::Kind::Promise:
     case Message::Kind::Refuse:
     case Message::Kind::Accept:
     case Message::Kind::Accepted:
-    case Message::Kind::Excluded:
     case Message::Kind::Join:
     case Message::Kind::Goodbye:
       return;
@@ -1115,6 +1133,9 @@ void Agreement::answerOld(const Message& message) {
   if (message.kind != Kind::Suspect && message.kind != Kind::Prepare && message.kind != Kind::Accept &&
       message.kind != Kind::Ping && message.kind != Kind::Promise) {
     return;
+  }
+  if (message.view == 0) {
+    return; // a newcomer's, which is in no epoch
   }
   const auto follows = [&](const View& view) { return view.parent == message.view; };
   const auto found = std::find_if(past_.begin(), past_.end(), follows);

@@ -66,7 +66,7 @@ class Agreement {
     enum class Error {
       QuorumLost, ///< no quorum; `missing` did not answer, or fell silent
       TooFew, ///< fewer members than min_ranks
-      LeftBehind, ///< the others continue without this process, in `view`
+      LeftBehind, ///< the others continue without this process, in `view`; a newcomer had been a member without knowing
       Left, ///< not an error: it has left in order
       NotAdmitted, ///< the newcomer was not admitted in time
     };
@@ -91,8 +91,8 @@ class Agreement {
   // ---- events
 
   void received(const Message& message, TimePoint now);
-  /// The failure detector's word. Only PEER_DEAD, PEER_UNRESPONSIVE, PEER_LEFT and CONN_RESET change members; of all other causes the
-  /// user gets the error.
+  /// The failure detector's word. Only PEER_DEAD, PEER_UNRESPONSIVE, PEER_LEFT and CONN_RESET change members; all other causes
+  /// are no event here.
   void failed(ErrorCode code, const Incarnation& peer, TimePoint now);
   /// The kernel says that all threads of that process have ended, and this is what it has kept. An end of its connections proves nothing. Also
   /// of a newcomer: the next view may have it.
@@ -139,11 +139,26 @@ class Agreement {
   }
   /// Whether some newcomer can be reached from here. If all members say so in a commit round, they stop for it at a later one.
   [[nodiscard]] bool admits() const noexcept;
-  /// Newcomers that load the members' state while those wait in boundary(): not those that can be reached only since then, as nobody gives them
+  /// Newcomers that load the members' state while those wait: in boundary(), or too few for a step. In the first case not those that can be reached only since then, as nobody gives them
   /// the state any more.
-  [[nodiscard]] std::vector<Incarnation> loading() const;
-  /// How many members there are with those, and with newcomers that hold the state already.
-  [[nodiscard]] size_t ranksWithNewcomers() const;
+  [[nodiscard]] std::vector<Incarnation> loading() const {
+    return newcomers(false);
+  }
+  /// Those that hold it already.
+  [[nodiscard]] std::vector<Incarnation> holding() const {
+    return newcomers(true);
+  }
+  /// How long the members wait for them behind a commit.
+  [[nodiscard]] std::optional<TimePoint> pauseUntil() const {
+    return phase_ == Phase::Pausing ? std::optional(pause_until_) : std::nullopt;
+  }
+  /// Of a newcomer: whom it asks to admit it.
+  [[nodiscard]] const std::vector<Incarnation>& contacts() const noexcept {
+    return contacts_;
+  }
+  void setContacts(std::vector<Incarnation> contacts) noexcept {
+    contacts_ = std::move(contacts);
+  }
 
   [[nodiscard]] static bool changesMembers(ErrorCode code) noexcept;
   /// A digest of all of its state, with times relative to the last event: two objects that have the same one do the same from here on.
@@ -184,8 +199,8 @@ class Agreement {
   void answerOld(const Message& message);
   void begin(ErrorCode cause, const std::optional<Incarnation>& culprit, TimePoint now);
   void ask(TimePoint now);
-  /// Tells that member that nothing of it arrives here, which it cannot know.
-  void accuse(const Incarnation& member);
+  /// Says that nothing of that member arrives here: it cannot know, and the others need not wait for it.
+  void accuse(const Incarnation& member, std::vector<Incarnation> to);
   void propose(TimePoint now);
   /// The one before has failed.
   void proposeIfLowest(TimePoint now);
@@ -228,6 +243,10 @@ class Agreement {
   [[nodiscard]] bool cannotLead(const Incarnation& member) const;
   [[nodiscard]] bool isLowest() const;
   [[nodiscard]] bool suspectedHard(const Incarnation& member) const;
+  [[nodiscard]] bool isRumoured(
+      const Incarnation& member) const { ///< another one finds it silent, and this process does not know better
+    return rumours_.count(member) != 0 && !reached(member);
+  }
   /// Whether this member or newcomer has answered a ping since the epoch ended.
   [[nodiscard]] bool reached(const Incarnation& other) const;
   /// Until when to wait for an answer that was asked for at `since`. `spare`: beyond the longest pause that costs nobody its place.
@@ -238,8 +257,12 @@ class Agreement {
   [[nodiscard]] bool tooFew() const noexcept {
     return view_.members.size() < config_.min_ranks;
   }
+  /// When they raise. A state that is on its way then has so much time as in a pause.
+  [[nodiscard]] TimePoint tooFewAt() const noexcept;
   /// Whether the members wait for newcomers.
   [[nodiscard]] bool isIdle() const noexcept;
+  [[nodiscard]] bool awaitsState() const noexcept; ///< of one of them
+  [[nodiscard]] std::vector<Incarnation> newcomers(bool hold) const;
   /// Whether they are enough with the newcomers that have loaded.
   [[nodiscard]] bool suffices() const noexcept;
   [[nodiscard]] bool mayAdmit(const Newcomer& newcomer) const noexcept {

@@ -8,17 +8,16 @@ void StepLedger::launch(Round round) noexcept {
   state_.finished = false;
 }
 
-std::optional<Wish> StepLedger::finish(uint64_t epoch, Round round) noexcept {
+std::optional<Wish> StepLedger::finish(uint64_t epoch) noexcept {
   const bool counts = !sealed_ && epoch == epoch_ && round_.has_value();
   if (!counts) {
     return std::nullopt;
   }
   state_.finished = true;
-  round_ = round;
-  if (round == Round::Step && leaving_ == Leaving::Asked) {
+  if (round_ == Round::Step && leaving_ == Leaving::Asked) {
     leaving_ = Leaving::Announced;
   }
-  return Wish{leaving_ == Leaving::Announced, admits_};
+  return Wish{leaving_ == Leaving::Announced, admits_, *round_};
 }
 
 StepLedger::Committed StepLedger::commit(uint64_t epoch, const Wish& all) noexcept {

@@ -18,6 +18,7 @@ enum class Round : uint8_t {
 struct Wish {
   bool leaves = false; ///< of all: some member leaves
   bool admits = false; ///< some newcomer can be reached; of all: from every member
+  Round round = Round::Step; ///< that it ends
 };
 
 /// How far one process is with its rounds, a step among them: the pure half of a step that is a transaction, and the rules of leaving and
@@ -61,10 +62,13 @@ class StepLedger {
 
   // ---- the program
 
-  /// The next round begins, or begins once more after Redo. Whether it is a Step or between two, finish() says.
+  /// The next round begins. After Redo it is still under way.
   void launch(Round round = Round::Step) noexcept;
   /// All that the round sums has ended well in this epoch: what this process adds to the commit round. nullopt if that comes too late.
-  [[nodiscard]] std::optional<Wish> finish(uint64_t epoch, Round round) noexcept;
+  [[nodiscard]] std::optional<Wish> finish(uint64_t epoch) noexcept;
+  [[nodiscard]] bool isUnderWay() const noexcept {
+    return round_.has_value();
+  }
   /// The process may enter commit.
   [[nodiscard]] bool mayCommit() const noexcept {
     return !sealed_ && state_.finished;

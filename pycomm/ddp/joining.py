@@ -16,6 +16,7 @@ import torch
 
 from pycomm._group.creation import native_backend
 from pycomm._group.model_check import first_difference
+from pycomm._group.reconfiguring import reconfigure_handle
 from pycomm._native import loader
 from pycomm.ddp.elastic import Elastic
 from pycomm.ddp.peers import peers_port
@@ -180,7 +181,10 @@ def port_trouble(peers: str | None, offers: Sequence[Offer]) -> str:
 
 
 def _be_found(group: Any, peers: str, offered: tuple[Offer, str]) -> None:
-    """Of a process that has joined: it listens at the port, or another member of its host does."""
+    """Of a process that has joined: it listens at the port, or another member of its host does.
+
+    All members know by now that it is one.
+    """
     (_, tried), why = offered
     at = peers_port(peers)
     assert at is not None
@@ -193,7 +197,10 @@ def _be_found(group: Any, peers: str, offered: tuple[Offer, str]) -> None:
                 )
             except ConfigMismatchError as error:
                 found = str(error)
-            why = f"{trouble}; {found}" if isinstance(found, str) else ""
+            if not isinstance(found, str):
+                mine = reconfigure_handle(group) in found[1]
+                found = "" if mine else "another training has it"
+            why = f"{trouble}; {found}" if found else ""
     if why:
         logger.warning(
             "elastic=: nobody can find this training at port %d of this host: %s. %s",
@@ -222,6 +229,7 @@ def pull(agreement: Any, model: Any, addresses: Sequence[str]) -> Mapping[str, A
     Raises:
         JoinRefusedError: The state does not fit, or did not come within ``join_pause``.
         RendezvousTimeoutError: The members have not admitted this process within ``join_wait``.
+        LeftBehindError: They had admitted it, and went on without it before it heard of that.
     """
     shared: Mapping[str, Any] = {}
     while (state := agreement.pull()) is not None:
@@ -269,38 +277,45 @@ def _load(state: bytes, model: Any) -> Mapping[str, Any]:
     return shared
 
 
-def take_over(model: Any, shared: Mapping[str, Any]) -> None:
+def follow(model: Any, shared: Mapping[str, Any]) -> None:
     """What ``pull()`` returned, to a reducer that was made since."""
     weighed = None if model._weight is None else weighed_of({})
     reducer = model.reducer
-    reducer.load(shared["exponents"], shared["order"], shared["agreed"], 0, [], {}, weighed, 0.0)
-    reducer.set_passes(shared["passes"])
+    reducer.load(
+        exponents=shared["exponents"],
+        order=shared["order"],
+        agreed=shared["agreed"],
+        accumulated=0,
+        used=[],
+        residuals={},
+        weighed=weighed,
+        weight_unsynced=0.0,
+    )
+    reducer.follow_members(shared["passes"])
     model._received_sampler = shared["sampler"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def give_state(model: Any, args: object) -> None:
+def stop_for_newcomers(model: Any, args: object) -> None:
     """Before a forward with gradients: members that stop for newcomers, or are too few, wait."""
     if not torch.is_grad_enabled():
         return
     if model.elastic is None or model.elastic.left:  # no longer of the members
         return
-    _admit(model, at_join_point=False)
+    if model._can_be_joined():
+        _admit(model)
 
 
 def admit_at_join_point(model: Any) -> None:
     """The same where the program calls ``join_point()``."""
-    if not model.elastic.left:
-        _admit(model, at_join_point=True)
+    if not model.elastic.left and model._can_be_joined():
+        model.reducer.join_point()
+        _admit(model)
 
 
-def _admit(model: Any, *, at_join_point: bool) -> None:
-    if not model._can_be_joined():
-        return
-    waiting = model.reducer.admit_newcomers(at_join_point)
-    while waiting > 0:  # on rank 0, which is another one after its death
+def _admit(model: Any) -> None:
+    while (waiting := model.reducer.await_newcomers()) > 0:  # on rank 0, of whatever members
         _give(model, waiting)
-        waiting = model.reducer.admit_newcomers()
 
 
 def _give(model: Any, waiting: int) -> None:

@@ -228,10 +228,10 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             self._before_forward = sync_when_due
             self.register_forward_pre_hook(sync_when_due)
         if self._may_be_joined and elastic is not None and elastic.join_pause is not None:
-            from pycomm.ddp.joining import give_state
+            from pycomm.ddp.joining import stop_for_newcomers
 
-            self._before_forward = give_state
-            self.register_forward_pre_hook(give_state)
+            self._before_forward = stop_for_newcomers
+            self.register_forward_pre_hook(stop_for_newcomers)
         self._overflows_before = self._overflows()  # of the group that reduces
         add_wrapper(self)
 
@@ -584,9 +584,9 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             agreement=agreement,
         )
         if received:
-            from pycomm.ddp.joining import take_over
+            from pycomm.ddp.joining import follow
 
-            take_over(self, received)
+            follow(self, received)
         if agreement is not None:
             self._elastic_group = ElasticGroup(
                 self.reducer,

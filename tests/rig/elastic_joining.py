@@ -125,7 +125,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         loader.load().arm_fault_points(plan.struck[1])
     error: Any = None
     if plan.fails:
-        fail_to_take_over()
+        fail_to_follow()
     mark("asks")
     began_s = time.monotonic()
     try:
@@ -242,14 +242,14 @@ def learn_late(model: Any, step: int) -> None:
     threading.Thread(target=go_on, daemon=True).start()
 
 
-def fail_to_take_over() -> None:
+def fail_to_follow() -> None:
     """From now on a process that joins raises as it makes its reducer."""
     import pycomm.ddp.joining
 
-    def take_over(*_: object) -> None:
+    def follow(*_: object) -> None:
         raise RuntimeError("no memory, say")
 
-    pycomm.ddp.joining.take_over = take_over
+    pycomm.ddp.joining.follow = follow
 
 
 def difference(

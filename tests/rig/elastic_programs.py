@@ -355,6 +355,7 @@ def trains(rank: int, world_size: int, program: Program) -> dict[str, Any]:
         error = describe_exception(caught)
     model = training.model
     return {
+        "rank": rank,
         "members": training.members,
         "means": training.means,
         "bits": training.bits,

@@ -149,6 +149,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         error = caught
     size = own.size()
     left = steps.members()
+    strikes = [each[2] for each in loader.load().fault_points()] if plan.struck[0] == rank else []
     began_s = time.monotonic()
     steps.close()
     return {
@@ -159,4 +160,5 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "left": left,
         "closed_s": time.monotonic() - began_s,
         "error": None if error is None else describe_exception(error),
+        "strikes": strikes,
     }

@@ -9,8 +9,8 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from elastic_rig import Net, batch_of
@@ -96,6 +96,28 @@ def exact(module: Net, plan: Plan, members: tuple[int, ...], step: int) -> dict[
     return sums
 
 
+class FedBack(NamedTuple):
+    """Of one parameter after a step: what this rank keeps, and what arrived above the mean."""
+
+    kept: list[float]
+    more: list[float]
+    largest: float
+    """Gradient of the step."""
+
+
+def check_feedback(values: Sequence[dict[str, Any]]) -> None:
+    """What arrived since the last change of members, and what they have kept, is what they gave."""
+    members = values[0]["members"]
+    for step in range(max(1, members.index(members[-1])), len(members)):
+        before, after = (
+            torch.tensor([value["fed_back"][each].kept for value in values]).double().sum(0)
+            for each in (step - 1, step)
+        )
+        fed_back = values[0]["fed_back"][step]
+        off = (before - after - torch.tensor(fed_back.more).double()).abs().max()
+        assert float(off) <= 1e-5 * fed_back.largest, (step, float(off), fed_back.largest)
+
+
 def hash_of(tensors: Any) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -131,6 +153,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     ended_s: list[float] = []
     wrong = ""
     error: Any = None
+    raised_s = 0.0
+    fed_back: list[FedBack] = []
     mark("trains")
     try:
         for step in range(MOST_STEPS):
@@ -156,6 +180,11 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
                 off = float((each.grad - expected[name]).abs().max()) / largest
                 if off > TOLERANCES[plan.wire] * plan.passes:
                     wrong = wrong or f"step {step}, {name}: {off} of the largest gradient"
+            if plan.wire == "int8" and not plan.samples:
+                kept = model.communication_state_dict()["residuals"]
+                (kept_here,) = [each for name, each in kept.items() if name.endswith("wide.bias")]
+                more = model.module.wide.bias.grad - expected["wide.bias"]
+                fed_back.append(FedBack(kept_here.tolist(), more.tolist(), largest))
             bits.append(hash_of((*model.parameters(), *model.buffers())))
             mark(f"step {step}")
             reach("step")
@@ -163,6 +192,7 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             if model.elastic.left:
                 break
     except Exception as caught:
+        raised_s = time.monotonic()
         error = describe_exception(caught)
     return {
         "members": members,
@@ -170,6 +200,8 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "ended_s": ended_s,
         "wrong": wrong,
         "error": error,
+        "raised_s": raised_s,
+        "fed_back": fed_back,
         "left": model.elastic.left,
         "stats": dataclasses.asdict(model.stats()),
     }

@@ -122,7 +122,7 @@ void AgreementDriver::found(Reconfigurable::Met first) {
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
   for (int rank = 0; rank < first.instance->size(); ++rank) {
     const MemberHandle& handle = first.instance->member(rank);
-    introduce(handle).first_rank = next_number_++;
+    introduce(handle).number = next_number_++;
     view_.members.push_back(incarnationOf(handle.incarnation));
     inbox_->know({handle});
   }
@@ -130,7 +130,7 @@ void AgreementDriver::found(Reconfigurable::Met first) {
   agreement_ = std::make_unique<Agreement>(settings(), view_, Clock::now());
   act(); // keeps the first record
   (void)ledger_.install(view_); // which gives it the epoch
-  present_ = Epoch{view_.epoch, std::move(first), firstRanks(view_), 0, {}};
+  present_ = Epoch{view_.epoch, std::move(first), numbersOf(view_), 0, {}};
   announce(view_);
 }
 
@@ -208,7 +208,9 @@ void AgreementDriver::close() noexcept {
     std::shared_ptr<JoinAbort> meeting;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      error_ = error_ ? error_ : why;
+      if (!error_) {
+        error_ = why;
+      }
       stopGivingLocked(why);
       left.peer = jobRankOf(view_, self_);
       meeting = meeting_;
@@ -226,7 +228,7 @@ void AgreementDriver::close() noexcept {
   peers_.close(Deadline::after(kEndWithinMs));
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
   guarded([&] { closeRest(); });
-  inbox_->leave();
+  inbox_->stop();
   if (agreement_thread_.joinable()) {
     agreement_thread_.join();
   }
@@ -266,10 +268,10 @@ ErrorRecord AgreementDriver::hasLeftRecord() const {
       "end the training loop when model.elastic.left is True");
 }
 
-std::vector<int> AgreementDriver::firstRanks(const View& view) const {
+std::vector<int> AgreementDriver::numbersOf(const View& view) const {
   std::vector<int> ranks;
   for (const Incarnation& member : view.members) {
-    ranks.push_back(members_by_name_.at(member).first_rank);
+    ranks.push_back(members_by_name_.at(member).number);
   }
   return ranks;
 }
@@ -305,13 +307,13 @@ void AgreementDriver::refuseInChild() const {
   }
 }
 
-std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline) {
+std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline, elastic::Round round) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
   if (!awaitPresent(lock, deadline, config_.min_ranks)) {
     return std::nullopt;
   }
-  launch(elastic::Round::Step);
+  launch(round);
   return present_;
 }
 
@@ -350,7 +352,7 @@ bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline 
 
 void AgreementDriver::launch(elastic::Round round) {
   ledger_.launch(round);
-  launched_ = ledger_.state().committed + 1;
+  begun_ = ledger_.state().committed + 1;
 }
 
 // The others may commit a step that this rank has finished, whatever its program does meanwhile.
@@ -358,21 +360,21 @@ void AgreementDriver::refuseUndelivered() const {
   if (undelivered_) {
     throw Error(record(
         ErrorCode::Aborted,
-        "The end of elastic step " + std::to_string(launched_) +
+        "The end of elastic step " + std::to_string(begun_) +
             " was interrupted on this rank, by a signal handler for example. So the other members may have committed a "
             "step whose averages this rank has not written.",
         "make the wrapper anew, on all ranks, from a checkpoint"));
   }
 }
 
-std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch, elastic::Round round) {
+std::optional<AgreementDriver::Wish> AgreementDriver::finished(uint64_t epoch) {
   refuseInChild();
   PYCOMM_FAULT_POINT("survive.finished");
   const std::lock_guard<std::mutex> lock(mutex_);
   if (ledger_.mayCommit()) {
     refuseUndelivered(); // its commit round is under way: a second one would meet no other rank's
   }
-  const std::optional<Wish> wish = ledger_.finish(epoch, round);
+  const std::optional<Wish> wish = ledger_.finish(epoch);
   if (wish) {
     undelivered_ = true;
   }
@@ -409,7 +411,7 @@ bool AgreementDriver::isOver(const Epoch& epoch) const {
   refuseInChild();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (over_ || view_.epoch != epoch.number || ledger_.state().committed >= launched_) {
+    if (over_ || view_.epoch != epoch.number || ledger_.state().committed >= begun_) {
       return true;
     }
   }
@@ -417,15 +419,13 @@ bool AgreementDriver::isOver(const Epoch& epoch) const {
   return failure && Agreement::changesMembers(failure->code);
 }
 
-std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(
-    uint64_t epoch,
-    Deadline deadline,
-    elastic::Round round) {
+std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(uint64_t epoch, Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto counts = [this] { return ledger_.state().committed >= launched_; };
-  const bool is_step = round != elastic::Round::Admission;
-  const auto again = [&] { return view_.epoch > epoch && (mayBegin() || !is_step); };
+  const auto counts = [this] { return ledger_.state().committed >= begun_; };
+  const auto again = [&] {
+    return view_.epoch > epoch && (mayBegin() || !ledger_.isUnderWay());
+  }; // as a dropped Admission
   if (!waitFor(lock, deadline, [&] { return counts() || error_ || again(); })) {
     return std::nullopt;
   }
@@ -437,11 +437,7 @@ std::optional<AgreementDriver::Verdict> AgreementDriver::verdict(
     throw Error(*error_);
   }
   undelivered_ = false;
-  if (!is_step) {
-    return Verdict{};
-  }
-  ledger_.launch();
-  return Verdict{false, present_};
+  return ledger_.isUnderWay() ? Verdict{false, present_} : Verdict{};
 }
 
 void AgreementDriver::leave() {
@@ -465,7 +461,9 @@ int64_t AgreementDriver::steps() const {
 void AgreementDriver::failWith(ErrorRecord record) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = error_ ? error_ : std::move(record);
+    if (!error_) { // without memory: this may be called for the want of it
+      error_ = std::move(record);
+    }
     stopGivingLocked(*error_);
   }
   changed_.notify_all();
@@ -498,7 +496,7 @@ void AgreementDriver::run() noexcept {
       }
       suspectOthers(Clock::now());
       lookAfterNewcomers(Clock::now());
-      if (taken.leaving) {
+      if (taken.stopping) {
         farewell(Clock::now());
         return;
       }
@@ -650,7 +648,6 @@ void AgreementDriver::handle(Event event, TimePoint now) {
   } else if (const auto* const boundary = std::get_if<Boundary>(&event)) {
     if (boundary->epoch == agreement_->view().epoch) {
       trace("ends behind its commit");
-      pause_until_ = now + milliseconds(config_.join_pause_ms);
       agreement_->boundary(now, boundary->admits);
     }
   } else if (const auto* const sealed = std::get_if<Sealed>(&event)) {
@@ -729,7 +726,11 @@ void AgreementDriver::act() {
         trace(
             "sends message " + std::to_string(static_cast<int>(action.message->kind)) + " to " +
             std::to_string(action.to.size()) + " members");
-        for (const Incarnation& to : action.message->kind == elastic::Message::Kind::Join ? asked_ : action.to) {
+        if (action.message->kind == elastic::Message::Kind::Decide &&
+            PYCOMM_FAULT("survive.decide").error_number != 0) {
+          break; // the network has lost it
+        }
+        for (const Incarnation& to : action.to) {
           if (const auto member = members_by_name_.find(to);
               member != members_by_name_.end() && member->second.outbox != nullptr) {
             member->second.outbox->push(bytes);
@@ -831,7 +832,6 @@ void AgreementDriver::install(const View& view) {
     outcome = ledger_.install(view);
   }
   changed_.notify_all();
-  pause_until_.reset();
   PYCOMM_FAULT_POINT("survive.install");
   if (meeting != nullptr) {
     meeting->abort(end.why);
@@ -847,7 +847,7 @@ void AgreementDriver::install(const View& view) {
   Job meet;
   meet.kind = Job::Kind::Meet;
   meet.view = view;
-  meet.members = firstRanks(view);
+  meet.members = numbersOf(view);
   for (const Incarnation& member : view.members) {
     meet.handles.push_back(members_by_name_.at(member).handle.text());
   }
@@ -932,12 +932,14 @@ void AgreementDriver::raise(const Agreement::Action& action) {
           "restart from a checkpoint with more ranks, or set a smaller min_ranks");
       break;
     case Agreement::Action::Error::LeftBehind:
-      error = record(
-          ErrorCode::LeftBehind,
-          "The other members of an elastic group went on without this rank: it was in " + epoch + " with " +
-              list(view.members) + ", and they are in epoch " + std::to_string(action.view.epoch) +
-              ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
-          "end this process: its parameters are those of an earlier step");
+      error = view.members.empty()
+          ? missedMembership(action.view)
+          : record(
+                ErrorCode::LeftBehind,
+                "The other members of an elastic group went on without this rank: it was in " + epoch + " with " +
+                    list(view.members) + ", and they are in epoch " + std::to_string(action.view.epoch) +
+                    ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
+                "end this process: its parameters are those of an earlier step");
       break;
     case Agreement::Action::Error::Left: {
       error = hasLeftRecord();

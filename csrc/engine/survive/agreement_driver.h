@@ -44,20 +44,15 @@ namespace pycomm {
 /// is an event of the new epoch's agreement.
 ///
 /// Ranks. A member's rank in an epoch is its position in the View of that epoch; a Group, and the errors of it, use that of their own epoch. The
-/// agreement's thread reads agreement_->view(); all others read view_, which follows when act() installs it. A member's *first rank*, that in
-/// the first epoch, never changes: users know it by that. Across epochs a member is named by its Incarnation only.
+/// agreement's thread reads agreement_->view(); all others read view_, which follows when act() installs it. A member's *number*, which
+/// is its rank in the first epoch or comes as it joins, never changes: users know it by that. Across epochs a member is named by its Incarnation only.
 ///
 /// What a training thread may call is marked. Those throw the error that ended it all, again and again: Error(QuorumLost | LeftBehind) from
 /// the agreement, the Group's failure if that is one of the program, Error(ShutDown) after close(), Error(Forked) in a child of fork().
 class AgreementDriver final : public Engine::Maker {
  public:
-  /// Of elastic::Agreement::Config.
-  struct Config {
-    size_t min_ranks = 1;
-    bool accept_split_brain = false;
-    int quorum_wait_ms = 10000;
-    int join_pause_ms = 10000;
-    int join_wait_ms = 60000;
+  /// `self` and `dead_after_ms` are those of the Reconfigurable.
+  struct Config : elastic::Agreement::Config {
     std::string description; ///< of the model and its options: newcomers must have the same
     std::string peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: none
     bool has_port = false; ///< members are found at a FixedPort: the caller has Reconfigurable::offer()
@@ -119,7 +114,7 @@ class AgreementDriver final : public Engine::Maker {
   };
   /// Waits until a step may begin, or the deadline: then nullopt. From then on the step counts as launched. Throws Error(Aborted) if
   /// this rank has finished a step, and neither committed() nor verdict() has returned what became of it.
-  [[nodiscard]] std::optional<Epoch> begin(Deadline deadline);
+  [[nodiscard]] std::optional<Epoch> begin(Deadline deadline, elastic::Round round = elastic::Round::Step);
   /// Waits until the present members have met, also if they are too few: newcomers may wait for their state. Nothing begins. Throws as begin().
   [[nodiscard]] std::optional<Epoch> present(Deadline deadline);
   /// Begins an Admission, as begin() does a step, if one is due in this epoch; else nothing begins.
@@ -128,7 +123,7 @@ class AgreementDriver final : public Engine::Maker {
   using Wish = elastic::Wish;
   /// All buckets of the step have ended well in this epoch. nullopt if that comes too late: the epoch is over. Throws as begin() if it is
   /// called again in the same epoch.
-  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch, elastic::Round round = elastic::Round::Step);
+  [[nodiscard]] std::optional<Wish> finished(uint64_t epoch);
   /// The commit round of this epoch has ended well, with what it says of all. False if that comes too late. If somebody leaves, or it is an
   /// Admission and all admit, the epoch is over behind it, and begin() waits for the next one. In the second case all call newcomers() next.
   [[nodiscard]] bool committed(uint64_t epoch, const Wish& all);
@@ -140,10 +135,7 @@ class AgreementDriver final : public Engine::Maker {
     std::optional<Epoch> again; ///< else: it is launched again in this epoch; null for an Admission, which is dropped
   };
   /// Waits until the members have agreed on the step, or the deadline: then nullopt. Only if `isOver()`, else it would wait for a failure.
-  [[nodiscard]] std::optional<Verdict> verdict(
-      uint64_t epoch,
-      Deadline deadline,
-      elastic::Round round = elastic::Round::Step);
+  [[nodiscard]] std::optional<Verdict> verdict(uint64_t epoch, Deadline deadline);
   /// Whether the epoch has ended, or is about to, because its members change.
   [[nodiscard]] bool isOver(const Epoch& epoch) const;
   /// Steps that are committed.
@@ -165,8 +157,8 @@ class AgreementDriver final : public Engine::Maker {
     std::optional<Epoch> admitted;
   };
   [[nodiscard]] Arrival arrive(Deadline deadline);
-  /// This process holds that state.
-  void loaded(int64_t step, uint64_t view);
+  /// This process holds the state that arrive() has returned last.
+  void loaded();
 
   // ---- the training thread of a member
 
@@ -248,8 +240,7 @@ class AgreementDriver final : public Engine::Maker {
       Refused>;
   struct Member {
     MemberHandle handle;
-    int first_rank =
-        -1; ///< in the first epoch, or the number that it got when it joined; -1: it has been no member so far
+    int number = -1; ///< in the first epoch, or the number that it got when it joined; -1: it has been no member so far
     bool links = false; ///< a newcomer's: its endpoint has not answered yet
     TimePoint heard = TimePoint::max(); ///< a newcomer's: its last Join
     TimePoint not_before; ///< a newcomer's: its Joins are passed over until then
@@ -308,6 +299,7 @@ class AgreementDriver final : public Engine::Maker {
   [[nodiscard]] elastic::Agreement::Config settings() const;
   Member& introduce(const MemberHandle& handle);
   [[nodiscard]] bool mayHear(const elastic::Message& message, TimePoint now);
+  void exclude(Member& newcomer);
   void link(const elastic::Incarnation& newcomer);
   void pingNewcomer(Member& newcomer);
   void handleJoining(Event& event, TimePoint now);
@@ -322,9 +314,10 @@ class AgreementDriver final : public Engine::Maker {
   void announce(const elastic::View& view);
   void showNewcomers();
   [[nodiscard]] ErrorRecord notAdmitted() const;
+  [[nodiscard]] ErrorRecord missedMembership(const elastic::View& now) const;
   [[nodiscard]] ErrorRecord record(ErrorCode code, const std::string& summary, const std::string& hint) const;
   [[nodiscard]] ErrorRecord hasLeftRecord() const;
-  [[nodiscard]] std::vector<int> firstRanks(const elastic::View& view) const;
+  [[nodiscard]] std::vector<int> numbersOf(const elastic::View& view) const;
   /// What records and texts call the members of a view. Any thread.
   [[nodiscard]] JobRanks jobRanksOf(const elastic::View& view) const;
   [[nodiscard]] int jobRankOf(const elastic::View& view, const elastic::Incarnation& member) const {
@@ -356,7 +349,7 @@ class AgreementDriver final : public Engine::Maker {
       const AbortToken& abort);
   [[nodiscard]] std::unique_ptr<Link> openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
       const;
-  void refuseOne(const MemberHandle& to, const std::string& why) const noexcept;
+  void refuseOne(const MemberHandle& to, const Giving& giving, const std::string& why) const noexcept;
   using GiveOne = std::function<std::optional<ErrorRecord>(const MemberHandle&, const Giving&, const AbortToken&)>;
   void giveEach(const GiveOne& give_one);
   void stopGivingLocked(const ErrorRecord& why);
@@ -391,30 +384,30 @@ class AgreementDriver final : public Engine::Maker {
   std::map<elastic::Incarnation, Member> members_by_name_; ///< and those that were, or want to be
   std::unique_ptr<KeptRecord> kept_; ///< null: there is no shared memory
   std::unique_ptr<elastic::Agreement> agreement_;
-  std::vector<elastic::Incarnation> asked_; ///< of a newcomer: whom it asks to admit it
   TimePoint ask_again_ = TimePoint::max(); ///< of a newcomer: when it asks who the members are now
   int next_number_ = 0; ///< of the next process that becomes a member
-  std::optional<TimePoint> pause_until_; ///< how long members wait for newcomers, if this epoch has ended with a commit
   int states_ = 0; ///< of a newcomer: how often the members' state has come
   std::optional<ErrorRecord> why_; ///< of the event that is being handled, if this process has noticed it itself
 
   mutable std::mutex mutex_; ///< guards the rest, but for the threads
   std::condition_variable changed_;
   struct Giving {
+    uint64_t epoch = 0;
     uint64_t view = 0; ///< id of the members' view
     size_t ranks = 0; ///< the members, `to`, and newcomers that hold the state already
     std::vector<MemberHandle> to;
     std::vector<std::string>
-        roster; ///< first what the next new member is called, then of each member and newcomer its handle and number
+        roster; ///< first what the next new member is called, then of each member and newcomer its handle and number, or -1
     std::optional<TimePoint> until; ///< the members wait so long; else, too few for a step, for each one that comes
   };
-  Giving giving_; ///< newcomers that wait for the state, if this is rank 0
-  Giving served_; ///< those that newcomers() has counted, for give()
-  std::set<ProcessId> given_; ///< those of giving_ that have got it, or did not
-  bool gives_ = false; ///< newcomers() has found some, and nothing has ended it since
+  Giving waiting_; ///< newcomers that wait for the state, if this is rank 0
+  Giving batch_; ///< those that newcomers() has counted, for give()
+  std::set<ProcessId> tried_; ///< those of waiting_ that have got it, or did not
+  bool may_give_ = false; ///< newcomers() has found some, and nothing has ended it since
   std::shared_ptr<AbortToken> give_abort_; ///< of the one that gets it now
-  elastic::Incarnation giving_to_; ///< that one
+  elastic::Incarnation receiver_; ///< that one
   std::optional<State> arrived_; ///< of a newcomer
+  Loaded taken_{}; ///< of a newcomer: what arrive() has returned last
   elastic::StepLedger ledger_;
   elastic::View view_;
   bool over_ = false; ///< the epoch of view_ has ended: the next one is being decided
@@ -426,7 +419,7 @@ class AgreementDriver final : public Engine::Maker {
   int failed_meetings_ = 0; ///< in a row
   std::pair<int64_t, size_t> failed_at_; ///< of these: the steps committed, and how many members
   std::vector<Reconfigurable::Met> retired_; ///< of earlier epochs, to be closed
-  int64_t launched_ = 0; ///< the step that the training thread has begun last
+  int64_t begun_ = 0; ///< the step that the training thread has begun last
   bool undelivered_ = false; ///< this rank has finished it, and the training thread does not know what became of it
   bool stop_jobs_ = false;
 

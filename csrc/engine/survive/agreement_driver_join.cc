@@ -41,9 +41,10 @@ constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
 constexpr int kNewWitnessMs = 300; // a process that has just answered
 constexpr milliseconds kAskEvery{1000}; // nor is a newcomer that failed to join looked at sooner
 constexpr milliseconds kLongestJoinBackOff{60000};
-constexpr std::string_view kStateBegins = "begin"; // step, id of the members' view, bytes of the state, roster
+constexpr std::string_view kStateBegins =
+    "begin"; // step, id of the members' view, its epoch, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
-constexpr std::string_view kStateRefused = "refuse"; // why
+constexpr std::string_view kStateRefused = "refuse"; // epoch, why
 
 std::optional<int64_t> wholeNumber(const std::string& text) {
   int64_t number = 0;
@@ -109,16 +110,20 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
   if (!expects_state_ || words.size() < 3) {
     return false;
   }
-  if (words[1] == kStateBegins && words.size() >= 6) {
+  // A rank 0 that was stopped does not know that the others have gone on without it, and that the next one gives the state.
+  const auto isLate = [this](const std::optional<int64_t>& epoch) { return !epoch || *epoch < given_in_; };
+  if (words[1] == kStateBegins && words.size() >= 7) {
     const auto step = wholeNumber(words[2]);
     const auto view = wholeNumber(words[3]);
-    const auto nbytes = wholeNumber(words[4]);
-    if (!step || !view || !nbytes || *nbytes <= 0) {
+    const auto epoch = wholeNumber(words[4]);
+    const auto nbytes = wholeNumber(words[5]);
+    if (!step || !view || isLate(epoch) || !nbytes || *nbytes <= 0) {
       return false;
     }
     giver_ = from;
+    given_in_ = *epoch;
     state_nbytes_ = static_cast<size_t>(*nbytes);
-    state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 5, words.end()}, ""};
+    state_ = State{*step, static_cast<uint64_t>(*view), {words.begin() + 6, words.end()}, ""};
     return true;
   }
   if (words[1] == kStatePart && giver_ == from && words[2].size() <= state_nbytes_ - state_.bytes.size()) {
@@ -129,8 +134,8 @@ bool AgreementDriver::Inbox::take(const ProcessId& from, const std::vector<std::
     }
     return true;
   }
-  if (words[1] == kStateRefused) {
-    putLocked(Refused{printable(words[2], kMaxFirstEndpointFrame)}, kMostMessages);
+  if (words[1] == kStateRefused && words.size() >= 4 && !isLate(wholeNumber(words[2]))) {
+    putLocked(Refused{printable(words[3], kMaxFirstEndpointFrame)}, kMostMessages);
     return true;
   }
   return false;
@@ -264,13 +269,14 @@ void AgreementDriver::seek(const std::vector<MemberHandle>& asked) {
   inbox_->know(asked);
   members_.receive(inbox_);
   introduce(members_.visitor().self);
+  std::vector<Incarnation> contacts;
   for (const MemberHandle& member : asked) {
     introduce(member);
-    asked_.push_back(incarnationOf(member.incarnation));
+    contacts.push_back(incarnationOf(member.incarnation));
   }
   keepRecord();
   ask_again_ = Clock::now() + kAskEvery;
-  agreement_ = std::make_unique<elastic::Agreement>(settings(), asked_, Clock::now());
+  agreement_ = std::make_unique<elastic::Agreement>(settings(), std::move(contacts), Clock::now());
   act(); // keeps the first record
 }
 
@@ -287,19 +293,17 @@ AgreementDriver::Arrival AgreementDriver::arrive(Deadline deadline) {
   if (error_) {
     throw Error(*error_);
   }
+  taken_ = {arrived_->step, arrived_->view};
   return {std::exchange(arrived_, std::nullopt), std::nullopt};
 }
 
-void AgreementDriver::loaded(int64_t step, uint64_t view) {
+void AgreementDriver::loaded() {
   refuseInChild();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!view_.members.empty()) {
-      return;
-    }
-    ledger_.load(step);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (view_.members.empty()) {
+    ledger_.load(taken_.step);
+    inbox_->put(taken_);
   }
-  inbox_->put(Loaded{step, view});
 }
 
 // Witnesses first: from its first step on the newcomer knows of the ends of the others of its host.
@@ -311,7 +315,7 @@ void AgreementDriver::takeRoster(State state) {
   for (size_t i = 1; i + 1 < roster.size(); i += 2) {
     const MemberHandle handle = MemberHandle::parse(roster[i]);
     Member& member = introduce(handle);
-    member.first_rank = static_cast<int>(wholeNumber(roster[i + 1]).value_or(-1));
+    member.number = static_cast<int>(wholeNumber(roster[i + 1]).value_or(-1));
     known.push_back(handle);
     findWitness(member);
   }
@@ -343,7 +347,7 @@ void AgreementDriver::show(State state) {
 
 ErrorRecord AgreementDriver::notAdmitted() const {
   std::string asked;
-  for (const Incarnation& one : asked_) {
+  for (const Incarnation& one : agreement_->contacts()) {
     asked += (asked.empty() ? "" : "; ") + members_by_name_.at(one).handle.who();
   }
   const std::string came = states_ == 0
@@ -357,17 +361,21 @@ ErrorRecord AgreementDriver::notAdmitted() const {
       "begins; after a long evaluation, or with a slow state, a longer join_pause on all members helps");
 }
 
+ErrorRecord AgreementDriver::missedMembership(const View& now) const {
+  return record(
+      ErrorCode::LeftBehind,
+      "The members of an elastic training had admitted this process, and went on without it before it heard of that: they are in epoch " +
+          std::to_string(now.epoch) +
+          ". Its process was stopped, or its network was cut, for longer than heartbeat_timeout.",
+      "start it anew: it joins as another process");
+}
+
 // ---- newcomers, as members see them
 
 elastic::Agreement::Config AgreementDriver::settings() const {
-  elastic::Agreement::Config settings;
+  elastic::Agreement::Config settings = config_;
   settings.self = self_;
-  settings.min_ranks = config_.min_ranks;
-  settings.accept_split_brain = config_.accept_split_brain;
   settings.dead_after_ms = members_.config().dead_after_ms;
-  settings.quorum_wait_ms = config_.quorum_wait_ms;
-  settings.join_pause_ms = config_.join_pause_ms;
-  settings.join_wait_ms = config_.join_wait_ms;
   return settings;
 }
 
@@ -395,8 +403,12 @@ bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
   if (agreement_->view().members.empty()) {
     return message.kind != Kind::Join; // this is a newcomer itself
   }
-  if (from.first_rank >= 0) { // one that was cut off before it knew that it was a member is none again: it starts anew
-    return message.kind != Kind::Join || agreement_->view().has(message.from);
+  if (from.number >= 0) {
+    const bool is_late = message.kind == Kind::Join && !agreement_->view().has(message.from);
+    if (is_late) { // it was a member, and cut off before it knew
+      exclude(from);
+    }
+    return !is_late;
   }
   if (message.kind == Kind::Join) {
     if (!config_.mayBeJoined() || now < from.not_before) {
@@ -409,6 +421,15 @@ bool AgreementDriver::mayHear(const elastic::Message& message, TimePoint now) {
     return true;
   }
   return message.kind == Kind::Ping || message.kind == Kind::Pong || message.kind == Kind::Promise;
+}
+
+void AgreementDriver::exclude(Member& newcomer) {
+  elastic::Message excluded;
+  excluded.kind = elastic::Message::Kind::Excluded;
+  excluded.from = self_;
+  excluded.epoch = agreement_->view().epoch;
+  excluded.next = agreement_->view();
+  newcomer.outbox->push(encode(excluded));
 }
 
 void AgreementDriver::link(const Incarnation& newcomer) {
@@ -472,7 +493,7 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
     if (witnessed->witness != nullptr) {
       member.witness.emplace(std::move(*witnessed->witness));
     }
-    if (!is_newcomer && member.first_rank < 0) {
+    if (!is_newcomer && member.number < 0) {
       agreement_->linked(witnessed->name, now);
     }
   } else if (auto* const state = std::get_if<State>(&event)) {
@@ -484,11 +505,12 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   } else if (const auto* const notice = std::get_if<Notice>(&event)) {
     if (is_newcomer) {
       inbox_->know(notice->members);
-      asked_.clear();
+      std::vector<Incarnation> contacts;
       for (const MemberHandle& member : notice->members) {
         introduce(member);
-        asked_.push_back(incarnationOf(member.incarnation));
+        contacts.push_back(incarnationOf(member.incarnation));
       }
+      agreement_->setContacts(std::move(contacts));
       ask_again_ = now + kAskEvery;
     }
   } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
@@ -515,7 +537,7 @@ void AgreementDriver::dropNewcomer(const Incarnation& newcomer, ErrorCode why, T
   member.keep_until = std::max(member.not_before, now + milliseconds(members_.config().dead_after_ms));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (give_abort_ != nullptr && giving_to_ == newcomer) { // another one waits for its turn
+    if (give_abort_ != nullptr && receiver_ == newcomer) { // another one waits for its turn
       (void)give_abort_->abort(record(ErrorCode::PeerUnresponsive, "It is silent.", ""));
     }
   }
@@ -534,7 +556,7 @@ bool AgreementDriver::hasRoomFor(const MemberHandle& stranger, TimePoint now) {
   }
   forgetStrangers(now);
   const auto strangers = std::count_if(
-      members_by_name_.begin(), members_by_name_.end(), [](const auto& one) { return one.second.first_rank < 0; });
+      members_by_name_.begin(), members_by_name_.end(), [](const auto& one) { return one.second.number < 0; });
   return strangers < static_cast<std::ptrdiff_t>(kMostStrangers);
 }
 
@@ -545,9 +567,9 @@ void AgreementDriver::forgetStrangers(TimePoint now) {
   std::vector<std::pair<TimePoint, Incarnation>> former;
   std::vector<Incarnation> over;
   for (const auto& [name, member] : members_by_name_) {
-    if (member.first_rank < 0 && member.heard == TimePoint::max() && now >= member.keep_until) {
+    if (member.number < 0 && member.heard == TimePoint::max() && now >= member.keep_until) {
       over.push_back(name);
-    } else if (member.first_rank >= 0 && member.gone_at != TimePoint::max()) {
+    } else if (member.number >= 0 && member.gone_at != TimePoint::max()) {
       former.emplace_back(member.gone_at, name);
     }
   }
@@ -569,7 +591,7 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
       ask_again_ = now + 2 * milliseconds(kJoinAskMs); // or as the answer says
       Job ask;
       ask.kind = Job::Kind::Ask;
-      for (const Incarnation& name : asked_) {
+      for (const Incarnation& name : agreement_->contacts()) {
         ask.handles.push_back(members_by_name_.at(name).handle.text());
       }
       post(std::move(ask));
@@ -579,7 +601,7 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
   std::vector<Incarnation> reached;
   std::vector<Incarnation> silent;
   for (auto& [name, member] : members_by_name_) {
-    if (member.first_rank >= 0 || member.heard == TimePoint::max()) {
+    if (member.number >= 0 || member.heard == TimePoint::max()) {
       continue;
     }
     if (member.links && member.outbox->hasEntered() && member.outbox->isIdle()) {
@@ -606,7 +628,7 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
 TimePoint AgreementDriver::newcomersTick() const {
   TimePoint at = agreement_->view().members.empty() ? ask_again_ : TimePoint::max();
   for (const auto& [name, member] : members_by_name_) {
-    if (member.first_rank >= 0 || member.heard == TimePoint::max()) {
+    if (member.number >= 0 || member.heard == TimePoint::max()) {
       continue;
     }
     at = std::min(at, member.heard + milliseconds(members_.config().dead_after_ms));
@@ -618,8 +640,8 @@ std::string AgreementDriver::welcome(const View& view) {
   std::string fresh;
   for (const Incarnation& name : view.members) {
     Member& member = members_by_name_.at(name);
-    if (member.first_rank < 0) {
-      member.first_rank = next_number_++;
+    if (member.number < 0) {
+      member.number = next_number_++;
       member.heard = TimePoint::max();
       member.links = false;
       inbox_->know({member.handle});
@@ -651,32 +673,34 @@ void AgreementDriver::announce(const View& view) {
 void AgreementDriver::showNewcomers() {
   Giving giving;
   const View& view = agreement_->view();
+  giving.epoch = view.epoch;
   giving.view = view.id();
+  const std::vector<Incarnation> loading = agreement_->loading();
+  const std::vector<Incarnation> holding = agreement_->holding();
   if (view.position(self_) == 0) {
-    for (const Incarnation& name : agreement_->loading()) {
+    for (const Incarnation& name : loading) {
       giving.to.push_back(members_by_name_.at(name).handle);
     }
   }
-  giving.ranks = agreement_->ranksWithNewcomers();
+  giving.ranks = view.members.size() + loading.size() + holding.size();
   if (!giving.to.empty()) {
     giving.roster.push_back(std::to_string(next_number_));
     const auto enter = [&](const Incarnation& name) {
       const Member& member = members_by_name_.at(name);
       giving.roster.push_back(member.handle.text());
-      giving.roster.push_back(std::to_string(member.first_rank));
+      giving.roster.push_back(std::to_string(member.number));
     };
-    std::for_each(view.members.begin(), view.members.end(), enter);
-    for (const MemberHandle& newcomer : giving.to) {
-      enter(incarnationOf(newcomer.incarnation));
+    for (const auto* const each : {&view.members, &loading, &holding}) {
+      std::for_each(each->begin(), each->end(), enter);
     }
-    giving.until = pause_until_;
+    giving.until = agreement_->pauseUntil();
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    giving_ = std::move(giving);
-    std::erase_if(given_, [this](const ProcessId& one) { // one that comes again is given it again
+    waiting_ = std::move(giving);
+    std::erase_if(tried_, [this](const ProcessId& one) { // one that comes again is given it again
       return std::none_of(
-          giving_.to.begin(), giving_.to.end(), [&](const MemberHandle& to) { return to.incarnation == one; });
+          waiting_.to.begin(), waiting_.to.end(), [&](const MemberHandle& to) { return to.incarnation == one; });
     });
   }
   changed_.notify_all();
@@ -687,27 +711,27 @@ void AgreementDriver::showNewcomers() {
 std::optional<size_t> AgreementDriver::newcomers(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto asks = [this](const MemberHandle& to) { return given_.count(to.incarnation) == 0; };
+  const auto asks = [this](const MemberHandle& to) { return tried_.count(to.incarnation) == 0; };
   const auto goesOn = [this] { // the next group may still be made
     return !over_ && view_.members.size() >= config_.min_ranks;
   };
   const bool found = waitFor(lock, deadline, [&] {
-    return error_ || ledger_.hasLeft() || goesOn() || std::any_of(giving_.to.begin(), giving_.to.end(), asks);
+    return error_ || ledger_.hasLeft() || goesOn() || std::any_of(waiting_.to.begin(), waiting_.to.end(), asks);
   });
   if (ledger_.hasLeft() || error_) { // a forward pass that trains nothing may follow; begin() throws
     return 0;
   }
-  served_ = giving_;
-  std::erase_if(served_.to, [&](const MemberHandle& to) { return !asks(to); });
-  served_.until = served_.until.value_or(Clock::now() + milliseconds(config_.join_pause_ms));
-  gives_ = !served_.to.empty();
-  return found ? std::optional<size_t>(served_.to.size()) : std::nullopt;
+  batch_ = waiting_;
+  std::erase_if(batch_.to, [&](const MemberHandle& to) { return !asks(to); });
+  batch_.until = batch_.until.value_or(Clock::now() + milliseconds(config_.join_pause_ms));
+  may_give_ = !batch_.to.empty();
+  return found ? std::optional<size_t>(batch_.to.size()) : std::nullopt;
 }
 
 size_t AgreementDriver::ranksWithNewcomers() const {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return served_.ranks;
+  return batch_.ranks;
 }
 
 void AgreementDriver::giveEach(const GiveOne& give_one) {
@@ -715,7 +739,7 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
   Giving serving;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    serving = std::exchange(served_, {});
+    serving = std::exchange(batch_, {});
   }
   TimePoint::duration longest{};
   for (const MemberHandle& to : serving.to) {
@@ -723,12 +747,12 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
     const auto abort = std::make_shared<AbortToken>();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (!gives_ &&
+      if (!may_give_ &&
           began < *serving.until) { // a member has died, or a signal has come: the next state is for this one, too
         return;
       }
-      given_.insert(to.incarnation);
-      giving_to_ = incarnationOf(to.incarnation);
+      tried_.insert(to.incarnation);
+      receiver_ = incarnationOf(to.incarnation);
       give_abort_ = abort;
     }
     std::optional<ErrorRecord> why;
@@ -743,8 +767,8 @@ void AgreementDriver::giveEach(const GiveOne& give_one) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       give_abort_.reset();
-      if (!gives_) {
-        given_.erase(to.incarnation);
+      if (!may_give_) {
+        tried_.erase(to.incarnation);
       }
     }
     if (why) {
@@ -765,18 +789,17 @@ void AgreementDriver::refuse(const std::string& why, size_t keep) {
   Giving kept;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto first_refused = served_.to.begin() + static_cast<std::ptrdiff_t>(std::min(keep, served_.to.size()));
-    kept = served_;
-    kept.to.assign(served_.to.begin(), first_refused);
-    served_.to.erase(served_.to.begin(), first_refused);
-    kept.ranks -= served_.to.size();
+    const auto first_refused = batch_.to.begin() + static_cast<std::ptrdiff_t>(std::min(keep, batch_.to.size()));
+    kept = batch_;
+    kept.to.assign(batch_.to.begin(), first_refused);
+    batch_.to.erase(batch_.to.begin(), first_refused);
   }
-  giveEach([&](const MemberHandle& to, const Giving& /*giving*/, const AbortToken& /*abort*/) {
-    refuseOne(to, why);
+  giveEach([&](const MemberHandle& to, const Giving& giving, const AbortToken& /*abort*/) {
+    refuseOne(to, giving, why);
     return record(ErrorCode::PeerLeft, why, "");
   });
   const std::lock_guard<std::mutex> lock(mutex_);
-  served_ = std::move(kept);
+  batch_ = std::move(kept);
 }
 
 void AgreementDriver::stopGiving(const ErrorRecord& why) {
@@ -785,15 +808,15 @@ void AgreementDriver::stopGiving(const ErrorRecord& why) {
 }
 
 void AgreementDriver::stopGivingLocked(const ErrorRecord& why) {
-  gives_ = false;
+  may_give_ = false;
   if (give_abort_ != nullptr) {
     (void)give_abort_->abort(why);
   }
 }
 
 void AgreementDriver::endGiving(const ErrorRecord& why) {
-  giving_.to.clear(); // nothing would end what begins now
-  given_.clear(); // the next view has a state of its own
+  waiting_.to.clear(); // nothing would end what begins now
+  tried_.clear(); // the next view has a state of its own
   stopGivingLocked(why);
 }
 
@@ -833,8 +856,9 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
     const std::unique_ptr<Link> link = openToGive(to, deadline, abort);
     const std::string step = std::to_string(steps());
     const std::string view = std::to_string(static_cast<int64_t>(giving.view));
+    const std::string epoch = std::to_string(giving.epoch);
     const std::string nbytes = std::to_string(bytes.size());
-    std::vector<std::string_view> begin = {endpoint_request::kState, kStateBegins, step, view, nbytes};
+    std::vector<std::string_view> begin = {endpoint_request::kState, kStateBegins, step, view, epoch, nbytes};
     begin.insert(begin.end(), giving.roster.begin(), giving.roster.end());
     sayAtEndpoint(*link, begin, deadline, abort);
     while (given < bytes.size()) {
@@ -855,15 +879,16 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
   const std::string why = "The members' state has " + std::to_string(bytes.size()) + " bytes, of which " +
       std::to_string(given) + " reached this process within the " + secondsOf(config_.join_pause_ms) +
       " s for which they wait (join_pause, or at a join_point() the group's timeout). They go on without it. Try: longer ones on the members.";
-  refuseOne(to, why);
+  refuseOne(to, giving, why);
   return record(ErrorCode::PeerUnresponsive, why, "");
 }
 
-void AgreementDriver::refuseOne(const MemberHandle& to, const std::string& why) const noexcept {
+void AgreementDriver::refuseOne(const MemberHandle& to, const Giving& giving, const std::string& why) const noexcept {
   try {
+    const std::string epoch = std::to_string(giving.epoch);
     const Deadline until = Deadline::after(kRefusalMs);
     const AbortToken none;
-    sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, why}, until, none);
+    sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, epoch, why}, until, none);
   } catch (const std::exception&) { // it is stopped, or gone
   }
 }

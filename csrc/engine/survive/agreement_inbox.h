@@ -76,9 +76,9 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
     retiring_ = true;
     ring();
   }
-  void leave() noexcept {
+  void stop() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
-    leaving_ = true;
+    stopping_ = true;
     ring();
   }
   /// This process can take no part any more, and may have no memory to say more.
@@ -92,13 +92,13 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
     std::deque<Event> events;
     bool retiring = false; ///< before these events
     bool failed = false; ///< likewise
-    bool leaving = false; ///< behind them
+    bool stopping = false; ///< behind them: to say goodbye
   };
   [[nodiscard]] Taken take() {
     uint64_t rung = 0;
     (void)::read(wake_.get(), &rung, sizeof rung);
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(events_, {}), retiring_, failed_, leaving_};
+    return {std::exchange(events_, {}), retiring_, failed_, stopping_};
   }
   [[nodiscard]] int fd() const noexcept {
     return wake_.get();
@@ -125,10 +125,11 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
   ProcessId giver_; ///< of the state that comes
   State state_; ///< its parts so far
   size_t state_nbytes_ = 0; ///< when it is complete
+  int64_t given_in_ = 0; ///< the epoch in which that began
   std::deque<Event> events_;
   bool retiring_ = false;
   bool failed_ = false;
-  bool leaving_ = false;
+  bool stopping_ = false;
 };
 
 } // namespace pycomm

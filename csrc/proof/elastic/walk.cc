@@ -254,7 +254,7 @@ class Walker {
       const bool first_epoch = agreement.view().epoch == 0 && !state.sealed[p] && step.committed == 0;
       if (first_epoch && !step.finished) {
         go(" finishes the bucket", [&](State& next) {
-          (void)next.ledgers[at].finish(0, Round::Step);
+          (void)next.ledgers[at].finish(0);
           next.agreements[at].step(next.ledgers[at].state());
           check(next, p);
         });

@@ -17,6 +17,7 @@ namespace {
 using pycomm::sim::Random;
 using Us = int64_t;
 
+constexpr Us kGiveAgainUs = 100'000;
 constexpr int kMostProcesses = 16;
 constexpr Us kNever = INT64_MAX;
 
@@ -474,6 +475,8 @@ void World::handleOf(Process& process, const Event& event) {
     case Event::Kind::Begin:
       if (in_epoch && is_next && mayBegin(process)) { // else it waits for the next view
         launchAll(event.p, plan_.program[process.position]);
+      } else if (in_epoch && is_next && !process.over && process.ahead) { // too few give their state to each that comes
+        after(give(event.p) + kGiveAgainUs, Event::Kind::Begin, event.p, -1, process.view, event.m);
       }
       return;
     case Event::Kind::Launch: {
@@ -506,7 +509,7 @@ void World::handleOf(Process& process, const Event& event) {
       return;
     case Event::Kind::EnterCommit: {
       const std::optional<Wish> wish =
-          current && is_next ? process.ledger.finish(agreement.view().epoch, process.round) : std::nullopt;
+          current && is_next ? process.ledger.finish(agreement.view().epoch) : std::nullopt;
       if (!wish) {
         return;
       }
@@ -657,7 +660,7 @@ void World::goOn(int p) {
   }
 }
 
-/// As Reducer::admitNewcomers(), and what comes behind it.
+/// As Reducer::awaitNewcomers(), and what comes behind it.
 void World::forward(int p) {
   Process& process = of(p);
   process.admitting = process.admitting || process.ledger.admissionIsDue();

@@ -181,6 +181,35 @@ TEST(Agreement, SurvivorsOfADeathInstallOneViewAtOnce) {
   }
 }
 
+// One report ends a group. Of each other member that is silent, too, only some of those that live know: its neighbours in that group.
+TEST(Agreement, WhomAnyMemberFindsSilentIsWaitedForByNobody) {
+  const std::set<size_t> distances = {1, 2, 4, 8, 10, 11};
+  for (const size_t first : {0U, 8U}) {
+    Group group(12);
+    const auto is_silent = [&](size_t i) { return i >= first && i < first + 4; };
+    std::vector<Incarnation> left;
+    for (size_t i = 0; i < 12; ++i) {
+      group.down[i] = is_silent(i);
+      if (!is_silent(i)) {
+        left.push_back(Group::idOf(static_cast<int>(i)));
+      }
+    }
+    for (size_t silent = first; silent < first + 4; ++silent) {
+      for (size_t i = 0; i < 12; ++i) {
+        if (!is_silent(i) && (silent == first || distances.count((i + 12 - silent) % 12) != 0)) {
+          group.members[i].failed(ErrorCode::PeerUnresponsive, Group::idOf(static_cast<int>(silent)), group.now);
+        }
+      }
+      group.run();
+    }
+    group.pass(400);
+    for (size_t i = 0; i < 12; ++i) {
+      ASSERT_EQ(group.installed[i].size(), is_silent(i) ? 0U : 1U) << i;
+      EXPECT_TRUE(is_silent(i) || group.installed[i][0].members == left);
+    }
+  }
+}
+
 TEST(Agreement, WithoutAMemberSomethingElseIsDoneAtOnceIfTheKernelSaysThatItHasEnded) {
   Group group(2);
   group.down[0] = true;
@@ -530,8 +559,8 @@ TEST(Agreement, WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce) {
   bool told = false;
   for (const Action& action : group.members[1].takeActions()) {
     told = told ||
-        (action.kind == Action::Kind::Send && action.to == ids({2}) && action.message->kind == Message::Kind::Suspect &&
-         action.message->culprit == Group::idOf(2));
+        (action.kind == Action::Kind::Send && std::count(action.to.begin(), action.to.end(), Group::idOf(2)) == 1 &&
+         action.message->kind == Message::Kind::Suspect && action.message->culprit == Group::idOf(2));
   }
   EXPECT_TRUE(told);
 }
@@ -819,6 +848,81 @@ TEST(Agreement, TooFewMembersGoOnWithTheNewcomersThatHaveLoadedIfTheySuffice) {
   }
 }
 
+/// Of three, of which three are needed, the last one has ended.
+void becomeTooFew(Group& group) {
+  group.down[2] = true;
+  for (const size_t i : {0U, 1U}) {
+    group.members[i].certified(Group::idOf(2), group.records[2], group.now);
+  }
+  group.run();
+  ASSERT_EQ(group.installed[1].size(), 1U);
+}
+
+TEST(Agreement, TooFewRaiseWhenTheirTimeIsOutAlsoIfOneIsFaster) {
+  Group group(3, 3);
+  becomeTooFew(group);
+  group.pass(9990);
+  EXPECT_FALSE(group.raised[0] || group.raised[1]);
+  group.now += milliseconds(20);
+  group.members[0].tick(group.now);
+  ASSERT_TRUE(group.members[0].nextTick() == TimePoint::max()); // it has raised, and says goodbye
+  group.run();
+  group.pass(50);
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+}
+
+TEST(Agreement, AConnectionThatBreaksGivesTooFewNoMoreTime) {
+  Group group(3, 3);
+  becomeTooFew(group);
+  group.pass(6000);
+  group.members[0].failed(ErrorCode::ConnectionReset, Group::idOf(1), group.now);
+  group.run();
+  group.pass(1000);
+  ASSERT_EQ(group.installed[0].size(), 2U);
+  group.pass(2900);
+  EXPECT_FALSE(group.raised[0] || group.raised[1]);
+  group.pass(200);
+  ASSERT_TRUE(group.raised[0] && group.raised[1]);
+  EXPECT_EQ(group.raised[0]->error, Error::TooFew);
+}
+
+TEST(Agreement, ANewcomerThatOnlyOneOfTooFewReachesGivesThemNoMoreTime) {
+  Group group(3, 3);
+  group.cut.insert({1, 3});
+  becomeTooFew(group);
+  group.join(1);
+  for (int ms = 0; ms < 10'100; ms += 100) {
+    EXPECT_FALSE(group.raised[1] && ms < 9900) << ms;
+    group.load(3, group.members[0].view().step);
+    group.pass(100);
+  }
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_GE(group.installed[1].size(), 3U); // else the test would notice nothing
+  group.pass(10'000); // join_pause, as the other one waits for the newcomer
+  ASSERT_TRUE(group.raised[0]);
+  EXPECT_EQ(group.raised[0]->error, Error::TooFew);
+}
+
+TEST(Agreement, TooFewWaitForAStateThatIsOnItsWayForSoLongAsAPause) {
+  for (const bool comes : {true, false}) {
+    Group group(2, 2);
+    group.down[1] = true;
+    group.members[0].certified(Group::idOf(1), group.records[1], group.now);
+    group.run();
+    group.pass(6000);
+    group.join(1);
+    group.pass(13'900);
+    EXPECT_FALSE(group.raised[0]);
+    if (comes) {
+      group.load(2, 0);
+    }
+    group.pass(300);
+    EXPECT_EQ(group.raised[0].has_value(), !comes);
+    EXPECT_EQ(group.installed[0].size(), comes ? 2U : 1U);
+  }
+}
+
 // It would not know what those are called that have come since.
 TEST(Agreement, TheStateOfOtherMembersAdmitsNobody) {
   Group group(2);
@@ -906,24 +1010,54 @@ TEST(Agreement, ANewcomerPromisesOnlyWhereItMayBeAdmitted) {
 }
 
 // Members would wait for it, and it lives.
-TEST(Agreement, ANewcomerThatIsAMemberWithTheStateOfAnotherStepRaises) {
+TEST(Agreement, ANewcomerThatIsAMemberWithTheStateOfAnotherStepOrOfOthersRaises) {
+  for (const auto& [step, parent] : {std::pair(4, 77), std::pair(3, 78), std::pair(3, 77)}) {
+    Group group(1);
+    Agreement::Config config;
+    config.self = Group::idOf(1);
+    Agreement newcomer(config, ids({0}), group.now);
+    newcomer.loaded(3, 77, group.now);
+    Message decide;
+    decide.kind = Message::Kind::Decide;
+    decide.from = Group::idOf(0);
+    decide.next.emplace();
+    decide.next->epoch = 1;
+    decide.next->parent = static_cast<uint64_t>(parent);
+    decide.next->step = step;
+    decide.next->members = ids({0, 1});
+    newcomer.received(decide, group.now);
+    const std::vector<Action> actions = newcomer.takeActions();
+    ASSERT_FALSE(actions.empty());
+    const bool fits = step == 3 && parent == 77;
+    EXPECT_EQ(actions.back().kind, fits ? Action::Kind::Install : Action::Kind::Raise);
+    EXPECT_TRUE(fits || actions.back().error == Error::NotAdmitted);
+  }
+}
+
+// It has missed that it was a member, and the others have gone on without it.
+TEST(Agreement, ANewcomerThatIsAMemberNoMoreEnds) {
   Group group(1);
   Agreement::Config config;
   config.self = Group::idOf(1);
   Agreement newcomer(config, ids({0}), group.now);
   newcomer.loaded(3, 77, group.now);
-  Message decide;
-  decide.kind = Message::Kind::Decide;
-  decide.from = Group::idOf(0);
-  decide.next.emplace();
-  decide.next->epoch = 1;
-  decide.next->step = 4;
-  decide.next->members = ids({0, 1});
-  newcomer.received(decide, group.now);
+  (void)newcomer.takeActions();
+  Message excluded;
+  excluded.kind = Message::Kind::Excluded;
+  excluded.from = Group::idOf(0);
+  excluded.view = 77; // an answer to one of its words in a view that is over: it is asked again
+  excluded.next.emplace();
+  excluded.next->epoch = 2;
+  excluded.next->members = ids({0});
+  newcomer.received(excluded, group.now);
+  EXPECT_TRUE(newcomer.takeActions().empty());
+  excluded.view = 0;
+  newcomer.received(excluded, group.now);
   const std::vector<Action> actions = newcomer.takeActions();
-  ASSERT_FALSE(actions.empty());
-  EXPECT_EQ(actions.back().kind, Action::Kind::Raise);
-  EXPECT_EQ(actions.back().error, Error::NotAdmitted);
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].kind, Action::Kind::Raise);
+  EXPECT_EQ(actions[0].error, Error::LeftBehind);
+  EXPECT_EQ(newcomer.nextTick(), TimePoint::max());
 }
 
 TEST(Agreement, MembersStopForANewcomerThatDoesNotLoadEverMoreRarely) {

@@ -24,17 +24,17 @@ View viewOf(uint64_t epoch, int64_t step) {
 /// One whole round of epoch 0.
 Committed make(StepLedger& ledger, Round round, const Wish& all) {
   ledger.launch(round);
-  EXPECT_TRUE(ledger.finish(0, round));
+  EXPECT_TRUE(ledger.finish(0));
   return ledger.commit(0, all);
 }
 
 TEST(StepLedger, AStepIsCommittedOnceItHasFinishedAndTheRoundHasEnded) {
   StepLedger ledger;
-  EXPECT_FALSE(ledger.finish(0, Round::Step)); // nothing was launched
+  EXPECT_FALSE(ledger.finish(0)); // nothing was launched
   EXPECT_FALSE(ledger.mayCommit());
   ledger.launch();
   EXPECT_EQ(ledger.commit(0, kNothing), Committed::TooLate);
-  EXPECT_TRUE(ledger.finish(0, Round::Step));
+  EXPECT_TRUE(ledger.finish(0));
   EXPECT_TRUE(ledger.mayCommit());
   EXPECT_EQ(ledger.state(), (StepState{0, true, true}));
   EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn);
@@ -46,11 +46,11 @@ TEST(StepLedger, NothingCountsAfterTheSeal) {
   StepLedger ledger;
   ledger.launch();
   EXPECT_EQ(ledger.seal(), (StepState{0, true, false}));
-  EXPECT_FALSE(ledger.finish(0, Round::Step));
+  EXPECT_FALSE(ledger.finish(0));
   EXPECT_EQ(ledger.state(), (StepState{0, true, false}));
   StepLedger finished;
   finished.launch();
-  EXPECT_TRUE(finished.finish(0, Round::Step));
+  EXPECT_TRUE(finished.finish(0));
   EXPECT_EQ(finished.seal(), (StepState{0, true, true}));
   EXPECT_EQ(finished.commit(0, kNothing), Committed::TooLate);
 }
@@ -58,22 +58,22 @@ TEST(StepLedger, NothingCountsAfterTheSeal) {
 TEST(StepLedger, TheNextViewCommitsOrSumsAgain) {
   StepLedger finished;
   finished.launch();
-  EXPECT_TRUE(finished.finish(0, Round::Step));
+  EXPECT_TRUE(finished.finish(0));
   (void)finished.seal();
   EXPECT_EQ(finished.install(viewOf(1, 1)), Outcome::Commit);
   EXPECT_EQ(finished.state(), (StepState{1, false, false}));
 
   StepLedger again;
   again.launch();
-  EXPECT_TRUE(again.finish(0, Round::Step));
+  EXPECT_TRUE(again.finish(0));
   (void)again.seal();
   EXPECT_EQ(again.install(viewOf(1, 0)), Outcome::Redo);
   EXPECT_FALSE(again.mayCommit()); // it had finished in the old epoch
-  EXPECT_FALSE(again.finish(0, Round::Step)); // of that, before and after it is launched again
+  EXPECT_FALSE(again.finish(0)); // of that, before and after it is launched again
   again.launch();
-  EXPECT_FALSE(again.finish(0, Round::Step));
+  EXPECT_FALSE(again.finish(0));
   EXPECT_EQ(again.commit(0, kNothing), Committed::TooLate);
-  EXPECT_TRUE(again.finish(1, Round::Step));
+  EXPECT_TRUE(again.finish(1));
   EXPECT_EQ(again.commit(1, kNothing), Committed::GoesOn);
 
   StepLedger idle(7);
@@ -87,12 +87,12 @@ TEST(StepLedger, ARankLeavesWithAStepAndNotBetweenSteps) {
   ledger.leave();
   for (const Round round : {Round::BetweenSteps, Round::Admission}) {
     ledger.launch(round);
-    EXPECT_FALSE(ledger.finish(0, round).value().leaves);
+    EXPECT_FALSE(ledger.finish(0).value().leaves);
     EXPECT_FALSE(ledger.leaves());
     EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn);
   }
   ledger.launch();
-  EXPECT_TRUE(ledger.finish(0, Round::Step).value().leaves);
+  EXPECT_TRUE(ledger.finish(0).value().leaves);
   EXPECT_TRUE(ledger.leaves());
   EXPECT_FALSE(ledger.hasLeft());
   EXPECT_EQ(ledger.commit(0, kLeaves), Committed::Leaves);
@@ -103,20 +103,20 @@ TEST(StepLedger, WhoLeavesStaysForAStepThatIsSummedAgain) {
   StepLedger ledger;
   ledger.leave();
   ledger.launch();
-  EXPECT_TRUE(ledger.finish(0, Round::Step));
+  EXPECT_TRUE(ledger.finish(0));
   EXPECT_EQ(ledger.install(viewOf(1, 0)), Outcome::Redo);
   EXPECT_TRUE(ledger.leaves());
   EXPECT_FALSE(ledger.hasLeft());
   ledger.leave(); // changes nothing
   ledger.launch();
-  EXPECT_TRUE(ledger.finish(1, Round::Step).value().leaves);
+  EXPECT_TRUE(ledger.finish(1).value().leaves);
 }
 
 TEST(StepLedger, TheStepWithWhichARankLeavesCounts) {
   StepLedger ledger;
   ledger.leave();
   ledger.launch();
-  EXPECT_TRUE(ledger.finish(0, Round::Step));
+  EXPECT_TRUE(ledger.finish(0));
   ledger.left(viewOf(1, 1));
   EXPECT_TRUE(ledger.hasLeft());
   EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
@@ -128,7 +128,7 @@ TEST(StepLedger, AnAdmissionIsDueOnceAllMembersAdmit) {
   StepLedger ledger;
   ledger.setAdmits(true);
   ledger.launch();
-  EXPECT_TRUE(ledger.finish(0, Round::Step).value().admits);
+  EXPECT_TRUE(ledger.finish(0).value().admits);
   EXPECT_EQ(ledger.commit(0, kNothing), Committed::GoesOn); // another one does not
   EXPECT_FALSE(ledger.admissionIsDue());
   EXPECT_EQ(make(ledger, Round::Step, kAdmits), Committed::GoesOn);
@@ -156,11 +156,11 @@ TEST(StepLedger, AnAdmissionWhoseEpochEndsIsNotMadeAgain) {
     StepLedger ledger;
     (void)make(ledger, Round::Step, kAdmits);
     ledger.launch(Round::Admission);
-    EXPECT_EQ(finished && ledger.finish(0, Round::Admission), finished);
+    EXPECT_EQ(finished && ledger.finish(0), finished);
     EXPECT_EQ(ledger.state(), (StepState{1, false, finished})); // nothing that members would wait for
     EXPECT_EQ(ledger.install(viewOf(1, 1)), Outcome::Nothing);
     EXPECT_EQ(ledger.state(), (StepState{1, false, false}));
-    EXPECT_FALSE(ledger.finish(1, Round::Admission));
+    EXPECT_FALSE(ledger.finish(1));
   }
 }
 
@@ -168,7 +168,7 @@ TEST(StepLedger, AnAdmissionThatAllHaveFinishedCounts) {
   StepLedger ledger;
   (void)make(ledger, Round::Step, kAdmits);
   ledger.launch(Round::Admission);
-  EXPECT_TRUE(ledger.finish(0, Round::Admission));
+  EXPECT_TRUE(ledger.finish(0));
   EXPECT_EQ(ledger.install(viewOf(1, 2)), Outcome::Commit);
 }
 
@@ -185,7 +185,7 @@ TEST(StepLedger, ANewcomerThatIsAskedToLeaveBeforeItHoldsTheStateLeavesWithItsFi
   ledger.load(7);
   EXPECT_EQ(ledger.install(viewOf(3, 7)), Outcome::Nothing);
   ledger.launch();
-  EXPECT_TRUE(ledger.finish(3, Round::Step).value().leaves);
+  EXPECT_TRUE(ledger.finish(3).value().leaves);
 }
 
 } // namespace

@@ -183,9 +183,10 @@ def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
         "_update_process_group": (dist.group.WORLD,),
         "share_store": (dist.distributed_c10d._get_default_store(),),
         "set_buffers": ([],),
-        "set_passes": (3,),
+        "follow_members": (3,),
         "sum_of_members": (torch.zeros(0, dtype=torch.float64),),
-        "admit_newcomers": (),
+        "await_newcomers": (),
+        "join_point": (),
         "explain_forward": ("text",),
     }
 

@@ -163,7 +163,7 @@ class Stopped:
         self.refused = 0
         self.given: int | None = None
 
-    def admit_newcomers(self, at_join_point: bool = False) -> int:
+    def await_newcomers(self) -> int:
         return 0 if self.given is not None or self.refused else self.waiting
 
     def ranks_with_newcomers(self) -> int:
@@ -193,7 +193,7 @@ def test_of_two_that_join_as_many_do_as_have_a_share(
         _most_ranks=mine.most_ranks,
     )
     monkeypatch.setattr(joining, "_packed", lambda *_: memoryview(b"a state"))
-    joining._admit(model, at_join_point=False)
+    joining._admit(model)
     assert (stopped.refused, stopped.given) == (refused, 2 - refused or None)
 
 

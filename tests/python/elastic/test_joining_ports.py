@@ -369,3 +369,16 @@ def test_a_process_listens_at_the_port_once_it_is_a_member(monkeypatch: pytest.M
     monkeypatch.setattr(joining_module, "offer_port", offer_port)
     joining_module.pull(agreement, model, ["127.0.0.1"])
     assert calls == ["is admitted", ["127.0.0.1"]]
+
+
+@pytest.mark.parametrize(("members", "warns"), [(["a", "mine"], False), (["b"], True)])
+def test_a_busy_port_of_another_training_is_named(
+    members: list[str], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    native = types.SimpleNamespace(ask_port=lambda *_: ("the same model", members))
+    monkeypatch.setattr(joining_module, "loader", types.SimpleNamespace(native=native))
+    monkeypatch.setattr(joining_module, "native_backend", lambda _: None)
+    monkeypatch.setattr(joining_module, "reconfigure_handle", lambda _: "mine")
+    offered = ("", [("127.0.0.1:29600", "EADDRINUSE")]), ""
+    joining_module._be_found(None, at(29600), offered)
+    assert ("nobody can find" in caplog.text) == warns, caplog.text

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import rings
-from elastic_training import SHARED, TCP, Plan, start
+from elastic_training import SHARED, TCP, Plan, check_feedback, start
 from ranks import TORCH_DDP, RankResults, start_ranks
 from signals import interrupt_main_thread
 from time_bound import assert_within
@@ -53,6 +53,8 @@ def survivors(results: RankResults, dead: Sequence[int]) -> list[dict[str, Any]]
         assert value["stats"]["agreeing_seconds"] > 0
         redone = value["stats"]["redone_steps"]
         assert (value["stats"]["redoing_seconds"] > 0) == (redone > 0)
+    if all(value["fed_back"] for value in values):
+        check_feedback(values)
     before = tuple(range(len(results)))
     for members in values[0]["members"]:
         assert set(left) <= set(members) <= set(before)  # nobody comes back
@@ -137,8 +139,8 @@ def test_a_rank_that_was_stopped_raises_and_the_others_go_on() -> None:
     with start(3, plan, SHARED) as running:
         running.wait_for_mark(0, "step 10")
         running.kill(0, signal.SIGSTOP)
-        for rank in (1, 2):  # more steps than it can have taken part in
-            last = int(running.marks(rank)[-1].removeprefix("step "))
+        lasts = [int(running.marks(rank)[-1].removeprefix("step ")) for rank in (1, 2)]
+        for rank, last in zip((1, 2), lasts, strict=True):  # more than it can have taken part in
             running.wait_for_mark(rank, f"step {last + 5}")
         running.kill(0, signal.SIGCONT)
         results = running.collect(90)
@@ -157,11 +159,12 @@ def test_a_rank_that_was_stopped_raises_and_the_others_go_on() -> None:
 def test_too_few_ranks() -> None:
     plan = Plan(settings=(("min_ranks", 2), ("quorum_wait", 1.0)))
     with start(2, plan, SHARED) as running:
-        kill_after(running, 1, "step 10")
+        killed_s = kill_after(running, 1, "step 10")
         results = running.collect(90)
     error = results[0].value["error"]
     assert error is not None and error.is_a("QuorumLostError"), results.describe()
     assert "min_ranks is 2" in error.text, error.text
+    assert results[0].value["raised_s"] - killed_s > 0.9
 
 
 def test_an_error_of_the_program_is_raised_as_ever() -> None:

@@ -43,6 +43,15 @@ def wrong_with(program: Program, killed: list[int]) -> str:
                 return f"{program}\n{name} differ: {value[name]}, {longest[name]}"
         if value["means"] != longest["means"][: len(value["means"])]:
             return f"{program}\nmeans differ: {value['means']}, {longest['means']}"
+        leaves = value["rank"] == program.leaves[0] and steps > program.leaves[1]
+        if value["left"] != leaves:
+            return f"{program}\nrank {value['rank']} has left: {value['left']}, after {steps} steps"
+        if (
+            value["left"]
+            and value["rank"] in longest["members"][-1]
+            and len(longest["bits"]) > steps
+        ):
+            return f"{program}\nit is a member after it has left: {longest['members']}"
         if value["step"] != steps:
             return f"{program}\nstep is {value['step']} after {steps} steps"
     return ""

@@ -178,3 +178,27 @@ def test_a_step_that_is_summed_again_has_the_same_bits(world_size: int) -> None:
             if case.wire == "fp16":
                 assert once.stats["overflowed_buckets"] > 0, case
                 assert again.stats["overflowed_buckets"] > once.stats["overflowed_buckets"], case
+
+
+class Renewed(Scripted):
+    """The same members meet again before each step."""
+
+    def begin(self) -> bool:
+        super().begin()
+        return True
+
+
+def counts_epochs(rank: int, world_size: int) -> tuple[int, int]:
+    import pycomm
+
+    with agreeing(lambda group: Renewed(group, lambda step: 0)):
+        model = pycomm.DistributedDataParallel(Net(), elastic=pycomm.Elastic())
+    for step in range(40):
+        model(batch_of(rank, step)).square().mean().backward()
+    return len(model.reducer.stats().past), model.stats().epochs
+
+
+def test_many_changes_of_members_are_counted_in_little_memory() -> None:
+    """These counters are copied with each gradient."""
+    for past, epochs in ranks.run_ranks(2, counts_epochs, preload=ranks.TORCH_DDP).values():
+        assert (past, epochs) == (1, 41)

@@ -161,7 +161,7 @@ def test_a_rank_that_was_stopped_is_left_behind(options: dict[str, Any]) -> None
 
 def test_without_a_quorum_the_error_says_who_is_missing() -> None:
     """Of 3 ranks two are stopped: no process has ended, so the third may not go on."""
-    plan = Plan(steps=40, quorum_wait_s=2.0, held=((0, 20), (1, 20)))
+    plan = Plan(steps=40, quorum_wait_s=4.0, held=((0, 20), (1, 20)))
     with start_ranks(3, trains, args=(plan,), destroy=False) as running:
         running.wait_for_mark(0, "step 10")
         for rank in (0, 1):
@@ -179,7 +179,8 @@ def test_without_a_quorum_the_error_says_who_is_missing() -> None:
     assert error.code == "QUORUM_LOST"
     for rank in (0, 1):
         assert f"rank {rank} (host" in error.text, error.text
-    assert_within(took_s, 8.0, error.text)
+    assert took_s > 6.0  # they are found silent after 3
+    assert_within(took_s, 10.0, error.text)
 
 
 def test_too_few_ranks() -> None:
@@ -298,7 +299,9 @@ def test_a_slow_survivor_is_waited_for(tmp_path: Path, point: str) -> None:
     with start_with_faults(3, tmp_path, plan) as running:
         kill_after(running, 2, "step 5")
         results = running.collect(60)
-    assert survivors(results, [2])[0]["left"] == [0, 1]
+    values = survivors(results, [2])
+    assert values[0]["left"] == [0, 1]
+    assert values[1]["strikes"] == [1]
 
 
 @pytest.mark.usefixtures("fault_build")
@@ -358,6 +361,7 @@ def test_a_member_that_cannot_come_ends_nobody_else(tmp_path: Path, point: str) 
     with start_with_faults(4, tmp_path, plan) as running:
         killed_s = kill_after(running, 3, "step 5")
         results = running.collect(60)
+    assert results[1].value["strikes"] == [1]
     own = results[1].value["error"]  # none if the others tried again before it gave up
     assert own is None or own.code in ("INTERNAL", "SYSTEM_ERROR"), results.describe()
     left = [0, 1, 2] if own is None else [0, 2]

@@ -159,6 +159,7 @@ def test_too_few_ranks_are_left() -> None:
     assert error is not None and error.is_a("QuorumLostError"), results.describe()
     assert "min_ranks is 2" in error.text, error.text
     assert len(results[1].value["bits"]) == 6
+    assert results[1].value["raised_s"] - results[1].value["ended_s"][-1] > 0.9
 
 
 def leaves_and_stays(rank: int, world_size: int) -> dict[str, Any]:

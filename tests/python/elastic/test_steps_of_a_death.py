@@ -239,7 +239,7 @@ TOO_FEW_WAIT_S = 4.0
 def test_a_rank_that_is_between_two_steps_waits_for_others() -> None:
     """Also behind a step that the next members have committed: it has not begun another one."""
     (waited_s,) = run(too_few_behind_a_commit, dead=[0, 1])
-    assert waited_s > TOO_FEW_WAIT_S / 4
+    assert waited_s > TOO_FEW_WAIT_S - 1  # which begin before its next step
 
 
 # --- an error of one rank alone -------------------------------------------------------------------

@@ -266,7 +266,7 @@ MUTATIONS = [
         "M8",
         "whom the detector finds during the agreement is not told",
         "agreement.cc",
-        "      accuse(peer);\n",
+        "      accuse(peer, others());\n",
         "",
         survives="the next repetition says it, which the promised time allows; "
         "Agreement.WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce notices it",
@@ -473,7 +473,7 @@ MUTATIONS = [
         "L1",
         "a rank leaves between steps",
         "step_ledger.cc",
-        "  if (round == Round::Step && leaving_",
+        "  if (round_ == Round::Step && leaving_",
         "  if (leaving_",
     ),
     Mutation(

@@ -80,9 +80,9 @@ MUTATIONS = [
     _rule(
         "a step that the others commit is delivered as an error",
         _DRIVER,
-        "  const auto counts = [this] { return ledger_.state().committed >= launched_; };\n",
+        "  const auto counts = [this] { return ledger_.state().committed >= begun_; };\n",
         "  const auto counts = [this] {\n"
-        "    return !error_ && ledger_.state().committed >= launched_;\n  };\n",
+        "    return !error_ && ledger_.state().committed >= begun_;\n  };\n",
         _COUNTS,
     ),
     _rule(
@@ -96,8 +96,8 @@ MUTATIONS = [
     _rule(
         "no rank's wish to leave is in the commit round",
         "step_ledger.cc",
-        "  return Wish{leaving_ == Leaving::Announced, admits_};\n",
-        "  return Wish{false, admits_};\n",
+        "  return Wish{leaving_ == Leaving::Announced, admits_, *round_};\n",
+        "  return Wish{false, admits_, *round_};\n",
         _LEAVES,
         _STAYS,
     ),
@@ -225,6 +225,13 @@ MUTATIONS = [
         "    if (now > member.silent_at + dead_after / 30) {",
         "    if (now > member.silent_at + dead_after / 4) {",
         "AgreementDriver.AProcessThatWasStoppedReadsWhatHasComeBeforeItFindsOthersSilent",
+    ),
+    _rule(
+        "of a second silent member only that one is notified",
+        "agreement.cc",
+        "      accuse(peer, others());\n",
+        "      accuse(peer, {peer});\n",
+        "AgreementDriver.TwoMembersThatFallSilentAtOnceCostNoMoreThanOne",
     ),
     _rule(
         "a member that closes decides a view of itself alone",
