@@ -801,7 +801,7 @@ TEST(HostPlane, AfterAFailureAPeerThatEndsItsStepKeepsReach) {
       pair.plane().died(1);
     }
     pair.progress(1).writes.store(1 + InPlacePair::kNumel / 2);
-    auto armed = std::make_unique<ArmedFaults>("host.pause:1:hold"); // the peer gets a core before the patience ends
+    armFaultPoints("host.pause:1:hold"); // the peer gets a core before the patience ends, if it is that slow
     std::thread peer([&] {
       const Deadline deadline = Deadline::after(20000);
       while (pair.progress(0).left.load() == 0 && !deadline.expired()) {
@@ -810,7 +810,7 @@ TEST(HostPlane, AfterAFailureAPeerThatEndsItsStepKeepsReach) {
       if (!dead) {
         pair.progress(1).writes.store(0);
       }
-      armed = nullptr;
+      armFaultPoints("");
     });
     failNow(pair.plane(), cause);
     peer.join();
