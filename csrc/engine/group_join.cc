@@ -35,7 +35,8 @@ ErrorRecord withOwnPlace(ErrorRecord record, const RendezvousConfig& meeting, Er
     if (record.peer < 0) { // which has the trouble itself
       record.summary = cannotJoin(record);
     }
-    const bool of_two = record.code == ErrorCode::ConfigMismatch; // else `peer` is the same rank for all who read it
+    // Else `peer` is the same rank for all who read it.
+    const bool of_two = record.code == ErrorCode::ConfigMismatch || record.code == ErrorCode::VersionMismatch;
     if (record.peer < 0 || (of_two && record.peer == meeting.job.of(meeting.rank))) {
       record.peer = record.rank;
       record.peer_host = record.host;

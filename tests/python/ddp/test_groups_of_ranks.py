@@ -61,6 +61,15 @@ def alone(rank: int, world_size: int) -> None:
     for wire in (None, "fp16", "bf16", "int8"):
         check(wrapped(group, wire_dtype=wire), near=1e-5 if wire is None else 0.05)
     check(wrapped(group, sync_every=2))
+    check(wrapped(group, weight="samples"))
+    twice, once = wrapped(group, accumulate=2, weight="samples"), model_of()
+    for part in (batch[:4], batch[4:]):
+        for model in (twice, once):
+            (model(part).square().mean() * (1.0 if model is twice else len(part) / 8)).backward()
+    for found, wanted in zip(twice.parameters(), once.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
+    with pytest.raises(ValueError, match="samples"):  # no other rank has some, either
+        wrapped(group, weight="samples").no_batch()
     reduce = default_hooks.allreduce_hook
     check(hooked(group, pycomm.comm_hooks.ordered(reduce)))
     check(hooked(group, pycomm.comm_hooks.top_k(fraction=1.0)))
@@ -91,6 +100,15 @@ def alone(rank: int, world_size: int) -> None:
     scattered: list[Any] = [None]
     dist.scatter_object_list(scattered, ["z"], src=0, group=group)
     assert (found, scattered) == (["y"], ["z"])
+    whole, part = torch.arange(6.0), torch.zeros(6)
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    assert part.equal(whole)
+    dist.reduce_scatter(part, [whole + 1], group=group)
+    assert part.equal(whole + 1)
+    dist.all_to_all_single(part, whole, [6], [6], group=group)
+    assert part.equal(whole)
+    dist.all_to_all([part], [whole + 2], group=group)
+    assert part.equal(whole + 2)
     calls = [dist.P2POp(dist.isend, torch.ones(3), 0, group)]
     calls.append(dist.P2POp(dist.irecv, into := torch.zeros(3), 0, group))
     for work in dist.batch_isend_irecv(calls):
@@ -100,6 +118,43 @@ def alone(rank: int, world_size: int) -> None:
 
 def test_every_feature_in_a_group_of_one_rank() -> None:
     ranks.run_ranks(2, alone, timeout_s=200, preload=ranks.TORCH_DDP)
+
+
+def elastic_alone(rank: int, world_size: int) -> None:
+    import pycomm
+
+    batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"weight": "samples"}):
+        model = pycomm.DistributedDataParallel(model_of(), elastic=pycomm.Elastic(), **options)
+        for found, wanted in zip(train(model, batch), train(model_of(), batch), strict=True):
+            torch.testing.assert_close(found, wanted)
+        group = model.elastic
+        assert (group.rank, group.members, group.leader, group.step) == (0, (0,), True, 4)
+        assert group.mean(3.0) == 3.0
+        assert group.confirm()
+
+
+def test_elastic_steps_of_one_rank() -> None:
+    ranks.run_ranks(1, elastic_alone, preload=ranks.TORCH_DDP)
+
+
+def reconfigured_alone(rank: int, world_size: int) -> None:
+    import pycomm
+
+    dist.init_process_group(
+        "pycomm", store=dist.HashStore(), rank=0, world_size=1, pg_options=pycomm.Reconfigurable()
+    )
+    for uuid in (7, 8):
+        pycomm.reconfigure(uuid, [pycomm.reconfigure_handle()])
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        tensor = torch.arange(5.0)
+        dist.all_reduce(tensor)
+        assert tensor.equal(torch.arange(5.0))
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_is_reconfigured() -> None:
+    ranks.run_ranks(1, reconfigured_alone, init="none", backend=None)
 
 
 def hosts_group(rank: int, world_size: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rings
 from ranks import free_port, run_ranks
-from refused_joins import join
+from refused_joins import OTHER_VERSION, join
 
 from pycomm._group import secrets
 
@@ -47,11 +47,15 @@ def secret_of_rank_0_alone(rank: int, folder: Path) -> Environment:
     return {"PYCOMM_SECRET_FILE": _secret_file(folder, "job") if rank == 0 else None}
 
 
-RUNS = int(os.environ.get("TEST_REFUSALS", "1"))
-"""20 shows that it does not depend on which rank is first."""
+def version_of_rank_1(rank: int, _: Path) -> Environment:
+    return {OTHER_VERSION: "99" if rank == 1 else None}
 
 
-@pytest.mark.parametrize("run", range(RUNS))
+RUNS = 20
+"""So that it does not depend on which rank is first."""
+
+
+@pytest.mark.parametrize("run", rings.first_of(range(RUNS)))
 @pytest.mark.parametrize(
     ("refuse", "size", "reason"),
     [
@@ -60,6 +64,7 @@ RUNS = int(os.environ.get("TEST_REFUSALS", "1"))
         (option, 3, "PYCOMM_SEGMENT_NBYTES"),
         (secret_of_rank_2, 3, "a different secret"),
         (secret_of_rank_0_alone, 2, " secret"),
+        (version_of_rank_1, 3, "pycomm wire version"),
     ],
 )
 def test_all_ranks_name_the_reason(
@@ -85,5 +90,5 @@ def test_all_ranks_name_the_reason(
         if refuse is option and rank == 0:
             assert name == "ValueError", text
             continue
-        assert name in ("ConfigMismatchError", "NoInterfaceError"), (rank, text)
+        assert name in ("ConfigMismatchError", "NoInterfaceError", "VersionMismatchError"), text
         assert peer != rank or refuse is interface, (rank, text)
