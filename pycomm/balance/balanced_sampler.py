@@ -234,13 +234,16 @@ class BalancedSampler(Sampler[list[int]]):
         self._begin_by(now)
         if self._catch_up(now):
             if self._deal_nothing:
-                self._deal_nothing = self._just_loaded = False
-                return iter(())
+                return self._nothing()  # a loader with workers calls iter() twice
             self._start(self._epoch + 1)
         if self._begin is None:
             self._begin = now
             self._deals.start(now, self._order(), self._plan.departures)
         return self._batches(now, self._begun)
+
+    def _nothing(self) -> Iterator[list[int]]:
+        self._deal_nothing = self._just_loaded = False
+        yield from ()
 
     def _batches(self, now: int, begun: int) -> Iterator[list[int]]:
         for batch in itertools.count(now):
