@@ -376,8 +376,6 @@ class Trainer:
             return
         if step.how == "on all ranks" or self.rank == 0:
             loss_of(self.net, self.net, self._batch(), ()).backward()
-            owned = self._owned().items()
-            self.used |= {name for name, each in owned if each.grad is not None}
         self.zero(Step("zero", "to none"))
 
     def unfreeze_locally(self, step: Step) -> None:
@@ -407,6 +405,8 @@ class Trainer:
         to_none = step.how == "to none"
         self.model.zero_grad(set_to_none=to_none)
         self.grads = {} if to_none else {n: np.zeros_like(g) for n, g in self.grads.items()}
+        if to_none:
+            self.used = set()
         self.window.zero(to_none=to_none)
         self.dirty = False
 
