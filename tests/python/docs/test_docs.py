@@ -103,7 +103,7 @@ def test_the_readmes_measurements_are_published() -> None:
     found = published(LOOPBACK, "benchmarks/allreduce.py --backends pycomm,pycomm:arena,")
     two, four = (found["gloo", ranks, 25 << 20][1] for ranks in (2, 4))
     assert abs(two / 6 - 1) < 0.1 and abs(four / 4 - 1) < 0.1
-    assert "Two hosts of 2 ranks each at a gigabit: two thirds of gloo's time" in readme
+    assert "25 MiB between two hosts of 2 ranks at a gigabit: two thirds" in readme
     found = published(BETWEEN_HOSTS, "benchmarks/switch.py --hosts 0,0,1,1 ")
     assert abs(2 / 3 * found["gloo", 4, 25 << 20][1] - 1) < 0.02
     words = (
@@ -492,7 +492,7 @@ FIGURES = [
     ("architecture", "cache of 64", "engine", "kKept = 64"),
     ("architecture", "polls for 50 µs", "engine", "kSpin{50}"),
     ("architecture", "parked for 1 ms", "engine", "kGrace{1}"),
-    ("architecture", "Ctrl-C every 100 ms", "c10d", "kSignalCheckMs = 100"),
+    ("architecture", "Ctrl-C every 100 ms", "c10d", "kEveryMs = 100"),
     ("architecture", "waited 2 ms", "engine", "waiting_after_ms = 2"),
     ("architecture", "after 200 ms", "engine", "kFirstRound(200)"),
     ("architecture", "(up to 256)", "engine", "kAskEveryoneMaxSize = 256"),
