@@ -125,14 +125,15 @@ class BalancedSampler(Sampler[list[int]]):
         ValueError: An argument is out of range, no shares are allowed, or the dataset is shorter
             than one step.
         ConfigMismatchError: An argument other than ``max_batch`` differs between ranks, on all; or
-            another rank has raised one of the errors above. Or it differs from the members', on a
-            process that joins.
+            another rank has raised one of the errors above, but that of ``model``. Or it differs
+            from the members', on a process that joins.
         UnsupportedError: The model has lost ranks, with which to compare arguments, or others have
             joined; or with ``Elastic(peers=)`` it has another ``BalancedSampler``.
 
     The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
     the model makes more passes than batches were dealt, or if ``set_epoch()`` begins another epoch
-    behind ``iter(loader)``. If only some ranks drop a pass, it or the next ``forward()`` does.
+    behind ``iter(loader)`` and before the last batch. If only some ranks drop a pass, it or the
+    next ``forward()`` does.
 
     Threads: use it from one, which is the loader's: workers do not call it.
 
@@ -189,8 +190,9 @@ class BalancedSampler(Sampler[list[int]]):
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
         self._begun = 0  # epochs: a loader of an earlier one is dealt no more
         self._loaded_epoch: int | None = None
-        self._just_loaded = False  # no batch was dealt since
-        self._of_other_ranks = False  # the loaded state
+        self._untouched = True  # no batch was dealt since the epoch began, or its state was loaded
+        # With a state of other ranks, the step whose waiting passes may be theirs, too.
+        self._step_of_others: int | None = None
         self._deal_nothing = False
         self._must_begin = False  # with the members' epoch, as this process has joined
         self._waits = False  # for its first share
@@ -223,14 +225,16 @@ class BalancedSampler(Sampler[list[int]]):
         """
         # Not in the generator: a loader without workers pulls its first batch later than others.
         now = self._now()
-        waiting = self._begin is not None and self._log.pending_passes
-        if waiting and self._just_loaded and self._of_other_ranks:
+        waiting = self._log.pending_passes
+        if waiting and self._step_of_others == self._log.steps:
             raise RuntimeError(
                 f"the state of BalancedSampler is of other ranks, and the model has {waiting} "
                 "backward pass(es) that wait for a reduction: the parts of ranks that are gone are "
-                "not in them. Try: leave out the gradients and the wrapper's state, and these "
-                "batches are dealt again; or save after a step of the optimizer"
+                "not in them. Try: save after a step of the optimizer; or leave out the gradients "
+                "and the wrapper's state, and those of these batches are dealt again whose epoch "
+                "is the one that was saved"
             )
+        self._check_untouched(now)
         self._begin_by(now)
         if self._catch_up(now):
             if self._deal_nothing:
@@ -242,12 +246,14 @@ class BalancedSampler(Sampler[list[int]]):
         return self._batches(now, self._begun)
 
     def _nothing(self) -> Iterator[list[int]]:
-        self._deal_nothing = self._just_loaded = False
+        self._deal_nothing = self._untouched = False
         yield from ()
 
     def _batches(self, now: int, begun: int) -> Iterator[list[int]]:
         for batch in itertools.count(now):
             if begun != self._begun:
+                if self._has_left_at_end(batch):
+                    return
                 raise RuntimeError(
                     f"BalancedSampler has begun epoch {self._epoch}, and a loader that was begun "
                     "before goes on. Try: set_epoch() and load_state_dict() before iter(loader); "
@@ -257,19 +263,42 @@ class BalancedSampler(Sampler[list[int]]):
             dealt = self._deals.deal(batch, change, self._plan.departures)
             if dealt is None:
                 return
-            self._must_begin = self._just_loaded = False
+            self._must_begin = self._untouched = False
+            self._step_of_others = None
             # One that has joined gets some of the others', as there are no empty batches.
             yield dealt.part(self._rank) or dealt.indices(0, self._first_limits.fewest)
+
+    def _has_left_at_end(self, batch: int) -> bool:
+        """Whether ``set_epoch`` has left an epoch that has no such batch, as its next one: at its
+        last batch, and no other loader has begun since."""
+        deals, plan = self._deals, self._plan
+        if self._begin is not None or self._loaded_epoch is not None or batch != deals.next_batch:
+            return False
+        return not deals.has(batch, plan.decided(batch), plan.departures)
+
+    def _check_untouched(self, now: int) -> None:
+        """Passes of another loader are batches of an epoch that is under way. One that has begun
+        and has dealt nothing on this rank may be under way on others, whose loaders pull early."""
+        if not self._untouched or self._loaded_epoch is not None or self._begin is None:
+            return
+        if now > self._begin:
+            raise RuntimeError(
+                f"BalancedSampler has begun epoch {self._epoch}, and the model has made "
+                f"{now - self._begin} backward passes before its first batch: ranks whose loaders "
+                "have workers take them for batches of it. Try: iter(loader) behind them"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, on all ranks alike; in one that is under way it keeps the position.
 
-        After a state of an epoch's end was loaded, ``set_epoch`` of that epoch deals no batch, so a
-        loop that resumes with the epoch it was saved in need not know that it was complete.
+        After a state of an epoch's end was loaded, the loop behind ``set_epoch`` of that epoch gets
+        no batch. So one that resumes with the epoch it was saved in need not know that it was
+        complete. ``iter(loader)`` once per loop: with workers a second one begins the next epoch.
 
         Raises:
             ValueError: ``epoch`` is not a whole number from 0.
             RuntimeError: This process has joined, and begins with another epoch than the members'.
+                Or the epoch has begun, and the model has made passes before its first batch.
         """
         _whole("epoch", epoch, 0)
         if self._must_begin and epoch != self._epoch:
@@ -279,8 +308,11 @@ class BalancedSampler(Sampler[list[int]]):
                 "for epoch in range(sampler.stats().epoch, epochs)"
             )
         now = self._now()
+        if epoch == self._epoch:
+            self._check_untouched(now)
         complete = self._catch_up(now)
-        if epoch == self._epoch and (self._just_loaded or not complete):
+        just_loaded = self._untouched and self._loaded_epoch is not None
+        if epoch == self._epoch and (just_loaded or not complete):
             self._deal_nothing = complete
         else:
             if self._loaded_epoch is not None and epoch <= self._loaded_epoch:
@@ -370,8 +402,8 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._catch_up(now):
             self._deals.resume(batch, self._order(), Rest((*carried, *first), skipped), ())
         self._loaded_epoch = self._epoch
-        self._just_loaded = True
-        self._of_other_ranks = plan is None or len(saved["most"]) != len(mine["most"])
+        of_others = plan is None or len(saved["most"]) != len(mine["most"])
+        self._step_of_others = self._log.steps if of_others else None
 
     def most_ranks(self) -> int:
         """For the model, to which processes join: how many ranks a batch has samples for."""
@@ -409,6 +441,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._begin = int(part_of(state, "begin"))
         self._deals.load(self._order(), part_of(state, "deals"))
         self._must_begin = self._waits = True
+        self._untouched = False  # the members have dealt batches
 
     def is_idle(self) -> bool:
         """For the model: whether its passes train no batch of this sampler now."""
@@ -447,7 +480,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch = epoch
         self._begun += 1
         self._loaded_epoch = self._begin = None
-        self._just_loaded = self._deal_nothing = False
+        self._untouched, self._deal_nothing = True, False
 
     def _begin_by(self, now: int) -> None:
         """After a state was loaded without the model, and so without the passes that waited before

@@ -287,9 +287,16 @@ def assert_epoch(
         assert [index for batch in batches for index in batch] == order[at : at + whole]
 
 
-def fit_by_recipe(rank: int, world_size: int, cuts: bool = False) -> Any:
-    """``cuts``: it is resumed after its first two epochs. With ``cuts`` a worker pulls batches."""
+def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0) -> Any:
+    """It is resumed after its first two epochs, if ``saved`` then.
+
+    Args:
+        saved: "": never. "behind fit": by the caller. "in a batch": in each epoch's last one, by
+            ModelCheckpoint. "in validation": by ModelCheckpoint, as it does by default.
+        workers: They pull batches as soon as Lightning calls ``iter()``.
+    """
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from pycomm.integrations.lightning import make_strategy
 
@@ -298,23 +305,30 @@ def fit_by_recipe(rank: int, world_size: int, cuts: bool = False) -> Any:
             super().__init__()
             self.model = make_model()
             self.dataset = Samples(3 * WHOLE + 5)
-            self.seen: list[list[list[int]]] = []
-
-        def on_train_epoch_start(self) -> None:
-            self.seen.append([])
+            self.seen: dict[int, list[list[int]]] = {}
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            self.seen[-1].append(batch[0].tolist())
+            self.seen.setdefault(self.current_epoch, []).append(batch[0].tolist())
             out: torch.Tensor = self.model(batch[1]).mean()
             return out
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(Samples(2)) if saved == "in validation" else []
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            """Only its end counts."""
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    epochs, loader = EPOCHS, DataLoader
-    if cuts:
-        epochs = 2
-        loader = functools.partial(DataLoader, num_workers=1, multiprocessing_context="fork")  # type: ignore[assignment]
+    folder = os.environ["CASE_FOLDER"]
+    epochs, loader = 2 if saved else EPOCHS, DataLoader
+    if workers:
+        loader = functools.partial(DataLoader, num_workers=workers, multiprocessing_context="fork")  # type: ignore[assignment]
+    callbacks = {
+        "in a batch": [ModelCheckpoint(folder, "last", every_n_train_steps=3)],
+        "in validation": [ModelCheckpoint(folder, "last")],
+    }.get(saved, [])
 
     def trainer(**options: Any) -> Trainer:
         assert (options["devices"], options["num_nodes"]) == (1, 2)
@@ -322,7 +336,8 @@ def fit_by_recipe(rank: int, world_size: int, cuts: bool = False) -> Any:
             **options | {"devices": 2, "num_nodes": 1},
             max_epochs=epochs,
             logger=False,
-            enable_checkpointing=False,
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
         )
@@ -337,13 +352,15 @@ def fit_by_recipe(rank: int, world_size: int, cuts: bool = False) -> Any:
         exec(recipe("LightningModule"), names)
         module = names["Module"]()
         names["trainer"].fit(module)
-        if cuts:
-            path, epochs = f"{os.environ['CASE_FOLDER']}.ckpt", EPOCHS
-            names["trainer"].save_checkpoint(path)
+        if saved:
+            path, epochs = f"{folder}/last.ckpt", EPOCHS
+            if not callbacks:
+                names["trainer"].save_checkpoint(path)
+            callbacks = []
             exec(recipe("LightningModule"), names)
             module = names["Module"]()
             names["trainer"].fit(module, ckpt_path=path, weights_only=False)
-    return module.seen
+    return list(module.seen.values())
 
 
 @case(fit_by_recipe, launcher="torchrun")
@@ -352,8 +369,20 @@ def test_lightning_by_the_recipe(values: list[Any]) -> None:
     assert_dealt_alike(values)
 
 
-@case(fit_by_recipe, True, launcher="torchrun")
-def test_lightning_resumed_by_the_recipe(values: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("saved", "workers"),
+    [
+        pytest.param(*how, marks=case(fit_by_recipe, *how, launcher="torchrun"))
+        for how in (
+            ("behind fit", 1),
+            ("in a batch", 0),
+            ("in a batch", 1),
+            ("in validation", 0),
+            ("in validation", 1),
+        )
+    ],
+)
+def test_lightning_resumed_by_the_recipe(saved: str, workers: int, values: list[Any]) -> None:
     ((mine,), (theirs,)) = values
     assert_epoch(list(zip(mine, theirs, strict=True)), 2, 3 * WHOLE + 5)
 

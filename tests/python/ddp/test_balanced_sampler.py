@@ -277,6 +277,44 @@ def test_the_position_holds_for_another_number_of_ranks() -> None:
     assert len(rest) == 3 and len(set(indices(begin + rest))) == 8 * 24
 
 
+@pytest.mark.parametrize("first", ["saves", "set_epoch", "iter"])
+@pytest.mark.parametrize("begins", [0, 1])
+def test_passes_that_wait_are_refused_on_other_ranks_whatever_epoch_begins(
+    first: str, begins: int
+) -> None:
+    """At an epoch's end, with two passes that wait: the next epoch begins before the state is saved
+    or after it was loaded. Once this job has dealt a batch, the passes are its own."""
+    three = Three()
+    iterators = [iter(sampler) for sampler in three.samplers]
+    for number in range(8):
+        batches = [next(iterator) for iterator in iterators]
+        if number < 6:
+            three.train(batches)
+    for log in three.job.logs:
+        log.pending_passes = 2
+    if first != "saves":
+        three.set_epoch(1)
+    if first == "iter":
+        for sampler in three.samplers:
+            iter(sampler)
+    pair = Job(2)
+    samplers = [
+        BalancedSampler(range(203), model=log, global_batch=24, lookahead=4) for log in pair.logs
+    ]
+    for log, sampler in zip(pair.logs, samplers, strict=True):
+        sampler.load_state_dict(three.state())
+        log.pending_passes = 2
+        if begins:
+            sampler.set_epoch(1)
+        with pytest.raises(RuntimeError, match="of other ranks, and the model has 2 backward pass"):
+            iter(sampler)
+        log.pending_passes = 0
+        sampler.set_epoch(1)
+        next(iter(sampler))
+        log.pending_passes = 1
+        next(iter(sampler))
+
+
 def test_a_state_of_another_order_is_refused_and_changes_nothing() -> None:
     state = Three().state()
     for option, value in (("seed", 1), ("global_batch", 12), ("shuffle", False)):
@@ -534,6 +572,41 @@ def test_passes_between_iter_and_the_first_batch_are_an_error() -> None:
     assert len({sampler.stats() for sampler in three.samplers}) == 1
     with pytest.raises(RuntimeError, match="made 3 backward passes, and its loader has dealt 0"):
         next(iterators[1])
+
+
+@pytest.mark.parametrize("steps", [3, 8])
+def test_passes_behind_iter_are_no_batches_of_an_epoch_that_dealt_none(steps: int) -> None:
+    """A loader without workers is begun and left; then a loop trains the epoch."""
+    three = Three()
+    for sampler in three.samplers:
+        iter(DataLoader(TensorDataset(torch.arange(203)), batch_sampler=sampler))
+    train_others(three, steps)
+    for sampler in three.samplers:
+        text = f"begun epoch 0, and the model has made {steps} backward passes before its first"
+        with pytest.raises(RuntimeError, match=text):
+            sampler.set_epoch(0)
+        with pytest.raises(RuntimeError, match=text):
+            iter(sampler)
+        sampler.set_epoch(1)
+    assert len(three.epoch()) == 8
+
+
+@pytest.mark.parametrize("trained", [7, 8])
+def test_a_set_epoch_at_the_last_batch_lets_its_loop_end(trained: int) -> None:
+    """A loader with workers has come to the end of the epoch by then."""
+    three = Three()
+    iterators = [iter(sampler) for sampler in three.samplers]
+    for _ in range(trained):
+        batches = [next(iterator) for iterator in iterators]
+        three.set_epoch(1 if len(three.job.records) == trained - 1 else 0)
+        three.train(batches)
+    for iterator in iterators:
+        if trained == 8:
+            assert list(iterator) == []
+        else:
+            with pytest.raises(RuntimeError, match="begun epoch 1, and a loader that was begun"):
+                next(iterator)
+    assert len(three.epoch()) == 8
 
 
 def test_a_set_epoch_in_the_middle_of_one_leaves_its_loader() -> None:

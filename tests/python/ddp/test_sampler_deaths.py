@@ -167,13 +167,11 @@ SIX: dict[str, Any] = {"global_batch": 6, "lookahead": 4, "shuffle": False}
 
 
 def first_of_next_epoch(job: Job, samplers: Sequence[BalancedSampler]) -> tuple[list[int], Any]:
-    """The first batch, and that of a run that is resumed here with the passes that wait."""
+    """The first batch, and that of a run that is resumed here without the passes that wait."""
     for sampler in samplers:
         sampler.set_epoch(1)
     state = json.loads(json.dumps(samplers[0].state_dict()))
-    other = Job(1)
-    other.logs[0].pending_passes = job.logs[0].pending_passes
-    (resumed,) = samplers_of(other, 30, **SIX)
+    (resumed,) = samplers_of(Job(1), 30, **SIX)
     resumed.load_state_dict(state)
     return [index for each in samplers for index in next(iter(each))], next(iter(resumed))
 
