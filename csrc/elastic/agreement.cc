@@ -300,7 +300,14 @@ bool Agreement::awaitsState() const noexcept {
 
 TimePoint Agreement::tooFewAt() const noexcept {
   TimePoint at = too_few_until_;
-  delay(at, milliseconds(awaitsState() ? config_.join_pause_ms : 0));
+  if (step_.launched) {
+    return at;
+  }
+  if (self_ != 0) {
+    delay(at, milliseconds(config_.join_pause_ms) + milliseconds(config_.dead_after_ms));
+  } else if (serves_ && awaitsState()) {
+    delay(at, milliseconds(config_.join_pause_ms));
+  }
   return at;
 }
 
@@ -461,7 +468,8 @@ void Agreement::failed(ErrorCode code, const Incarnation& peer, TimePoint now) {
   }
   if (view_.has(peer)) {
     if (phase_ == Phase::Agreeing && isHard(code)) {
-      accuse(peer, others());
+      const bool are_told = rumours_.count(peer) != 0 || (culprit_ == peer && isHard(cause_));
+      accuse(peer, are_told ? std::vector<Incarnation>{peer} : others());
     }
     begin(code, peer, now);
     proposeIfLowest(now);
@@ -945,6 +953,11 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
     // One of a later epoch does not say what its sender had accepted in this one.
     if (message.kind == Kind::Goodbye && phase_ != Phase::Over && view_.has(message.from) &&
         message.epoch <= view_.epoch) {
+      if (phase_ == Phase::Working && view_.position(message.from) == 0 && now + window() >= too_few_until_) {
+        raise(Action::Error::TooFew); // as that one has
+        farewell();
+        return;
+      }
       Gone& gone = gone_.try_emplace(message.from, Gone{message.epoch, message.accepted}).first->second;
       gone.left = message.leaving == Message::Leaving::WithItsStep;
       begin(ErrorCode::PeerLeft, message.from, now);

@@ -120,6 +120,11 @@ class Agreement {
   /// This newcomer holds all that members of the view with this id held after their step `committed`: their parameters, and what the
   /// members are called. Of no use in another view.
   void loaded(int64_t committed, uint64_t view, TimePoint now);
+  /// Whether the program of this process, if it is rank 0, has stopped to give newcomers the members' state. While it does, members that are too
+  /// few for a step wait for that state, too.
+  void serve(bool serves) noexcept {
+    serves_ = serves;
+  }
   void tick(TimePoint now);
 
   // ---- state
@@ -257,7 +262,8 @@ class Agreement {
   [[nodiscard]] bool tooFew() const noexcept {
     return view_.members.size() < config_.min_ranks;
   }
-  /// When they raise. A state that is on its way then has so much time as in a pause.
+  /// When they raise. A state that is on its way then has so much time as in a pause. Rank 0 alone knows of it, and begins the agreement that
+  /// admits: so the others wait for its word, a Suspect or a Goodbye, and raise without it only when none can come any more.
   [[nodiscard]] TimePoint tooFewAt() const noexcept;
   /// Whether the members wait for newcomers.
   [[nodiscard]] bool isIdle() const noexcept;
@@ -286,6 +292,7 @@ class Agreement {
   int self_ = -1; ///< position in view_
   std::deque<View> past_; ///< before view_, oldest first
   StepState step_;
+  bool serves_ = false;
   bool leaving_ = false;
   bool raised_ = false;
   std::map<Incarnation, Suspicion> suspects_;

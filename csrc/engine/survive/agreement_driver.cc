@@ -310,6 +310,7 @@ void AgreementDriver::refuseInChild() const {
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline, elastic::Round round) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
+  serves_ = false;
   if (!awaitPresent(lock, deadline, config_.min_ranks)) {
     return std::nullopt;
   }
@@ -510,12 +511,15 @@ void AgreementDriver::run() noexcept {
 void AgreementDriver::catchUp() {
   elastic::StepState state;
   bool leaves = false;
+  bool serves = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state = ledger_.state();
     leaves = ledger_.leaves();
+    serves = serves_;
   }
   agreement_->step(state);
+  agreement_->serve(serves);
   if (leaves) {
     agreement_->leave();
   }

@@ -725,6 +725,7 @@ std::optional<size_t> AgreementDriver::newcomers(Deadline deadline) {
   std::erase_if(batch_.to, [&](const MemberHandle& to) { return !asks(to); });
   batch_.until = batch_.until.value_or(Clock::now() + milliseconds(config_.join_pause_ms));
   may_give_ = !batch_.to.empty();
+  serves_ = found ? may_give_ : serves_; // it goes on to wait for those that have got it
   return found ? std::optional<size_t>(batch_.to.size()) : std::nullopt;
 }
 

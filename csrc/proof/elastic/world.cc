@@ -792,12 +792,14 @@ void World::installs(int p, const View& view) {
 
 /// To newcomers that load now, one after the other: how long that takes. Rank 0 does it, as its forward pass begins.
 Us World::give(int p) {
-  const Process& process = of(p);
+  Process& process = of(p);
   Us takes = 0;
   if (process.agreement->view().position(process.self) != 0) {
     return takes;
   }
-  for (const Incarnation& newcomer : process.agreement->loading()) {
+  const std::vector<Incarnation> loading = process.agreement->loading();
+  process.agreement->serve(!loading.empty());
+  for (const Incarnation& newcomer : loading) {
     takes += jitter(plan_.delay_us * 20);
     const int to = Oracle::processOf(newcomer);
     after(takes, Event::Kind::Loaded, to, p, process.view, process.ledger.state().committed);

@@ -912,6 +912,7 @@ TEST(Agreement, TooFewWaitForAStateThatIsOnItsWayForSoLongAsAPause) {
     group.run();
     group.pass(6000);
     group.join(1);
+    group.members[0].serve(true);
     group.pass(13'900);
     EXPECT_FALSE(group.raised[0]);
     if (comes) {
@@ -920,6 +921,92 @@ TEST(Agreement, TooFewWaitForAStateThatIsOnItsWayForSoLongAsAPause) {
     group.pass(300);
     EXPECT_EQ(group.raised[0].has_value(), !comes);
     EXPECT_EQ(group.installed[0].size(), comes ? 2U : 1U);
+  }
+}
+
+TEST(Agreement, TooFewGiveANewcomerThatGetsNoStateNoMoreTime) {
+  for (const bool served_before : {false, true}) {
+    Group group(3, 3);
+    becomeTooFew(group);
+    group.join(1);
+    group.members[0].serve(served_before);
+    group.pass(5000);
+    group.members[0].serve(false); // the program has begun something that waits for enough members
+    group.pass(4900);
+    EXPECT_FALSE(group.raised[0] || group.raised[1]);
+    group.pass(200);
+    ASSERT_TRUE(group.raised[0] && group.raised[1]);
+    EXPECT_EQ(group.raised[0]->error, Error::TooFew);
+    EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+    EXPECT_EQ(group.raised[1]->view.members, ids({0, 1}));
+  }
+}
+
+// Only rank 0 knows whether a state is on its way, or is about to begin with a newcomer that has one.
+TEST(Agreement, NobodyButRankZeroRaisesWhileItMayStillLetANewcomerIn) {
+  Group group(3, 3);
+  becomeTooFew(group);
+  group.pass(6000);
+  group.join(1);
+  group.members[0].serve(true);
+  group.pass(6000); // beyond quorum_wait
+  EXPECT_FALSE(group.raised[0] || group.raised[1]);
+  Message join;
+  join.kind = Message::Kind::Join;
+  join.from = Group::idOf(3);
+  join.step.finished = true;
+  join.view = group.members[1].view().id();
+  group.members[1].received(join, group.now);
+  group.members[1].tick(group.now); // before rank 0's word arrives
+  group.load(3, 0);
+  group.pass(300);
+  EXPECT_FALSE(group.raised[0] || group.raised[1]);
+  ASSERT_EQ(group.installed[1].size(), 2U);
+  EXPECT_EQ(group.installed[1][1].members, ids({0, 1, 3}));
+}
+
+TEST(Agreement, TooFewRaiseAlsoIfRankZeroSaysNothing) {
+  Group group(3, 3);
+  becomeTooFew(group);
+  group.cut.insert({0, 1});
+  group.pass(22'900); // quorum_wait, join_pause and dead_after
+  EXPECT_TRUE(group.raised[0]);
+  EXPECT_FALSE(group.raised[1]);
+  group.pass(200);
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+}
+
+// The others know what a member has told all, and only the accused can do anything with it.
+TEST(Agreement, ASilentMemberIsToldToTheOthersOnce) {
+  Group group(4);
+  group.down[3] = true;
+  const auto told = [&](size_t i) {
+    std::vector<Incarnation> to;
+    for (const Action& action : group.members[i].takeActions()) {
+      if (action.kind == Action::Kind::Send && action.message->kind == Message::Kind::Suspect) {
+        to.insert(to.end(), action.to.begin(), action.to.end());
+      }
+    }
+    return to;
+  };
+  group.members[0].failed(ErrorCode::ConnectionReset, Group::idOf(3), group.now);
+  group.run();
+  group.members[0].failed(ErrorCode::PeerUnresponsive, Group::idOf(3), group.now);
+  group.members[1].failed(ErrorCode::PeerUnresponsive, Group::idOf(3), group.now); // nobody has said that yet
+  EXPECT_EQ(told(1), ids({0, 2, 3}));
+  group.run();
+  group.members[2].failed(ErrorCode::PeerUnresponsive, Group::idOf(3), group.now);
+  EXPECT_EQ(told(2), ids({3}));
+
+  Group other(4);
+  other.down[3] = true;
+  std::swap(group.members, other.members);
+  for (const size_t i : {0U, 1U}) { // the event of its own group comes behind the first one's word
+    group.members[i].failed(ErrorCode::PeerUnresponsive, Group::idOf(3), group.now);
+    (void)told(i);
+    group.members[i].failed(ErrorCode::PeerUnresponsive, Group::idOf(3), group.now);
+    EXPECT_EQ(told(i), ids({3}));
   }
 }
 

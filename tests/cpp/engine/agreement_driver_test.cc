@@ -1197,6 +1197,27 @@ TEST(AgreementDriver, TooFewMembersWaitForTheStateThatANewcomerGets) {
   EXPECT_TRUE(joining.newcomer->arrive(soon()).admitted);
 }
 
+// A step that waits for members gives no state: its newcomers wait in vain.
+TEST(AgreementDriver, TooFewMembersThatGiveNoStateRaiseWhenTheirTimeIsOut) {
+  for (const bool gave_before : {false, true}) {
+    AgreementDriver::Config config = withAtLeast(2);
+    config.quorum_wait_ms = 2000;
+    config.join_pause_ms = 60000;
+    const Joining joining(2, config);
+    AgreementDriver& member = *joining.group.drivers[0];
+    joining.group.drivers[1]->close();
+    if (gave_before) {
+      waitUntilAlone(member);
+      EXPECT_EQ(member.newcomers(soon()), 1U);
+    }
+    std::optional<AgreementDriver::Epoch> epoch;
+    for (const Deadline end = soon(); !end.expired() && (!epoch || epoch->members.size() > 1);) {
+      epoch = member.present(Deadline::after(100));
+    }
+    EXPECT_EQ(codeOf([&] { (void)member.begin(Deadline::after(5000)); }), ErrorCode::QuorumLost);
+  }
+}
+
 TEST(AgreementDriver, ANewcomerThatHasMissedThatItWasAMemberEnds) {
   const Joining joining(1, {}, 1500);
   AgreementDriver& member = *joining.group.drivers[0];

@@ -266,7 +266,7 @@ MUTATIONS = [
         "M8",
         "whom the detector finds during the agreement is not told",
         "agreement.cc",
-        "      accuse(peer, others());\n",
+        "      accuse(peer, are_told ? std::vector<Incarnation>{peer} : others());\n",
         "",
         survives="the next repetition says it, which the promised time allows; "
         "Agreement.WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce notices it",

@@ -229,7 +229,7 @@ MUTATIONS = [
     _rule(
         "of a second silent member only that one is notified",
         "agreement.cc",
-        "      accuse(peer, others());\n",
+        "      accuse(peer, are_told ? std::vector<Incarnation>{peer} : others());\n",
         "      accuse(peer, {peer});\n",
         "AgreementDriver.TwoMembersThatFallSilentAtOnceCostNoMoreThanOne",
     ),

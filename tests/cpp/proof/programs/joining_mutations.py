@@ -85,9 +85,30 @@ MUTATIONS = [
     _of_agreement(
         "too few members wait for no state that is on its way",
         _AGREEMENT,
-        "awaitsState() ? config_.join_pause_ms : 0",
-        "0",
+        "serves_ && awaitsState()",
+        "false",
         "Agreement.TooFewWaitForAStateThatIsOnItsWayForSoLongAsAPause",
+    ),
+    _of_agreement(
+        "too few members wait for a state that nobody gives",
+        _AGREEMENT,
+        "serves_ && awaitsState()",
+        "awaitsState()",
+        "Agreement.TooFewGiveANewcomerThatGetsNoStateNoMoreTime",
+    ),
+    _of_agreement(
+        "one of too few raises while rank 0 may let a newcomer in",
+        _AGREEMENT,
+        "  if (self_ != 0) {\n",
+        "  if (false) {\n",
+        "Agreement.NobodyButRankZeroRaisesWhileItMayStillLetANewcomerIn",
+    ),
+    _rule(
+        "a step that waits for members counts as one that gives newcomers the state",
+        "agreement_driver.cc",
+        "  serves_ = false;\n",
+        "",
+        "AgreementDriver.TooFewMembersThatGiveNoStateRaiseWhenTheirTimeIsOut",
     ),
     _of_agreement(
         "a newcomer takes the state of one side with it to another",
