@@ -205,7 +205,7 @@ void issueWithoutMemory(Algorithm algorithm, int64_t second = 0) {
       try {
         const auto next = self.group.start(again);
         EXPECT_TRUE(self.group.wait(*next, Deadline::after(20000))) << "allocation " << nth;
-        if (!next->error()) { // what has met what
+        if (second == 0 && !next->error()) { // what has met what; else it may be over before the failure comes
           EXPECT_EQ(values.front(), issued ? 11.0F : 2.0F) << "allocation " << nth;
         }
       } catch (const Error& error) { // the group has failed
