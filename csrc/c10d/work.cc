@@ -502,11 +502,15 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->waited || state_->content.nccl != nullptr) {
     // With NCCL everything is behind events. And a caller that has waited may count on it: torch's reducer takes the value at once.
     state_->noteWaited();
+    state_->completing = true; // a thread that finds the future from here on waits for this one
     const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;
     lock.unlock(); // an error takes the interpreter's lock, which a thread may have that waits for this one
     const WithoutGil no_gil;
-    state_->completing = true;
-    state_->complete(*future);
+    try {
+      state_->complete(*future);
+    } catch (...) { // no memory, or a broken device
+      future->setErrorIfNeeded(std::current_exception());
+    }
     return future;
   }
   const c10::intrusive_ptr<c10::ivalue::Future> future = state_->future;

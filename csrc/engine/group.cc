@@ -65,7 +65,11 @@ std::shared_ptr<Operation> Group::orFail(const Body& body) {
     const std::exception_ptr thrown = std::current_exception();
     const ErrorRecord why = recordInAnyCase(roster_.identity, [&] { return ownTrouble(thrown, roster_.identity); });
     if (isOwnTrouble(why.code)) { // else all ranks find it
-      abort(why); // a caller may try again at once
+      try {
+        abort(why); // a caller may try again at once
+      } catch (...) { // no memory for that
+        planes_.onThrown(thrown);
+      }
     }
     throw;
   }

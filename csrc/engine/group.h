@@ -103,11 +103,11 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// SHUT_DOWN. Not on a native thread.
   void close();
 
-  /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   /// abort() was called here.
   [[nodiscard]] bool isAborted() const noexcept {
     return aborted_.load(std::memory_order_acquire);
   }
+  /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const {
     return failure_.record();
   }
@@ -200,7 +200,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   void onDataLoop(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(const Call& call);
   /// Issues an operation by `body`. If this process cannot, the group fails: the id may be taken, so the others would wait for this rank, and
-  /// its next operation would not be theirs.
+  /// its next operation would not be theirs. A message takes no id, but its other rank would wait, too.
   template <typename Body>
   [[nodiscard]] std::shared_ptr<Operation> orFail(const Body& body);
 

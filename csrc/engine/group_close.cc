@@ -1,6 +1,7 @@
 // How a group ends: it fails, is aborted, or closes.
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <thread>
 #include <utility>
 
@@ -57,14 +58,15 @@ void Group::abort(const ErrorRecord& reason) {
   if (closed_) {
     return;
   }
-  aborted_.store(true, std::memory_order_release);
   ErrorRecord record = reason;
   roster_.identity.sign(record);
-  engine_.control().run(Loop::owned(planes_, [&] {
+  const std::function<void()> notice = Loop::owned(planes_, [&] {
     if (ControlPlane* const control = planes_.control()) {
       control->notice(record);
     }
-  }));
+  });
+  aborted_.store(true, std::memory_order_release); // nothing from here on takes memory of this thread
+  engine_.control().run(notice);
 }
 
 bool Group::fail(const ErrorRecord& reason, Deadline deadline) {

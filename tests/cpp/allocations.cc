@@ -13,6 +13,7 @@ namespace pycomm::testing {
 namespace {
 
 thread_local int64_t allocations_left = 0; // before one fails
+thread_local int64_t left_then = 0; // the same of the next one
 thread_local bool failed = false;
 thread_local std::atomic<bool>* hold_begun = nullptr;
 thread_local const std::atomic<bool>* hold_until = nullptr;
@@ -23,6 +24,7 @@ std::atomic<void (*)()> on_freed{nullptr};
 [[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
   if (allocations_left > 0 && --allocations_left == 0) {
     failed = true;
+    allocations_left = std::exchange(left_then, 0);
     throw std::bad_alloc();
   }
   if (std::atomic<bool>* const begun = std::exchange(hold_begun, nullptr)) {
@@ -48,8 +50,9 @@ std::atomic<void (*)()> on_freed{nullptr};
 
 } // namespace
 
-void failAllocation(int64_t nth) noexcept {
+void failAllocation(int64_t nth, int64_t second) noexcept {
   allocations_left = nth;
+  left_then = second;
   failed = false;
 }
 

@@ -9,8 +9,9 @@ namespace pycomm::testing {
 
 // operator new and delete of the whole test program.
 
-/// From now on the thread's `nth` allocation fails, and no other: 1 is the next one. 0: none fails.
-void failAllocation(int64_t nth) noexcept;
+/// From now on the thread's `nth` allocation fails, and no other: 1 is the next one. 0: none fails. `second`: so does the one so many
+/// after it, unless that is 0.
+void failAllocation(int64_t nth, int64_t second = 0) noexcept;
 /// Whether the one that was to fail has.
 [[nodiscard]] bool allocationFailed() noexcept;
 

@@ -129,28 +129,43 @@ ErrorRecord awayFrom(const Tables& tables, int peer, const Operation& operation)
   return lost != nullptr ? *lost : peerLeftUs(peer, operation, tables.identity);
 }
 
+// Bytes of the frames of an incoming edge that have not begun to arrive.
+int64_t nbytesToCome(const OperationRow& row, const EdgeRow& edge) {
+  if (edge.passed == 0) {
+    return edge.total;
+  }
+  const PreparedSchedule& prepared = *row.operation->request().schedule;
+  const Edge& frames = prepared.incoming[static_cast<size_t>(&edge - row.incoming.data())];
+  int64_t nbytes = 0;
+  for (size_t i = edge.passed; i < edge.frames; ++i) {
+    nbytes += static_cast<int64_t>(prepared.frameNbytes(prepared.schedule.steps[frames.steps[i]]));
+  }
+  return nbytes;
+}
+
 // Whether operations wait for so many bytes of a lost peer that they take credit, or room of the pool that it has used up: neither reaches it
-// any more.
-bool lacksCredit(const Tables& tables, int peer) noexcept {
+// any more. Nor has credit that they gave: when it was lost, nothing was due from it, so all of them came later.
+bool lacksCredit(const Tables& tables, int peer) {
   const PeerRow& row = tables.peer(peer);
   if (row.presence != Presence::Lost) {
     return false;
   }
-  int64_t pool = row.eager_in + row.eager_used;
+  int64_t pool = row.eager_in + row.eager_used; // with what has arrived of these operations
   bool takes_credit = false;
-  const auto add = [&](int64_t nbytes, size_t frames) {
-    takes_credit = takes_credit || nbytes > tables.limits.eager_nbytes;
-    pool += tables.limits.cost(nbytes, frames);
+  const auto add = [&](int64_t total, int64_t to_come, size_t frames) {
+    takes_credit = takes_credit || total > tables.limits.eager_nbytes;
+    pool += tables.limits.cost(to_come, frames);
   };
   for (const auto& entry : tables.entered) {
     const EdgeRow* const edge = entry.second.from(peer);
-    if (edge != nullptr && edge->done < edge->frames) {
-      edge->passed == 0 ? add(edge->total, edge->frames) : add(edge->total, 0); // what has arrived is in the pool
+    if (edge != nullptr && edge->passed < edge->frames) {
+      add(edge->total, nbytesToCome(entry.second, *edge), edge->frames - edge->passed);
     }
   }
   for (const auto& entry : tables.receives) {
-    if (entry.second->request().peer == peer) {
-      add(static_cast<int64_t>(entry.second->request().output.nbytes), 1);
+    if (entry.second->request().peer == peer && !entry.second->identified()) { // else it begins, and is in both tables
+      const auto nbytes = static_cast<int64_t>(entry.second->request().output.nbytes);
+      add(nbytes, nbytes, 1);
     }
   }
   return takes_credit || pool > tables.limits.eager_pool_nbytes;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <set>
@@ -12,6 +13,7 @@
 #include "engine/data/point_to_point.h"
 #include "engine/data/transfer.h"
 #include "engine/operation/operation.h"
+#include "engine/operation/prepared_schedule.h"
 
 namespace pycomm {
 namespace {
@@ -468,6 +470,74 @@ TEST_F(LeavingTest, SmallOperationsFailAtOnceIfALostPeerHasNoRoomForThem) {
       leaving::posted(tables, &with_rank_1, true, at(50));
       EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset) << begun;
     }
+  }
+}
+
+// A receive that begins is in both tables for a moment.
+TEST_F(LeavingTest, AReceiveThatBeginsTakesTheRoomOfALostPeerOnce) {
+  const int64_t nbytes = tables.limits.eager_nbytes;
+  beginAgainWithoutRank1();
+  link(1) = Reading::Open;
+  for (uint64_t ticket = 1; ticket <= 16; ++ticket) {
+    receivesMessage(1, static_cast<size_t>(nbytes), ticket);
+  }
+  const std::shared_ptr<Operation> begins = tables.receives.at(1);
+  begins->identify(OperationId{7, -1}, nullptr, 1, 0);
+  receives(begins, 1, nbytes);
+  leaving::posted(tables, &with_rank_1, true, at(50));
+  EXPECT_TRUE(quiet());
+  receivesMessage(1, 0, 17);
+  leaving::posted(tables, &with_rank_1, true, at(50));
+  EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset);
+}
+
+// It counts in the pool already.
+TEST_F(LeavingTest, WhatHasArrivedOfALostPeerTakesNoMoreRoom) {
+  const int64_t nbytes = tables.limits.eager_nbytes;
+  for (const int64_t frames : {1, 2}) { // the first has begun to arrive
+    beginAgainWithoutRank1();
+    link(1) = Reading::Open;
+    for (int64_t i = 1; i <= 15; ++i) {
+      receives(someOperation(i), 1, nbytes);
+    }
+    const int64_t first_nbytes = nbytes / frames;
+    const int64_t total = nbytes - (frames - 1) * tables.limits.cost(0);
+    Schedule schedule;
+    for (int64_t begin = 0; begin < total; begin += first_nbytes) {
+      Step& step = schedule.steps.emplace_back();
+      step.kind = StepKind::Recv;
+      step.recv_peer = 1;
+      step.dst = Region{Buffer::Output, begin, std::min(first_nbytes, total - begin)};
+    }
+    Operation::Request request;
+    request.id = {16, 16};
+    request.schedule = prepare(std::move(schedule));
+    const auto arrives = std::make_shared<Operation>(std::move(request));
+    receives(arrives, 1, total);
+    rowOf(arrives).incoming.back().frames = static_cast<size_t>(frames);
+    rowOf(arrives).incoming.back().passed = 1;
+    tables.peer(1).eager_in = tables.limits.cost(first_nbytes);
+    leaving::posted(tables, &with_rank_1, false, at(50));
+    EXPECT_TRUE(quiet()) << frames;
+    receivesMessage(1, 0, 17);
+    leaving::posted(tables, &with_rank_1, true, at(50));
+    EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset) << frames;
+  }
+}
+
+// It was granted when the link had broken: nothing that an operation waited for was due when the peer was lost.
+TEST_F(LeavingTest, CreditForALostPeerDoesNotReachIt) {
+  for (const int64_t nbytes : {tables.limits.eager_nbytes, tables.limits.eager_nbytes + 1}) {
+    beginAgainWithoutRank1();
+    link(1) = Reading::Open;
+    const int operations = nbytes == tables.limits.eager_nbytes ? 17 : 1;
+    for (int i = 0; i < operations; ++i) {
+      const auto operation = someOperation(i);
+      receives(operation, 1, nbytes);
+      rowOf(operation).incoming.back().limit = nbytes;
+    }
+    leaving::posted(tables, &with_rank_1, false, at(50));
+    EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset) << nbytes;
   }
 }
 
