@@ -69,6 +69,7 @@ std::shared_ptr<Operation> Group::orFail(const Body& body) {
         abort(why); // a caller may try again at once
       } catch (...) { // no memory for that
         planes_.onThrown(thrown);
+        aborted_.store(true, std::memory_order_release);
       }
     }
     throw;

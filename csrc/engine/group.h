@@ -219,7 +219,7 @@ class Group final : public std::enable_shared_from_this<Group> {
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
-  std::atomic<bool> aborted_{false}; ///< abort() has been called; written with close_mutex_ held
+  std::atomic<bool> aborted_{false}; ///< abort() has been called, or what would have called it had no memory
 
   std::atomic<bool> ended_{false}; ///< the group has failed, and every operation has ended
 };
