@@ -56,8 +56,12 @@ class DerivedEntry final : public Node {
 
 class EntryHook final : public torch::autograd::FunctionPreHook {
  public:
-  explicit EntryHook(std::function<void()> on_entry) : on_entry_(std::move(on_entry)) {}
+  EntryHook(std::shared_ptr<const ForwardMark> mark, std::function<void()> on_entry)
+      : mark_(std::move(mark)), on_entry_(std::move(on_entry)) {}
 
+  [[nodiscard]] const std::shared_ptr<const ForwardMark>& mark() const noexcept {
+    return mark_;
+  }
   variable_list operator()(const variable_list& grads) override {
     on_entry_();
     if (!at::GradMode::is_enabled()) {
@@ -74,6 +78,7 @@ class EntryHook final : public torch::autograd::FunctionPreHook {
   }
 
  private:
+  std::shared_ptr<const ForwardMark> mark_;
   std::function<void()> on_entry_;
 };
 
@@ -232,12 +237,15 @@ bool BackwardCall::present() const noexcept {
   return running() || (number_ != kNone && number_ == get_current_graph_task_id());
 }
 
-bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry) {
+bool markGraph(
+    const std::vector<at::Tensor>& outputs,
+    const std::shared_ptr<const ForwardMark>& mark_of,
+    const std::function<void()>& on_entry) {
   std::unordered_set<const Node*> marked;
   const auto mark = [&](const at::TensorBase& output) {
     const auto& node = output.grad_fn();
     if (node != nullptr && marked.insert(node.get()).second) {
-      node->add_pre_hook(std::make_unique<EntryHook>(on_entry));
+      node->add_pre_hook(std::make_unique<EntryHook>(mark_of, on_entry));
     }
   };
   for (const at::Tensor& output : outputs) {
@@ -247,6 +255,29 @@ bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void(
     }
   }
   return !marked.empty();
+}
+
+std::vector<std::shared_ptr<const ForwardMark>> marksOfCall() {
+  std::vector<std::shared_ptr<const ForwardMark>> marks;
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) {
+    return marks;
+  }
+  for (const Node* const node : *nodes) { // the caller of backward() holds its root, and each node those behind it
+    for (const auto& hook : node->pre_hooks()) {
+      if (const auto* const entry = dynamic_cast<const EntryHook*>(hook.get())) {
+        marks.push_back(entry->mark());
+      }
+    }
+  }
+  return marks;
+}
+
+bool callReaches(const std::vector<ReducedParam>& params) {
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return nodes != nullptr && std::any_of(params.begin(), params.end(), [nodes](const ReducedParam& param) {
+           return nodes->count(torch::autograd::impl::try_get_grad_accumulator(param.tensor).get()) > 0;
+         });
 }
 
 void raiseCompiledAutograd() {

@@ -117,6 +117,7 @@ struct GradientCall {
   [[nodiscard]] bool isOfPresent() const;
 };
 
+class Reducer;
 struct SaidWeight;
 
 /// What the graph of one forward pass tells the backward passes that go through it.
@@ -127,6 +128,7 @@ struct ForwardMark {
   int64_t number = 0; ///< of the forward passes of one PassWeights, from 1
   WaitClock::Instant began; ///< when it began to compute, if PassWeights follows it
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
+  std::weak_ptr<Reducer> reducer; ///< whose it is
 };
 
 /// Calls `on_entry` whenever a backward pass goes through one of these outputs, before any gradient behind it. Outputs without a graph are
@@ -134,7 +136,16 @@ struct ForwardMark {
 /// False if none has a graph. So do losses of derivatives of the output, with create_graph=True.
 ///
 /// Nothing is copied. A node is added to derivatives only.
-bool markGraph(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_entry);
+bool markGraph(
+    const std::vector<at::Tensor>& outputs,
+    const std::shared_ptr<const ForwardMark>& mark,
+    const std::function<void()>& on_entry);
+
+// The graph of the present call of backward(), without those of calls nested in it or around it. Cost: a look at each of its nodes.
+/// The forward passes whose marks it has, entered or not.
+[[nodiscard]] std::vector<std::shared_ptr<const ForwardMark>> marksOfCall();
+/// Whether it leads to one of these parameters.
+[[nodiscard]] bool callReaches(const std::vector<ReducedParam>& params);
 
 /// Throws: compiled autograd calls no hook of the reducer.
 [[noreturn]] void raiseCompiledAutograd();

@@ -111,7 +111,13 @@ void Reducer::makeBuckets() {
   pipeline_ =
       std::make_unique<BucketPipeline>(buckets_, group_, hook_, stats_, recorder_, options_.drops_nonfinite_steps);
   pipeline_->begin(group_.size());
+  keeper_ = buckets_.keepsResiduals() ? keepers() : nullptr;
   showBuckets();
+}
+
+const std::shared_ptr<const char>& Reducer::keepers() {
+  static const auto all = std::make_shared<const char>();
+  return all;
 }
 
 void Reducer::resetStep() {
@@ -171,7 +177,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   auto mark = std::make_shared<ForwardMark>();
   mark->reduces = reduces;
   mark->weight = weight;
-  const bool marked = markGraph(outputs, [weak = weak_from_this(), mark] {
+  mark->reducer = weak_from_this();
+  const bool marked = markGraph(outputs, mark, [weak = weak_from_this(), mark] {
     if (const auto self = weak.lock()) {
       self->onEntry(*mark);
     }
@@ -224,6 +231,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   marks_.expect(std::exchange(last_forward_, nullptr) == nullptr, armed_by_mark_);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
+    asked_in_ = torch::autograd::get_current_graph_task_id();
     becomeDue();
     pass_.arm();
   }

@@ -233,12 +233,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     return state_.now().trained;
   }
   void resetStep();
-  /// A forward pass has asked for a pass that reduces.
+  /// A forward pass has asked for a pass that reduces, or one begins.
   void becomeDue();
-  /// It is over.
+  /// It is over, or it only accumulates.
   void endDue() noexcept;
-  /// The others that are due, by forward passes on the same thread.
-  [[nodiscard]] std::vector<std::shared_ptr<Reducer>> dueWith() const;
+  /// The others through which the present call of backward() goes and whose averages other ranks await.
+  [[nodiscard]] std::vector<std::shared_ptr<Reducer>> besides() const;
+  /// In the present call, if it goes through here: its pass reduces, and has not ended. Any thread.
+  [[nodiscard]] bool isAwaited();
 
   void onEntry(ForwardMark& mark);
   void enter(ForwardMark& mark);
@@ -267,7 +269,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call);
   [[nodiscard]] bool beginWithoutBatch(bool reduces);
   [[nodiscard]] std::optional<bool> finish(bool residuals_elsewhere);
-  [[nodiscard]] bool keepsResiduals();
+  /// As many have it as there are reducers that keep residuals, and one.
+  [[nodiscard]] static const std::shared_ptr<const char>& keepers();
   void checkNested();
   void forgetResiduals();
   std::optional<bool> endStep(bool residuals_elsewhere);
@@ -380,6 +383,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed
+  std::atomic<int> over_in_ = -1; ///< autograd's number of the call in which the last pass ended, or only accumulated
+  std::shared_ptr<const char> keeper_; ///< keepers(), if residuals are kept here
   int queued_unmarked_ = -1; ///< autograd's number of the call at whose end beginUnmarked() is due
   c10::intrusive_ptr<c10d::Work> join_work_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;

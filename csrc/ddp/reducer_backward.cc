@@ -66,28 +66,33 @@ bool same(const std::weak_ptr<const Reducer>& one, const std::weak_ptr<const Red
   return !one.owner_before(other) && !other.owner_before(one);
 }
 
-/// A reducer that a forward pass on a thread has asked for a pass, which is not over: backward may go through it beside others.
+/// A reducer that a forward pass has asked for a pass, or that has begun one, which is not over: backward may go through it beside others.
 struct Due {
-  std::thread::id thread;
+  std::thread::id thread; ///< the last one that did
   std::weak_ptr<Reducer> reducer;
 };
 
 LeafMutex due_mutex; ///< guards the next two
 std::vector<Due> due;
 
-/// A reducer whose pass has ended in a call of backward() that a forward pass within another one has asked for, as a checkpoint repeats it.
+/// A reducer whose pass has ended in a call of backward(), which may be nested in another one that goes through more reducers.
 struct Ended {
-  int around; ///< autograd's number of that other one, which may go through more reducers
+  int call; ///< autograd's number
+  int around; ///< that of the other one, if a forward pass in it has asked for the pass, as a checkpoint repeats it; else `call`
+  std::thread::id thread;
   std::weak_ptr<Reducer> reducer;
   bool finite; ///< its averages were, and those of the others in that call
 };
 
 std::vector<Ended> ended; ///< the last of each reducer
 
+/// In this call, or in one that is nested in it: on its thread no other one begins meanwhile.
 std::vector<Ended> endedIn(int around) {
   const std::lock_guard lock(due_mutex);
   std::vector<Ended> found = ended;
-  std::erase_if(found, [around](const Ended& each) { return each.around != around; });
+  std::erase_if(found, [around](const Ended& each) {
+    return each.around != around && (each.call <= around || each.thread != std::this_thread::get_id());
+  });
   return found;
 }
 
@@ -119,7 +124,7 @@ void Reducer::onEntry(ForwardMark& mark) {
 }
 
 void Reducer::becomeDue() {
-  asked_in_ = torch::autograd::get_current_graph_task_id();
+  endDue();
   const std::lock_guard lock(due_mutex);
   due.push_back({std::this_thread::get_id(), weak_from_this()});
 }
@@ -130,18 +135,39 @@ void Reducer::endDue() noexcept {
       due, [mine = weak_from_this()](const Due& each) { return each.reducer.expired() || same(each.reducer, mine); });
 }
 
-std::vector<std::shared_ptr<Reducer>> Reducer::dueWith() const {
-  const std::lock_guard lock(due_mutex);
-  const auto is_mine = [mine = weak_from_this()](const Due& each) { return same(each.reducer, mine); };
-  const auto mine = std::find_if(due.begin(), due.end(), is_mine);
+std::vector<std::shared_ptr<Reducer>> Reducer::besides() const {
   std::vector<std::shared_ptr<Reducer>> others;
-  for (const Due& each : due) {
-    auto other = mine != due.end() && each.thread == mine->thread && !is_mine(each) ? each.reducer.lock() : nullptr;
-    if (other != nullptr) {
+  const auto add = [&](std::shared_ptr<Reducer> other) {
+    if (other.get() != this && std::find(others.begin(), others.end(), other) == others.end() && other->isAwaited()) {
       others.push_back(std::move(other));
+    }
+  };
+  for (const auto& mark : marksOfCall()) {
+    if (auto other = mark->reduces ? mark->reducer.lock() : nullptr) {
+      add(std::move(other));
+    }
+  }
+  // Of an output that is no tensor there is no mark. Nor is the graph of a call around this one known, which has repeated a forward pass: all
+  // that are due on this thread may be in it.
+  const bool repeated =
+      asked_in_ != BackwardCall::kNone && torch::autograd::get_current_graph_task_id() != BackwardCall::kNone;
+  std::vector<Due> all;
+  {
+    const std::lock_guard lock(due_mutex);
+    all = due;
+  }
+  for (const Due& each : all) {
+    auto other = each.reducer.lock();
+    if (other != nullptr && ((repeated && each.thread == std::this_thread::get_id()) || callReaches(other->params_))) {
+      add(std::move(other));
     }
   }
   return others;
+}
+
+bool Reducer::isAwaited() {
+  const int call = torch::autograd::get_current_graph_task_id();
+  return mutex_.reducing() || (over_in_ < call && stats().accumulated + 1 >= options_.accumulate);
 }
 
 void Reducer::followCall() {
@@ -383,8 +409,11 @@ void Reducer::beginPass() {
   show();
   if (!pass_.reducing()) {
     marks_.disarm();
+    endDue();
+    over_in_ = torch::autograd::get_current_graph_task_id();
     return;
   }
+  becomeDue();
   if (used_.has_value()) {
     used_->forgetGone(params_);
   }
@@ -488,6 +517,7 @@ void Reducer::giveUpWeightless() {
     used_->clear();
   }
   recorder_.drop();
+  over_in_ = torch::autograd::get_current_graph_task_id();
   marks_.end();
   resetStep();
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
@@ -551,27 +581,26 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
   });
   const auto repeated = std::find_if(
       reducers.begin(), reducers.end(), [](const auto& each) { return each->asked_in_ != BackwardCall::kNone; });
-  const bool nested = repeated != reducers.end();
-  const int around = nested ? (*repeated)->asked_in_ : call;
-  std::vector<Ended> all = endedIn(around);
-  std::vector<std::shared_ptr<Reducer>> beside = reducers; // and those before
-  for (const Ended& each : all) {
-    if (auto reducer = each.reducer.lock()) {
-      beside.push_back(std::move(reducer));
-    }
-  }
-  const bool residuals_elsewhere = nested || // at what those to come keep
-      (beside.size() > 1 &&
-       std::any_of(beside.begin(), beside.end(), [](const auto& each) { return each->keepsResiduals(); }));
+  const int around = repeated != reducers.end() ? (*repeated)->asked_in_ : call;
+  const bool nested = around != call || torch::autograd::get_current_node() != nullptr; // then a node has made it
+  std::vector<Ended> all = call == BackwardCall::kNone ? std::vector<Ended>{} : endedIn(around);
+  const bool beside = nested || reducers.size() + all.size() > 1; // those to come, or before
+  const bool residuals_elsewhere = beside && keepers().use_count() > 1;
   std::exception_ptr first;
-  for (const std::shared_ptr<Reducer>& each : reducers) {
+  for (auto each = reducers.begin(); each != reducers.end(); ++each) {
     try {
-      if (const std::optional<bool> finite = each->finish(residuals_elsewhere)) {
-        all.push_back({around, each, *finite});
+      if (const std::optional<bool> finite = (*each)->finish(residuals_elsewhere)) {
+        all.push_back({call, around, std::this_thread::get_id(), *each, *finite});
       }
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
       first = first == nullptr ? std::current_exception() : first;
-      if (each->mutex_.reducing()) {
+      if ((*each)->mutex_.reducing()) {
+        const std::string what = "failed in the backward pass of another wrapper: " + firstLine(error);
+        std::for_each(each + 1, reducers.end(), [&what](const auto& behind) {
+          if (behind->mutex_.reducing()) {
+            behind->cut(what)();
+          }
+        });
         break; // else the reducer goes on, as after a step without samples
       }
     }
@@ -584,7 +613,7 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
       }
     }
   }
-  if (nested) {
+  if (call != BackwardCall::kNone) {
     keepEnded(all);
   }
   if (first != nullptr) {
@@ -592,15 +621,10 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
   }
 }
 
-bool Reducer::keepsResiduals() {
-  const std::lock_guard turn(mutex_);
-  return buckets_.keepsResiduals();
-}
-
 // Another reducer of the same call has averages that are not finite, and the program drops the steps of both, as one GradScaler does.
 void Reducer::forgetResiduals() {
   const Turn turn(*this);
-  if (options_.drops_nonfinite_steps) {
+  if (options_.drops_nonfinite_steps && buckets_.keepsResiduals()) {
     buckets_.scaleResiduals(0);
     ++stats_.forgotten_residuals;
   }
@@ -697,7 +721,7 @@ bool Reducer::beginWithoutBatch(bool reduces) {
       return false;
     }
     recorder_.begin(buckets_.all().size());
-    becomeDue();
+    asked_in_ = BackwardCall::kNone;
     return orFail("a rank without a batch took part in a reduction", [&] {
       beginPass();
       if (!pass_.reducing()) {
@@ -760,8 +784,9 @@ bool Reducer::commit() {
     // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
     // count. The residuals from before it are gone, since the all-reduce writes them.
     buckets_.scaleResiduals(0);
-    ++stats_.forgotten_residuals;
+    stats_.forgotten_residuals += buckets_.keepsResiduals() ? 1 : 0;
   }
+  over_in_ = torch::autograd::get_current_graph_task_id();
   buckets_.commit(state_.next().exponents);
   state_.next().ordered = true;
   state_.commit();
@@ -805,17 +830,18 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   // The others would wait until the deadline for what this rank never begins: its next bucket, a collective of its hook, or those of another
   // reducer, which ends first or comes later. Nothing happens if the failure is that of the group, which knows it.
   const std::string what = "failed in backward, while " + doing + ": " + firstLine(error);
-  std::vector<std::function<void()>> cuts;
-  for (const std::shared_ptr<Reducer>& other : dueWith()) {
-    cuts.push_back(other->cut(what));
-  }
   // torch makes a RuntimeError of one that leaves a callback, as a hook has them; its text stays.
   const bool mismatch = standsFor(error, ErrorCode::CollectiveMismatch) ||
       (hook_.run != nullptr &&
        std::string_view(error.what()).find("[code=COLLECTIVE_MISMATCH") != std::string_view::npos);
   const bool all_know = mismatch || standsFor(error, ErrorCode::Timeout);
-  if (agreement_ == nullptr || !all_know) {
-    cuts.push_back(cut(what)); // of the group of now: others may come to have the turn
+  std::vector<std::function<void()>> cuts;
+  std::vector<std::shared_ptr<Reducer>> failed = besides();
+  failed.push_back(shared_from_this());
+  for (const std::shared_ptr<Reducer>& each : failed) {
+    if (each->agreement_ == nullptr || !all_know) {
+      cuts.push_back(each->cut(what)); // of the group of now: others may come to have the turn
+    }
   }
   if (mismatch) { // so all ranks are there, and have published their sets
     if (const auto why = difference()) {

@@ -30,9 +30,10 @@ def sync_when_due(model: Any, args: object) -> None:
     ):
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
-                "parameters would be averaged within backward(), where a checkpoint with "
-                "use_reentrant=True repeats forward. Try: torch.utils.checkpoint with "
-                "use_reentrant=False, or model.sync() between two steps, before sync_every are over"
+                "parameters would be averaged within backward(), where a checkpoint repeats "
+                "forward: one with use_reentrant=True, or one of several forward passes before "
+                "the first backward(). Try: model.sync() between two steps, before sync_every are "
+                "over; or use_reentrant=False, and one forward pass before each backward()"
             )
         model.sync()
     model._note_trained()

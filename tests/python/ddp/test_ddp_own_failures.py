@@ -71,20 +71,71 @@ def hook_over_another_group(rank: int) -> Any:
     return model
 
 
+def pair(**options: Any) -> tuple[Any, Any]:
+    """Each has a group. `options`: of the first one."""
+    first, second = (
+        wrap(each, process_group=dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), **more)
+        for each, more in ((nn.Linear(4, 4), options), (Table(), {}))
+    )
+    return first, second
+
+
 def second_of_two(rank: int) -> Any:
     """Each has a group, and backward reaches the first one last, which ends first."""
-    first, second = (
-        wrap(each, process_group=dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
-        for each in (nn.Linear(4, 4), Table())
-    )
+    first, second = pair()
     if rank == 1:
         second.module.table.sparse = True
     return lambda batch: first(torch.ones(2, 4)).sum() + second(batch)
 
 
+class Losses:
+    """Of several forward passes before the first backward pass."""
+
+    def __init__(self, models: tuple[Any, ...], losses: list[torch.Tensor]) -> None:
+        self.models, self.losses = models, losses
+
+    def backward(self) -> None:
+        for loss in self.losses:
+            for model in self.models:
+                model.zero_grad()
+            loss.backward()
+
+
+def second_of_two_losses(rank: int) -> Any:
+    first, second = pair()
+
+    def forwards(batch: torch.Tensor) -> Losses:
+        losses = [first(torch.ones(2, 4)).sum() + second(batch)]
+        if rank == 1:
+            second.module.table.sparse = True
+        losses.append(first(torch.ones(2, 4)).sum() + second(batch))
+        return Losses((first, second), losses)
+
+    return forwards
+
+
+def on_two_threads(rank: int) -> Any:
+    first, second = pair()
+    if rank == 1:
+        second.module.table.sparse = True
+
+    def forwards(batch: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        thread = threading.Thread(target=lambda: outputs.append(first(torch.ones(2, 4)).sum()))
+        thread.start()
+        thread.join()
+        for _ in range(20):  # each thread numbers its nodes: so the first wrapper's come last
+            torch.ones(1, requires_grad=True).exp()
+        return outputs[0] + second(batch)
+
+    return forwards
+
+
 CASES = [
     (another_layout, "sparse"),
     (second_of_two, "sparse"),
+    (second_of_two_losses, "sparse"),
+    (on_two_threads, "sparse"),
     (hook_over_another_group, "the hook's own mistake"),
 ]
 
@@ -121,6 +172,46 @@ def test_the_others_learn_of_it_at_once(make: Any, text: str) -> None:
         assert issubclass(getattr(pycomm.errors, kind), pycomm.errors.PycommError)
         assert "rank 1" in said.lower(), said
         assert_within(took_s, SOON_S)
+
+
+def only_accumulates(first: Any, second: Any) -> torch.Tensor:
+    first(torch.ones(2, 4)).sum().backward()
+    return second(torch.tensor([1, 2]))
+
+
+def accumulates_in_the_call(first: Any, second: Any) -> torch.Tensor:
+    return first(torch.ones(2, 4)).sum() + second(torch.tensor([1, 2]))
+
+
+def is_only_looked_at(first: Any, second: Any) -> torch.Tensor:
+    first.looked_at = first(torch.ones(2, 4))
+    return second(torch.tensor([1, 2]))
+
+
+def spared(rank: int, world_size: int, forwards: Any, accumulate: int) -> float:
+    """What the first wrapper's group sums after the failure of the second one."""
+    first, second = pair(accumulate=accumulate)
+    if rank == 1:
+        second.module.table.sparse = True
+    with pytest.raises((RuntimeError, pycomm.errors.PycommError)):
+        forwards(first, second).backward()
+    dist.barrier()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=first.process_group)
+    return float(total)
+
+
+@pytest.mark.parametrize(
+    ("forwards", "accumulate"),
+    [(only_accumulates, 2), (accumulates_in_the_call, 2), (is_only_looked_at, 1)],
+)
+def test_a_wrapper_that_backward_does_not_reduce_keeps_its_group(
+    forwards: Any, accumulate: int
+) -> None:
+    found = run_ranks(
+        3, spared, args=(forwards, accumulate), init_timeout_s=TIMEOUT_S, preload=TORCH_DDP
+    )
+    assert list(found.values()) == [3.0] * 3
 
 
 # A hook's future that never completes

@@ -198,8 +198,8 @@ def hooked(rank: int, world_size: int) -> None:
         torch.testing.assert_close(parameter.detach().double(), total / 4, rtol=1e-6, atol=1e-8)
 
 
-def due_in_backward(rank: int, world_size: int) -> str:
-    """The first forward of a reentrant checkpoint is none for torch; backward repeats it."""
+def due_in_backward(rank: int, world_size: int) -> list[str]:
+    """With a reentrant checkpoint, whose first forward is none for torch; or of two forwards."""
     import pycomm
     from pycomm._group import averaging as _averaging
 
@@ -220,7 +220,12 @@ def due_in_backward(rank: int, world_size: int) -> str:
     ours.sync()
     step(3)
     assert (ours.stats().steps, ours.stats().syncs) == (3, 1)
-    return str(raised.value)
+    batch = ddp_models.batch_of("mlp", rank, 4)
+    losses = [checkpoint(ours, batch, use_reentrant=False).square().mean() for _ in range(2)]
+    losses[0].backward()
+    with pytest.raises(pycomm.errors.UnsupportedError) as again:
+        losses[1].backward()
+    return [str(each.value) for each in (raised, again)]
 
 
 def other_rounds(rank: int, world_size: int) -> list[str]:
@@ -268,8 +273,9 @@ def test_a_sync_averages_what_buckets_with_a_hook_have_trained() -> None:
 
 
 def test_a_sync_that_is_due_within_backward_is_an_error() -> None:
-    for (text,) in run(2, ["due_in_backward"]):
-        assert "model.sync()" in text
+    for (texts,) in run(2, ["due_in_backward"]):
+        for text in texts:
+            assert "model.sync()" in text and "several forward passes" in text
 
 
 def test_importing_pycomm_imports_no_compiler() -> None:
