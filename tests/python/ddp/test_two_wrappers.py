@@ -119,7 +119,7 @@ def beside_a_frozen_one(rank: int, world_size: int, set_to_none: bool) -> list[i
             models[1](models[0](batch)).mean().backward()
         models[1].module.requires_grad_(True)
         models[1](batch).mean().backward()
-    return [record.passes for record in models[1].step_log.records(0)]
+    return [record.batches for record in models[1].step_log.records(0)]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
