@@ -345,8 +345,8 @@ COUNTS = {
     "one module": ((699, 0, 0, 99, 0, 0), (792, 0, 0, 140, 0, 0)),
     "one module, weighed": ((699, 0, 0, 99, 0, 0), (786, 0, 0, 140, 0, 6)),
     "a scale beside": ((387, 126, 0, 75, 0, 0), (718, 0, 0, 214, 0, 0)),
-    "a common trunk": ((585, 198, 0, 15, 0, 0), (792, 71, 0, 69, 0, 0)),
-    "a common head": ((693, 30, 0, 63, 12, 0), (773, 93, 0, 66, 0, 0)),
+    "a common trunk": ((585, 198, 0, 15, 0, 0), (792, 67, 0, 73, 0, 0)),
+    "a common head": ((699, 24, 0, 63, 12, 0), (792, 71, 0, 69, 0, 0)),
 }
 """Of three events, and of four without checkpoints: in the order of ``ENDS``."""
 
