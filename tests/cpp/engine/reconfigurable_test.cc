@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -662,7 +663,12 @@ TEST(Reconfigurable, AMemberWithoutAWayToAnotherFailsAtOnceAndNamesIt) {
 
 /// While a process is stopped, its loops do nothing.
 void stop(Process& process, int ms) {
-  process.engine.control().post([ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
+  const auto stands = std::make_shared<std::promise<void>>();
+  process.engine.control().post([stands, ms] {
+    stands->set_value();
+    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+  });
+  stands->get_future().wait();
 }
 
 TEST(Reconfigurable, AFirstMemberThatIsStoppedWhileOthersEnterIsMetAfterwards) {
