@@ -107,16 +107,16 @@ def test_the_readmes_measurements_are_published() -> None:
     found = published(BETWEEN_HOSTS, "benchmarks/switch.py --hosts 0,0,1,1 ")
     assert abs(2 / 3 * found["gloo", 4, 25 << 20][1] - 1) < 0.02
     words = (
-        r"takes (\S+) s, over gloo (\S+) s, with its fp16 hook (\S+) s; without communication "
-        r"(\S+) s. So these two train (\d+) % faster than one of them alone"
+        r"takes (\S+) s \(fp16: (\S+)\), over gloo (\S+) \(its fp16 hook: (\S+)\), without "
+        r"communication (\S+)\. So these two train (\d+) % faster than one alone"
     )
     (said,) = re.findall(words, readme)
     seconds = tool("step_bars").steps(read(STEPS))
-    (added,) = re.findall(r"if a sync adds less \(here (\S+) s\)", readme)
+    (added,) = re.findall(r"what a sync adds \(here (\S+) s\)", readme)
     assert added == f"{seconds['pycomm#int8'] - seconds['no_sync']:.2f}"
-    measured = [seconds[way] for way in ("pycomm#int8", "gloo@4", "gloo@4#fp16", "no_sync")]
-    assert list(said[:4]) == [f"{each:.3f}" for each in measured]
-    assert said[4] == f"{(2 * seconds['no_sync'] / seconds['pycomm#int8'] - 1) * 100:.0f}"
+    ways = ("pycomm#int8", "pycomm#fp16", "gloo@4", "gloo@4#fp16", "no_sync")
+    assert list(said[:5]) == [f"{seconds[way]:.3f}" for way in ways]
+    assert said[5] == f"{(2 * seconds['no_sync'] / seconds['pycomm#int8'] - 1) * 100:.0f}"
     assert read("docs/pictures/step-bars.svg") == tool("step_bars").picture(seconds)
 
 
