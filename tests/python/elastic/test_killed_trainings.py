@@ -159,12 +159,11 @@ def test_a_rank_that_was_stopped_raises_and_the_others_go_on() -> None:
 def test_too_few_ranks() -> None:
     plan = Plan(settings=(("min_ranks", 2), ("quorum_wait", 1.0)))
     with start(2, plan, SHARED) as running:
-        killed_s = kill_after(running, 1, "step 10")
+        kill_after(running, 1, "step 10")
         results = running.collect(90)
     error = results[0].value["error"]
     assert error is not None and error.is_a("QuorumLostError"), results.describe()
-    assert "min_ranks is 2" in error.text, error.text
-    assert results[0].value["raised_s"] - killed_s > 0.9
+    assert "min_ranks is 2" in error.text, error.text  # at once, if the death fell into a step
 
 
 def test_an_error_of_the_program_is_raised_as_ever() -> None:
