@@ -33,8 +33,8 @@ py::object objectOf(const std::exception_ptr& error) {
   }
 }
 
-/// Of tests (rig/elastic_rig.py), with the defaults of StepAgreement: an agreement that Python implements. An object with begin(), which returns a bool, end(error), which returns whether to sum again,
-/// members(), changes(), three numbers, and close(). Nobody leaves it in order.
+/// An agreement that Python implements, for tests (rig/elastic_rig.py), with the defaults of StepAgreement: an object with begin(), which returns
+/// a bool, end(error), which returns whether to sum again, members(), changes(), three numbers, and close(). Nobody leaves it in order.
 class PythonAgreement final : public StepAgreement {
  public:
   explicit PythonAgreement(py::object implementation) : implementation_(std::move(implementation)) {}

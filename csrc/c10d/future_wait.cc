@@ -12,9 +12,6 @@
 namespace pycomm {
 namespace {
 
-// How often a waiting main thread looks for Ctrl-C. Other callbacks of the future, which may take their time, run before ours: so the
-// future itself is looked at as often.
-
 struct Completed {
   std::mutex mutex; ///< guards the next
   bool yes = false;
@@ -41,6 +38,7 @@ bool awaitCompletion(c10::ivalue::Future& future, Deadline deadline) {
   future.addCallback([completed](c10::ivalue::Future& /*future*/) { completed->note(); });
   while (true) {
     beforeWait();
+    // Other callbacks of the future, which may take their time, run before ours: so the future itself is looked at, too.
     if (completed->within(deadline.remainingMs(Interruptible::kEveryMs)) || future.completed()) {
       return true;
     }

@@ -172,7 +172,7 @@ SMOOTH += ("checkpointed", "base", *ASIDE)
 """Of these every parameter is behind the derivative of the loss by the batch."""
 
 
-class _Broken(torch.autograd.Function):
+class Broken(torch.autograd.Function):
     """Its backward raises. It comes last, since it stands before the first layer."""
 
     @staticmethod
@@ -209,7 +209,7 @@ class Sum(nn.Module):
         """The sum in float64, and the parameters of parts "returned"; ``scales`` are factors of the
         losses by part. ``hidden``: in an object, where no wrapper finds them."""
         if breaks:
-            batch = _Broken.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
+            batch = Broken.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
         losses = [
             part(batch) * (scales[index] if scales else 1.0)
             for index, part in enumerate(self.parts)

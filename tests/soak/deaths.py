@@ -33,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -392,29 +392,19 @@ def hidden_of(megabytes: float) -> int:
     return max(64, round(math.sqrt(megabytes * 2**18 + 37.5**2) - 37.5))
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of both trainings together")
-    parser.add_argument("--faults", type=int, default=7)
-    parser.add_argument("--only", choices=(*KINDS, CUT), help="no other kind of fault")
-    parser.add_argument("--kills", type=int, default=0, help="the other question")
-    parser.add_argument("--model-mb", type=float, default=0.0, help="of parameters")
-    parser.add_argument("--ranks", type=int, default=None, help="8; with --kills 4")
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--pause-ms", type=float, default=None, help="of a step: 20; or 2")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file for the table")
-    options = parser.parse_args(argv)
-    if options.ranks is None:
-        options.ranks = 4 if options.kills else RANKS
-    if options.pause_ms is None:
-        options.pause_ms = 2.0 if options.kills else 20.0
+def run_and_report(
+    name: str,
+    argv: Sequence[str],
+    options: argparse.Namespace,
+    measures: Callable[[argparse.Namespace, Path], tuple[list[str], list[str]]],
+) -> int:
+    """Prints the table of a program of this folder, and what is broken; the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    facts = report.header("deaths", argv)
-    facts["command"] = " ".join(["python", "tests/soak/deaths.py", *argv])
-    folder = Path(tempfile.mkdtemp(prefix="pycomm-deaths-"))
+    facts = report.header(name, argv)
+    facts["command"] = " ".join(["python", f"tests/soak/{name}.py", *argv])
+    folder = Path(tempfile.mkdtemp(prefix=f"pycomm-{name}-"))
     try:
-        lines, broken = measure(options, folder)
+        lines, broken = measures(options, folder)
     except BrokenError as error:
         lines, broken = [], [str(error)]
     except (KeyboardInterrupt, SystemExit):
@@ -432,6 +422,26 @@ def main(argv: Sequence[str]) -> int:
     if options.out is not None:
         options.out.write_text("\n".join(text) + "\n")
     return 1 if broken else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of both trainings together")
+    parser.add_argument("--faults", type=int, default=7)
+    parser.add_argument("--only", choices=(*KINDS, CUT), help="no other kind of fault")
+    parser.add_argument("--kills", type=int, default=0, help="the other question")
+    parser.add_argument("--model-mb", type=float, default=0.0, help="of parameters")
+    parser.add_argument("--ranks", type=int, default=None, help="8; with --kills 4")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--pause-ms", type=float, default=None, help="of a step: 20; or 2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    options = parser.parse_args(argv)
+    if options.ranks is None:
+        options.ranks = 4 if options.kills else RANKS
+    if options.pause_ms is None:
+        options.pause_ms = 2.0 if options.kills else 20.0
+    return run_and_report("deaths", argv, options, measure)
 
 
 if __name__ == "__main__":

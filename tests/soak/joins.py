@@ -15,12 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +25,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "rig"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import report
 from cluster import cluster
 from death_accounts import Rank
 from death_costs import Ends
 from death_training import Plan
-from death_trainings import BrokenError, Training
-from deaths import hidden_of
+from death_trainings import Training
+from deaths import hidden_of, run_and_report
 from ranks import TORCH_DDP
 from zygote import MODULES, Zygote
 
@@ -155,28 +151,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--join-pause", type=float, default=60.0, help="Elastic's, in seconds")
     parser.add_argument("--out", type=Path, help="a file for the table")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    facts = report.header("joins", argv)
-    facts["command"] = " ".join(["python", "tests/soak/joins.py", *argv])
-    folder = Path(tempfile.mkdtemp(prefix="pycomm-joins-"))
-    try:
-        lines, broken = measure(options, folder)
-    except BrokenError as error:
-        lines, broken = [], [str(error)]
-    except (KeyboardInterrupt, SystemExit):
-        shutil.rmtree(folder)
-        raise
-    facts["load_at_end"] = round(os.getloadavg()[0], 2)
-    text = [f"{name}: {value}" for name, value in facts.items()]
-    text += [*lines, *(f"BROKEN: {each}" for each in broken[:10])]
-    print("\n".join(text), flush=True)
-    if broken:
-        print(f"notes are in {folder}", file=sys.stderr)
-    else:
-        shutil.rmtree(folder)
-    if options.out is not None:
-        options.out.write_text("\n".join(text) + "\n")
-    return 1 if broken else 0
+    return run_and_report("joins", argv, options, measure)
 
 
 if __name__ == "__main__":

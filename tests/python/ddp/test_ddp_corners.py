@@ -19,6 +19,7 @@ from time_bound import assert_within
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from training_models import Broken
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -351,17 +352,8 @@ def complex_result(rank: int, world_size: int) -> None:
 
 
 def cut_off(rank: int, world_size: int) -> str:
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError
-
     model = wrap(layers())
-    before = Raises.apply(batch(rank, 0).requires_grad_())  # type: ignore[no-untyped-call]
+    before = Broken.apply(batch(rank, 0).requires_grad_())  # type: ignore[no-untyped-call]
     with pytest.raises(ArithmeticError):
         model(before).sum().backward()
     with pytest.raises(RuntimeError) as caught:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import Layers, all_ranks, step, wrap
 from torch import nn
+from training_models import Broken
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -54,18 +55,6 @@ def test_a_newcomer_and_ranks_that_have_trained_average_alike(options: dict[str,
     assert [gradient for each in first for gradient in each] == pytest.approx([0.002] * 6, rel=0.01)
 
 
-class Raises(torch.autograd.Function):
-    """In backward, which comes here behind all parameters."""
-
-    @staticmethod
-    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-
 def failed_between_commits(
     rank: int, world_size: int, where: str, options: dict[str, Any]
 ) -> list[list[float]]:
@@ -82,7 +71,7 @@ def failed_between_commits(
         batch = torch.full((1,), 0.24)
         handles = []
         if where == "behind the last bucket":
-            batch = Raises.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
+            batch = Broken.apply(batch.requires_grad_())  # type: ignore[no-untyped-call]
         else:
             handles = raise_at_the_second(model)
         with pytest.raises(ArithmeticError):
