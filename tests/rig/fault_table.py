@@ -220,7 +220,8 @@ def cell(results: list[RankResult], struck_s: float | None, fault: str) -> tuple
         parts.append(f"after {statistics.median(seconds):.2f} s")
     if errors:
         culprit = [
-            bool(re.search(rf"rank {VICTIM}\b|peer={VICTIM}\b", e.text, re.I)) for e in errors
+            bool(re.search(rf"ranks? {VICTIM}\b(?! successfully)|peer={VICTIM}\b", e.text, re.I))
+            for e in errors
         ]
         named = f"{sum(culprit)} of {len(errors)}"
         parts.append("names the rank" if all(culprit) else f"{named} name the rank")
