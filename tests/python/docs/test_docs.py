@@ -108,7 +108,7 @@ def test_the_readmes_measurements_are_published() -> None:
     assert abs(2 / 3 * found["gloo", 4, 25 << 20][1] - 1) < 0.02
     words = (
         r"takes (\S+) s \(fp16: (\S+)\), over gloo (\S+) \(its fp16 hook: (\S+)\), without "
-        r"communication (\S+)\. So these two train (\d+) % faster than one alone"
+        r"communication (\S+)\. So these two do (\d+) % more samples per second than one alone"
     )
     (said,) = re.findall(words, readme)
     seconds = tool("step_bars").steps(read(STEPS))
