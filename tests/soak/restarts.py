@@ -5,9 +5,10 @@
     python tests/soak/restarts.py torchft --kills 20 --backend pycomm
 
 torchrun ends all ranks when one has died and starts them again, from a checkpoint that rank 0 saves
-every so many steps. torchft (0.2.0 of PyPI) goes on with the others: each rank is a replica group,
-with a lighthouse as its README starts it, over gloo or over pycomm, whose group gets its members by
-reconfigure(). For pycomm, VENV has both. Beside it, in the same table: tests/soak/deaths.py --kills.
+every so many steps. torchft (0.2.0 of PyPI, in VENV) goes on with the others. Each rank is a
+replica group, with a lighthouse as its README starts it, over gloo; or over pycomm, which VENV then
+has, too, and whose group gets its members by reconfigure(). Beside it: tests/soak/deaths.py
+--kills.
 """
 
 from __future__ import annotations
