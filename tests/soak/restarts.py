@@ -259,6 +259,7 @@ class Watch:
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 lines = file.read()
+            lines = lines[: lines.rfind(b"\n") + 1]  # a write across two pages shows in two parts
             self._read[path] = self._read.get(path, 0) + len(lines)
             for line in map(json.loads, lines.splitlines()):
                 self._take(int(path.stem), line)
