@@ -2,11 +2,13 @@
 
     python tests/soak/restarts.py torchrun --kills 20 --every 100
     python tests/soak/restarts.py torchft --kills 20 --python VENV/bin/python
+    python tests/soak/restarts.py torchft --kills 20 --backend pycomm
 
 torchrun ends all ranks when one has died and starts them again, from a checkpoint that rank 0 saves
-every so many steps. torchft (PyPI, in an environment of its own) goes on with the others; here over
-gloo, each rank a replica group, with a lighthouse as its README starts it. Beside it, in the same
-table: tests/soak/deaths.py --kills.
+every so many steps. torchft (0.2.0 of PyPI, in VENV) goes on with the others. Each rank is a
+replica group, with a lighthouse as its README starts it, over gloo; or over pycomm, which VENV then
+has, too, and whose group gets its members by reconfigure(). Beside it: tests/soak/deaths.py
+--kills.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ SAMPLES = 32
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "PYCOMM_SOCKET_IFNAME": "lo",
     # No backends that torch imports by itself.
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     # Else, with torch 2.13, ranks that are started again find the addresses of the dead ones in the
@@ -97,7 +100,7 @@ def rank_of_torchrun(options: argparse.Namespace) -> None:
     notes = Notes(options.folder)
     rank, generation = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes.write(kind="begin", rank=rank, pid=os.getpid(), generation=generation)
-    dist.init_process_group("gloo")
+    dist.init_process_group(options.backend)
     net = Net(options.hidden)
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-4)
     step, saved = 0, Path(options.folder) / "checkpoint.pt"
@@ -119,9 +122,54 @@ def rank_of_torchrun(options: argparse.Namespace) -> None:
             saved.with_suffix(".partial").rename(saved)
 
 
+def pycomm_for_torchft(timeout: timedelta) -> Any:
+    """A process group for torchft's Manager: one group of pycomm's for all its quorums."""
+    from torchft.process_group import ProcessGroup, create_store_client
+
+    import pycomm
+
+    dist.init_process_group(
+        "pycomm",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timeout,
+        pg_options=pycomm.Reconfigurable(),
+    )
+    pg = dist.group.WORLD
+    assert pg is not None
+
+    class PycommGroup(ProcessGroup):  # type: ignore[misc]  # torchft has no types
+        def configure(
+            self,
+            store_addr: str,
+            replica_id: str,
+            rank: int,
+            world_size: int,
+            quorum_id: int,
+            *others: Any,
+        ) -> None:
+            store = create_store_client(store_addr, timeout)
+            store.set(f"handle/{rank}", pycomm.reconfigure_handle())
+            handles = [store.get(f"handle/{each}").decode() for each in range(world_size)]
+            pycomm.reconfigure(quorum_id, handles, timeout=timeout)
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+            return pg.allreduce(tensors, opts)
+
+        def size(self) -> int:
+            return pg.size()
+
+        def getBackendName(self) -> str:
+            return "pycomm"
+
+    return PycommGroup(0, 1)
+
+
 def rank_of_torchft(options: argparse.Namespace) -> None:
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
+    make_group = pycomm_for_torchft if options.backend == "pycomm" else ProcessGroupGloo
     notes = Notes(options.folder)
     net = Net(options.hidden)
     inner = torch.optim.Adam(net.parameters(), lr=3e-4)
@@ -132,7 +180,7 @@ def rank_of_torchft(options: argparse.Namespace) -> None:
 
     store = dist.TCPStore(LOOPBACK, 0, 1, True, timedelta(seconds=60))
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=options.gloo_s)),
+        pg=make_group(timedelta(seconds=options.timeout_s)),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=1,
@@ -211,6 +259,7 @@ class Watch:
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 lines = file.read()
+            lines = lines[: lines.rfind(b"\n") + 1]  # a write across two pages shows in two parts
             self._read[path] = self._read.get(path, 0) + len(lines)
             for line in map(json.loads, lines.splitlines()):
                 self._take(int(path.stem), line)
@@ -262,7 +311,8 @@ def this_as(role: str, options: argparse.Namespace, folder: Path, *more: str) ->
         *(__file__, options.way, "--role", role, "--folder", str(folder)),
         *("--parent-pid", str(os.getpid()), "--model-mb", str(options.model_mb)),
         *("--pause-ms", str(options.pause_ms), "--every", str(options.every)),
-        *("--heartbeat-ms", str(options.heartbeat_ms), "--gloo-s", str(options.gloo_s), *more),
+        *("--heartbeat-ms", str(options.heartbeat_ms), "--timeout-s", str(options.timeout_s)),
+        *("--backend", options.backend, *more),
     ]
 
 
@@ -403,6 +453,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=("torchrun", "torchft"))
+    parser.add_argument("--backend", choices=("gloo", "pycomm"), default="gloo")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model-mb", type=float, default=1.0)
@@ -416,7 +467,7 @@ def main(argv: Sequence[str]) -> int:
         help="of torchft's lighthouse",
     )
     parser.add_argument(
-        "--gloo-s", type=float, default=10.0, help="torchft: the timeout of its all_reduce"
+        "--timeout-s", type=float, default=10.0, help="torchft: the timeout of its all_reduce"
     )
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--role", "--folder", "--lighthouse", "--number", "--parent-pid"):
@@ -432,6 +483,8 @@ def as_part(options: argparse.Namespace) -> int:
     of_torchrun = options.way == "torchrun" and options.role == "rank"
     die_with_parent(os.getppid() if of_torchrun else int(options.parent_pid))
     torch.set_num_threads(1)
+    if options.backend == "pycomm":
+        import pycomm  # noqa: F401  registers the backend
     if options.role == "lighthouse":
         serve_lighthouse(options)
     elif of_torchrun:

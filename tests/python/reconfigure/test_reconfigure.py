@@ -275,6 +275,54 @@ def test_a_member_leaves_and_comes_again(tmp_path: Path, excluded: int) -> None:
     run_ranks(WORLD, rejoins, init="none", args=(str(tmp_path / "met"), excluded))
 
 
+# --- as torchft reconfigures a group --------------------------------------------------------------
+
+
+def meets_by_store(store: dist.Store, generation: int, rank: int, size: int) -> None:
+    """One generation: a store has a handle per rank and the uuid; then all members call."""
+    prefix = dist.PrefixStore(str(generation), store)
+    prefix.set(f"handle/{rank}", pycomm.reconfigure_handle())
+    if rank == 0:
+        prefix.set("uuid", str(1500 + generation))
+    keys = [f"handle/{each}" for each in range(size)]
+    prefix.wait(["uuid", *keys])
+    uuid, handles = int(prefix.get("uuid")), [prefix.get(key).decode() for key in keys]
+    limit = timedelta(seconds=PATIENCE_S)
+    if not hasattr(dist, "_reconfigure"):
+        return pycomm.reconfigure(uuid, handles, timeout=limit)
+    options: Any = dist.distributed_c10d.ReconfigureOptions()  # torch 2.14's
+    options.uuid, options.handles, options.timeout = uuid, handles, limit
+    group: Any = dist.group.WORLD
+    assert group.supports_reconfigure and group.get_reconfigure_handle() == handles[rank]
+    group.reconfigure(options).wait()
+
+
+def changes_as_torchft_does(rank: int, world_size: int, path: str) -> None:
+    member = Member(rank, world_size, path)
+    group = dist.group.WORLD
+    assert group is not None
+    name = group.group_name
+    for generation, members in enumerate(([0, 1, 2], [2, 0], [1, 2, 0], [0, 1, 2])):
+        if generation == 3:
+            group.abort()
+            failed = outcome(lambda: dist.all_reduce(torch.ones(4)))
+            assert failed["type"] == "AbortedError", failed
+        if rank in members:
+            meets_by_store(member.store, generation, members.index(rank), len(members))
+            place = (members.index(rank), len(members))
+            assert place == (group.rank(), group.size())
+            assert place == (dist.get_rank(), dist.get_world_size())
+            tensor = torch.full((4,), 10.0**rank)
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, torch.full((4,), sum(10.0**each for each in members)))
+        assert dist.group.WORLD is group and group.group_name == name
+        member.wait_for_all(f"over {generation}")
+
+
+def test_members_meet_by_a_store_and_a_uuid_as_in_torchft(tmp_path: Path) -> None:
+    run(WORLD, changes_as_torchft_does, tmp_path)
+
+
 # --- arguments ------------------------------------------------------------------------------------
 
 
