@@ -131,8 +131,8 @@ class BalancedSampler(Sampler[list[int]]):
             joined; or with ``Elastic(peers=)`` it has another ``BalancedSampler``.
 
     The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
-    the model makes more passes than batches were dealt, or if ``set_epoch()`` begins another epoch
-    behind ``iter(loader)`` and before the last batch. If only some ranks drop a pass, it or the
+    the model makes more passes than batches were dealt, or if before the last batch ``set_epoch()``
+    begins another epoch or ``iter(loader)`` another loop. If only some ranks drop a pass, it or the
     next ``forward()`` does.
 
     Threads: use it from one, which is the loader's: workers do not call it.
@@ -188,7 +188,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._next_step = self._log.steps
         self._epoch = 0
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
-        self._begun = 0  # epochs: a loader of an earlier one is dealt no more
+        self._begun = 0  # epochs and loops: a loader of an earlier one is dealt no more
         self._loaded_epoch: int | None = None
         self._untouched = True  # no batch was dealt since the epoch began, or its state was loaded
         # With a state of other ranks, the step whose waiting passes may be theirs, too.
@@ -234,6 +234,7 @@ class BalancedSampler(Sampler[list[int]]):
                 "and the wrapper's state, and those of these batches are dealt again whose epoch "
                 "is the one that was saved"
             )
+        self._step_of_others = None  # passes from here on are this job's
         self._check_untouched(now)
         self._begin_by(now)
         if self._catch_up(now):
@@ -241,8 +242,9 @@ class BalancedSampler(Sampler[list[int]]):
                 return self._nothing()  # a loader with workers calls iter() twice
             self._start(self._epoch + 1)
         if self._begin is None:
-            self._begin = now
+            self._begin, self._loaded_epoch = now, None
             self._deals.start(now, self._order(), self._plan.departures)
+        self._begun += 1
         return self._batches(now, self._begun)
 
     def _nothing(self) -> Iterator[list[int]]:
@@ -256,15 +258,15 @@ class BalancedSampler(Sampler[list[int]]):
                     return
                 raise RuntimeError(
                     f"BalancedSampler has begun epoch {self._epoch}, and a loader that was begun "
-                    "before goes on. Try: set_epoch() and load_state_dict() before iter(loader); "
-                    "with Lightning set_epoch() in train_dataloader(), see docs/integrations.md"
+                    "before goes on. Try: set_epoch() and load_state_dict() before iter(loader), "
+                    "and iter(loader) once per loop; with Lightning set_epoch() in "
+                    "train_dataloader(), see docs/integrations.md"
                 )
             change = self._shares_of(batch)
             dealt = self._deals.deal(batch, change, self._plan.departures)
             if dealt is None:
                 return
             self._must_begin = self._untouched = False
-            self._step_of_others = None
             # One that has joined gets some of the others', as there are no empty batches.
             yield dealt.part(self._rank) or dealt.indices(0, self._first_limits.fewest)
 
@@ -358,6 +360,7 @@ class BalancedSampler(Sampler[list[int]]):
             # Until then the passes of another loader are not of this epoch.
             "begun": self._begin is not None and self._begin < self._now(),
             "rest": self._rest(),
+            "of_others": self._step_of_others == self._log.steps,
             # Others that continue are numbered anew, and nobody knows which is which.
             "plan": self._plan.state() if self._plan.has_all else None,
         }
@@ -379,7 +382,8 @@ class BalancedSampler(Sampler[list[int]]):
 
         def check() -> list[int]:
             check_options(part_of(state, "options"), {name: mine[name] for name in _ORDER})
-            kept = [part_of(state, name) for name in ("options", "plan", "rest", "begun")]
+            parts = ("options", "plan", "rest", "begun", "of_others")
+            kept = [part_of(state, name) for name in parts]
             digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8)
             position = int(part_of(state, "epoch")), int(part_of(state, "cursor"))
             return [*position, int.from_bytes(digest.digest(), "little") >> 1, 0]
@@ -402,7 +406,7 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._catch_up(now):
             self._deals.resume(batch, self._order(), Rest((*carried, *first), skipped), ())
         self._loaded_epoch = self._epoch
-        of_others = plan is None or len(saved["most"]) != len(mine["most"])
+        of_others = plan is None or len(saved["most"]) != len(mine["most"]) or state["of_others"]
         self._step_of_others = self._log.steps if of_others else None
 
     def most_ranks(self) -> int:
@@ -487,7 +491,7 @@ class BalancedSampler(Sampler[list[int]]):
         the epoch: it begins with the next pass."""
         if self._begin is not None and now < self._begin:
             self._deals.resume(now, self._order(), *self._deals.rest(self._begin, ()))
-            self._begin = now
+            self._begin, self._loaded_epoch = now, None
 
     def _now(self) -> int:
         """How many batches were put through backward, those of an unfinished step too."""

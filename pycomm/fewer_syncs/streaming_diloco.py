@@ -77,7 +77,8 @@ class StreamingDiLoCo(FixedParameters):
             ``sync_every`` / fragments: so one fragment travels at a time.
         fragment_update_alpha: The part of its own parameters that a worker keeps when a fragment
             lands, from 0 to less than 1; the rest is the new anchor's. 0 drops the steps that it
-            took meanwhile. None is 0 without a delay and 0.5 with one.
+            took meanwhile. None is 0 without a delay and 0.5 with one. A worker that counts
+            nothing keeps nothing.
         wire_dtype: The encoding of float32 and float64 differences: "fp16", "bf16" or "int8" over
             a group of pycomm; None or "fp32" for their own dtype; "group", the default: as the
             group's ``wire_dtype``.
@@ -298,7 +299,9 @@ class StreamingDiLoCo(FixedParameters):
     def _land(self, alpha: float) -> None:
         self._wait()
         assert self._flight is not None
-        self._flight.land(alpha)
+        # Without samples a rank has nothing to keep, and its parameters may be NaN.
+        idle = self._weight is not None and self._flight.weight == 0.0
+        self._flight.land(0.0 if idle else alpha)
         self._flight = None
         self._syncs += 1
 
@@ -315,7 +318,11 @@ class StreamingDiLoCo(FixedParameters):
         flight = None
         if self._flight is not None:
             self._wait()
-            flight = {"fragment": self._flight.fragment.index, "left": self._left}
+            flight = {
+                "fragment": self._flight.fragment.index,
+                "left": self._left,
+                "weight": self._flight.weight,
+            }
         return {
             **super().state_dict(),
             "anchor": {
@@ -359,7 +366,7 @@ class StreamingDiLoCo(FixedParameters):
         self._samples_of = [(float(each), 0.0) for each in samples_of]
         if (flight := state["flight"]) is not None:
             self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
-            self._left = int(flight["left"])
+            self._flight.weight, self._left = float(flight["weight"]), int(flight["left"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         saved = part_of(state, "fragments")
@@ -392,6 +399,7 @@ class StreamingDiLoCo(FixedParameters):
         flight = part_of(state, "flight")
         if flight is None:
             return
+        part_of(flight, "weight")
         left = int(flight["left"])
         if not 0 <= left <= self._delay or not 0 <= int(flight["fragment"]) < count:
             steps = "step" if left == 1 else "steps"

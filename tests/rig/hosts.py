@@ -55,11 +55,12 @@ class Host:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def run(*command: str, **options: Any) -> None:
-    """Runs a command; OSError with what it said if it fails."""
+def run(*command: str, **options: Any) -> str:
+    """What a command printed; OSError with what it said if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
     if done.returncode != 0:
         raise OSError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
 
 
 def make(host: Host, others: Sequence[Host]) -> None:

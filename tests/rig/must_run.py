@@ -1,8 +1,8 @@
-"""With TEST_MUST_RUN=1, a skipped test of tests/python/security or elastic fails.
+"""With TEST_MUST_RUN=1, a skipped test of tests/python/security, elastic or faults fails.
 
-Those tests hold what docs/security.md and docs/elastic.md promise, the latter across hosts. On a
-machine that CI has prepared, as root, nothing that they need is missing, so a skip there is a
-mistake of the machine or of the test.
+Those tests hold what docs/security.md, docs/elastic.md and docs/errors.md promise, also across
+hosts. On a machine that CI has prepared, as root, nothing that they need is missing, so a skip
+there is a mistake of the machine or of the test.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Generator
 
 import pytest
 
-FOLDERS = ("security", "elastic")
+FOLDERS = ("security", "elastic", "faults")
 VARIABLE = "TEST_MUST_RUN"
 MAY_SKIP = (
     "CUDA",
     "sanitizers",
     "core files",
     "may open",
+    "of free memory",
     "libssl.so.3",
     "tc is not allowed",
     "another endpoint",

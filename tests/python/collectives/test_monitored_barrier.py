@@ -12,7 +12,8 @@ import pytest
 import rings
 import torch
 import torch.distributed as dist
-from ranks import mark, run_ranks, start_ranks
+from ranks import describe_exception, mark, run_ranks, start_ranks
+from time_bound import assert_within
 
 pytestmark = pytest.mark.needs_native
 
@@ -132,7 +133,7 @@ def test_a_rank_that_is_two_rounds_late_reads_both_verdicts() -> None:
     run_ranks(2, one_is_two_rounds_late)
 
 
-def one_dies(rank: int, size: int) -> str:
+def one_dies(rank: int, size: int) -> Any:
     import pycomm
 
     dist.barrier()
@@ -143,17 +144,22 @@ def one_dies(rank: int, size: int) -> str:
         signal.pause()
     with pytest.raises(pycomm.errors.PycommError) as caught:
         pycomm.monitored_barrier(timeout=LONG)
-    return str(caught.value)
+    return describe_exception(caught.value)
 
 
 @pytest.mark.faults
+@pytest.mark.time_bound
 @pytest.mark.ci
 def test_a_dead_rank_ends_it_at_once() -> None:
     with start_ranks(3, one_dies) as running:
         for rank in range(3):
             running.wait_for_mark(rank, "ready")
-        running.kill(1)
+        killed_s = running.kill(1)
         results = running.collect(30)
-    for rank in (0, 2):
-        assert results[rank].ok, results.describe()
-        assert "1" in results[rank].value and "monitored_barrier" in results[rank].value
+    errors = [results[rank].value for rank in (0, 2) if results[rank].ok]
+    assert len(errors) == 2, results.describe()
+    for error in errors:
+        assert (error.record["code"], error.record["peer"]) == ("PEER_DEAD", 1), error.text
+        assert "monitored_barrier" in error.text
+    for error in errors:
+        assert_within(error.monotonic_s - killed_s, 5, error.text)

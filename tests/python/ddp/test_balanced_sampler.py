@@ -574,20 +574,60 @@ def test_passes_between_iter_and_the_first_batch_are_an_error() -> None:
         next(iterators[1])
 
 
-@pytest.mark.parametrize("steps", [3, 8])
-def test_passes_behind_iter_are_no_batches_of_an_epoch_that_dealt_none(steps: int) -> None:
-    """A loader without workers is begun and left; then a loop trains the epoch."""
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_second_iter_of_a_loader_ends_the_first_loop(workers: int) -> None:
+    """Both would deal the same batches. A loader with workers has pulled some of them."""
     three = Three()
+    # Fork: an interpreter per worker would take as long as all the rest.
+    options: Any = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loaders = [
+        DataLoader(TensorDataset(torch.arange(203)), batch_sampler=sampler, **options)
+        for sampler in three.samplers
+    ]
+    seen = []
+
+    def train(loops: Sequence[Iterator[Any]], steps: int) -> None:
+        for _ in range(steps):
+            seen.append([next(loop)[0].tolist() for loop in loops])
+            three.train(seen[-1])
+
+    first = [iter(loader) for loader in loaders]
+    train(first, 2)
+    second = [iter(loader) for loader in loaders]
+    train(second, 2)
+    for loop in first:
+        with pytest.raises(RuntimeError, match=r"and iter\(loader\) once per loop"):
+            next(loop)
+    train(second, 4)
+    assert len(set(indices(seen))) == 8 * 24
+
+
+@pytest.mark.parametrize("loads", ["", "not begun", "without its passes"])
+@pytest.mark.parametrize("steps", [3, 8])
+def test_passes_behind_iter_are_no_batches_of_an_epoch_that_dealt_none(
+    steps: int, loads: str
+) -> None:
+    """A loader without workers is begun and left; then a loop trains the epoch."""
+    three, epoch = Three(), 0
+    if loads == "without its passes":  # one of each epoch waits for a reduction
+        for epoch in range(2):
+            three.set_epoch(epoch)
+            for sampler, log in zip(three.samplers, three.job.logs, strict=True):
+                next(iter(sampler))
+                log.pending_passes += 1
+        assert three.state()["begun"] and three.state()["cursor"] == -1
+    if loads:
+        three = three.restarted()
     for sampler in three.samplers:
         iter(DataLoader(TensorDataset(torch.arange(203)), batch_sampler=sampler))
     train_others(three, steps)
     for sampler in three.samplers:
-        text = f"begun epoch 0, and the model has made {steps} backward passes before its first"
+        text = f"epoch {epoch}, and the model has made {steps} backward passes before its first"
         with pytest.raises(RuntimeError, match=text):
-            sampler.set_epoch(0)
+            sampler.set_epoch(epoch)
         with pytest.raises(RuntimeError, match=text):
             iter(sampler)
-        sampler.set_epoch(1)
+        sampler.set_epoch(epoch + 1)
     assert len(three.epoch()) == 8
 
 

@@ -131,8 +131,12 @@ def test_what_comes_back_is_in_another_epoch_than_the_one_that_was_saved() -> No
 
 @pytest.mark.parametrize("how", ["after a death", "without one"])
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_passes_that_wait_do_not_go_with_a_state_of_other_ranks(how: str, waiting: int) -> None:
-    """Two passes a step, and one waits: the part of a rank that is gone is not in it."""
+@pytest.mark.parametrize("loads", [1, 2])
+def test_passes_that_wait_do_not_go_with_a_state_of_other_ranks(
+    how: str, waiting: int, loads: int
+) -> None:
+    """Two passes a step, and one waits: the part of a rank that is gone is not in it. Nor is it in
+    a state that is saved again before a step."""
     options: dict[str, Any] = {"global_batch": 4, "lookahead": 6, "shuffle": False}
     job, trained = Job(2), []
     samplers = samplers_of(job, 40, **options)
@@ -146,11 +150,13 @@ def test_passes_that_wait_do_not_go_with_a_state_of_other_ranks(how: str, waitin
         if batch % 2:
             job.train([2, 2], [1.0, 1.0], passes=2)
             job.returned()
-    state = json.loads(json.dumps(samplers[0].state_dict()))
-    job = Job(1)
-    (resumed,) = samplers_of(job, 40, **options)
-    resumed.load_state_dict(state)
-    job.logs[0].pending_passes = waiting
+    resumed = samplers[0]
+    for _ in range(loads):
+        state = json.loads(json.dumps(resumed.state_dict()))
+        job = Job(1)
+        (resumed,) = samplers_of(job, 40, **options)
+        resumed.load_state_dict(state)
+        job.logs[0].pending_passes = waiting
     resumed.set_epoch(0)
     if waiting:
         with pytest.raises(RuntimeError, match="of other ranks, and the model has 1 backward pass"):

@@ -64,7 +64,7 @@ try:
         step += 1
 except pycomm.errors.PycommError as error:
     met = {"error": error.code, "text": str(error), "record": dict(error.record)}
-met["steps"], met["monotonic_s"] = step, time.monotonic()
+met["monotonic_s"] = time.monotonic()
 (folder / f"{rank}.json").write_text(json.dumps(met))
 """
 
@@ -102,6 +102,18 @@ def _fast(host: Host) -> None:
     run(*host.command("tc", "qdisc", "del", "dev", "eth0", "root"))
 
 
+def _dropped(host: Host) -> int:
+    """Packets at the counters of ``_filter``'s rules."""
+    rules = run(*host.command("nft", "list", "ruleset"))
+    return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
+
+
+def _delayed(host: Host) -> int:
+    """How often ``_slow`` has held a packet back."""
+    shapes = json.loads(run(*host.command("tc", "-s", "-j", "qdisc", "show", "dev", "eth0")))
+    return sum(int(each.get("overlimits", 0)) for each in shapes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Trouble:
     """What happens to beta's network, and what the ranks must say."""
@@ -110,12 +122,14 @@ class Trouble:
     act: Callable[[Host], None]
     heal: Callable[[Host], None]
     codes: tuple[str, ...]
-    """() if nobody may notice."""
+    """() if nobody may notice. Then ``felt`` shows that it has struck."""
     bound_s: float = 4.5
     heal_after_s: float | None = None
     before: bool = False
     """Before the ranks start; else in the middle."""
     timeout_s: float = 60.0
+    felt: Callable[[Host], int] = lambda _: 1
+    """How many packets it has met, before it is healed."""
 
 
 SECRET = bool(os.environ.get("TEST_SECRET"))
@@ -133,8 +147,16 @@ TROUBLES = (
     Trouble("drop, incoming only", _filter("drop", "accept"), _heal, SILENCE),
     # Beta has no route then: a link that it opens just now, say to ask who is late, fails at once.
     Trouble("cable pulled", _pull_the_cable, _plug_it_in, ("CONNECT_FAILED", *SILENCE)),
-    Trouble("slow link", _slow, _fast, (), 40.0),
-    Trouble("0.8 s of silence", _filter("drop", "drop"), _heal, (), 40.0, heal_after_s=0.8),
+    Trouble("slow link", _slow, _fast, (), 40.0, felt=_delayed),
+    Trouble(
+        "0.8 s of silence",
+        _filter("counter drop", "counter drop"),
+        _heal,
+        (),
+        40.0,
+        heal_after_s=0.8,
+        felt=_dropped,
+    ),
     Trouble(
         "firewall",
         _filter(NO_OTHER_PORT, NO_OTHER_PORT),
@@ -249,10 +271,16 @@ def make_trouble(
             wait_for([folder / f"middle-{rank}" for rank in range(world_size)], children)
             struck_s = time.monotonic()
             trouble.act(beta)
-        if trouble.heal_after_s is not None:
+        ends = [folder / f"{rank}.json" for rank in range(world_size)]
+        if trouble.heal_after_s is None:
+            wait_for(ends, children)
+            felt = trouble.felt(beta)
+        else:
             time.sleep(trouble.heal_after_s)
+            felt = trouble.felt(beta)
             trouble.heal(beta)
-        wait_for([folder / f"{rank}.json" for rank in range(world_size)], children)
+            wait_for(ends, children)
+        assert felt > 0, f"{trouble.name}: no packet has met it"
     finally:
         if trouble.heal_after_s is None:
             trouble.heal(beta)
