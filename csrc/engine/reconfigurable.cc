@@ -34,10 +34,10 @@ namespace pycomm {
 namespace {
 
 constexpr int kFirstLookMs = 400; // a member that calls at the same time has come by then
-constexpr int kLookMs = 1000; // for one member
+constexpr int kLookMs = kOneStepMs / 2; // for one member, as others wait behind it
 constexpr int kLastReadyPauseMs = 20; // between two looks at who is ready
 // The first member, which may end its process next, stays so long until the others know why it gives up.
-constexpr int kStayMs = 2 * kReasonWithinMs;
+constexpr int kStayMs = 2 * kNearlyDoneMs;
 
 constexpr const char* kNewUuid = "pass a uuid that no earlier call for this group had: count up, for example";
 

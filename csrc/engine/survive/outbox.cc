@@ -16,7 +16,6 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPause{50}; // after the last way
-constexpr milliseconds kIdle{10000};
 constexpr size_t kAnswerNbytes = 4 << 10; // answers are short
 constexpr size_t kMostAnswer = 1 << 10;
 
@@ -166,7 +165,7 @@ bool Outbox::converse(TimePoint now) {
       if (std::exchange(entered_, true)) {
         queue_.pop_front();
       }
-      due_ = now + kIdle;
+      due_ = now + kUnusedFor;
       return true;
     }
   }
