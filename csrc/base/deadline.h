@@ -40,6 +40,8 @@ inline constexpr int kOneStepMs = 2000;
 /// For what is nearly done: the reason why a wait for another process is over, which that process writes at about the same time; the
 /// answer of one that has just given another one; the last steps of an end.
 inline constexpr int kNearlyDoneMs = 300;
+/// For telling another process why this one gives up, or refuses it.
+inline constexpr int kSayWhyMs = 2 * kNearlyDoneMs;
 /// For what is sure to come unless something has broken: a key of the store that exists, the memory of a first rank that is slow.
 inline constexpr int kSureToComeMs = 10000;
 /// Between two tries to reach a process, or two looks at how far it has come: at first, if the pauses grow.

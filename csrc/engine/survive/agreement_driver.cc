@@ -24,7 +24,6 @@ using std::chrono::milliseconds;
 constexpr int kQuickMeetings =
     3; // the same members meet so often with this patience; then it doubles, up to the last time
 constexpr int kMostMeetings = 6;
-constexpr int kLongestTurnMs = 60000;
 
 /// `peer`: a place in the view, -1 for none.
 bool blamesPeer(int peer, const View& view, int self) noexcept {
@@ -541,7 +540,7 @@ void AgreementDriver::wait(TimePoint until) {
       owners.emplace_back(&name, &member);
     }
   }
-  (void)::poll(polled.data(), polled.size(), Deadline::at(until).remainingMs(kLongestTurnMs));
+  (void)::poll(polled.data(), polled.size(), Deadline::at(until).remainingMs(kLongestSleepMs));
   for (size_t i = 0; i < polled.size(); ++i) {
     if (owners[i].first != nullptr && polled[i].revents != 0) {
       processEnded(*owners[i].first, *owners[i].second, Clock::now());

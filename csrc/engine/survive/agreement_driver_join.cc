@@ -36,7 +36,6 @@ constexpr size_t kMostStrangers = 64;
 constexpr size_t kMostFormer = 256; // members that are none any more
 constexpr size_t kStatePartNbytes = 1 << 20;
 constexpr int kShortestAskMs = kOneStepMs / 8; // so many that do not answer leave time for the next one
-constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
 constexpr std::string_view kStateBegins =
     "begin"; // step, id of the members' view, its epoch, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
@@ -883,7 +882,7 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
 void AgreementDriver::refuseOne(const MemberHandle& to, const Giving& giving, const std::string& why) const noexcept {
   try {
     const std::string epoch = std::to_string(giving.epoch);
-    const Deadline until = Deadline::after(kRefusalMs);
+    const Deadline until = Deadline::after(kSayWhyMs);
     const AbortToken none;
     sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, epoch, why}, until, none);
   } catch (const std::exception&) { // it is stopped, or gone

@@ -33,7 +33,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kOwnerTimeoutMs = 5000; // two calls lie between counting a claim and naming its owner
 constexpr int64_t kMaxLookBack = 10000;
 constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond any real count
 constexpr const char* kLeft = "left";
@@ -148,7 +147,8 @@ Owner ownerOf(
   me.host = HostIdentity::ofThisProcess();
   me.process = ProcessIdentity::ofThisProcess();
   const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
-  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
+  // Two calls lie between counting a claim and naming its owner.
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneStepMs).instant()));
   for (int64_t number = claim.number - 1; number >= oldest; --number) {
     const Predecessor before = lookAt(store, claim, number, end, abort);
     earliest = number;
