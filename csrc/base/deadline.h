@@ -27,14 +27,34 @@ struct Clock {
   static inline thread_local const TimePoint* simulated_ = nullptr;
 };
 
-/// A bound on one sleep that an event ends, so that a lost wake-up (a bug) shows as a delay and not as a hang.
+// Times that mean the same wherever they are used. One that only one place needs stands there.
+
+/// What may be lost costs so much and no more: a sleep that an event ends is no longer, as a wake-up may be lost (a bug), and what was said
+/// is said again after it (kSayAgain).
 inline constexpr int kLongestSleepMs = 1000;
-/// For one try to reach a process: long enough for a lost packet to be sent again.
+/// For one try to reach a process: long enough for a lost packet to be sent again. After such a silence a process counts as stopped, unless
+/// the user gives another time.
 inline constexpr int kOneTryMs = 3000;
+/// For one step of a process that is reached, or of a disk: to answer, to say who it is, to read why this process gives up.
+inline constexpr int kOneStepMs = 2000;
+/// For what is nearly done: the reason why a wait for another process is over, which that process writes at about the same time; the
+/// answer of one that has just given another one; the last steps of an end.
+inline constexpr int kNearlyDoneMs = 300;
+/// For telling another process why this one gives up, or refuses it.
+inline constexpr int kSayWhyMs = 2 * kNearlyDoneMs;
+/// For what is sure to come unless something has broken: a key of the store that exists, the memory of a first rank that is slow.
+inline constexpr int kSureToComeMs = 10000;
 /// Between two tries to reach a process, or two looks at how far it has come: at first, if the pauses grow.
 inline constexpr int kShortPauseMs = 5;
-/// When a wait for another process is over, how long the reason may still take: that process writes it at about the same time.
-inline constexpr int kReasonWithinMs = 300;
+/// The same at last, where a look costs the other side little.
+inline constexpr int kLongPauseMs = 100;
+/// How often a process looks for what another one may have left or written and no event tells: a notice, a port.
+inline constexpr int kLookAgainMs = 500;
+/// For how long what is over explains what comes after it.
+inline constexpr std::chrono::seconds kRemembered{60};
+/// A round trip on loopback, to a host on the same switch, or through a futex takes less: so long a thread polls before it sleeps, or sleeps
+/// between two looks at what has no event. A longer wait is not worth a core.
+inline constexpr std::chrono::microseconds kRoundTrip{50};
 
 /// One absolute instant by which something must have ended. A duration becomes a Deadline once, when the operation
 /// begins. Nested calls pass it on, so that several waits never add up to more than the whole.

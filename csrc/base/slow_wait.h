@@ -11,7 +11,7 @@ namespace pycomm {
 /// When to log that something is still waited for: after 10 s, then every 60 s, at most 10 times.
 class SlowWait {
  public:
-  static constexpr std::chrono::seconds kFirst{10};
+  static constexpr std::chrono::seconds kFirst{10}; ///< of what goes on, strangers too, no line comes sooner
   static constexpr std::chrono::seconds kEvery{60};
   static constexpr int kMaxLines = 10;
 

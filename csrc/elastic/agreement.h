@@ -39,7 +39,7 @@ class Agreement {
     size_t min_ranks =
         1; ///< with fewer members no step begins; a step that all members have finished is committed all the same
     bool accept_split_brain = false; ///< go on without a quorum: both sides of a partition may
-    int dead_after_ms = 3000; ///< the detector's: silence for so long is PEER_UNRESPONSIVE
+    int dead_after_ms = kOneTryMs; ///< the detector's: silence for so long is PEER_UNRESPONSIVE
     int quorum_wait_ms =
         10000; ///< how long to wait for min_ranks, or a quorum (see kMostQuorumWaits), before the user gets an error
     int join_pause_ms = 10000; ///< how long members wait after a commit for a newcomer that loads their state

@@ -61,7 +61,7 @@ Engine::Engine()
       local_peers_(std::make_unique<LocalPeers>(*control_, [this] { return recorder_->report(); })),
       callbacks_(std::make_unique<CallbackPool>()) {
   recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
-  data_loop_->setSpin(kSpin);
+  data_loop_->setSpin(kRoundTrip);
   data_loop_->discardOn(*callbacks_);
   installForkGuard();
 }

@@ -29,10 +29,6 @@ class Group;
 /// thread outlives what it touches.
 class Engine {
  public:
-  /// How long a thread that drives polls before it sleeps. A round trip on loopback, to a host on the same switch, or through a futex takes
-  /// less; a longer wait is not worth a core.
-  static constexpr std::chrono::microseconds kSpin{50};
-
   /// Throws Error(TooManyFiles | SystemError).
   Engine();
   /// Shuts down without a bound on callbacks. Never in a child of fork(): there, keep the object.

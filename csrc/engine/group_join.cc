@@ -233,7 +233,7 @@ void Group::waitForNeighbours(Deadline deadline) {
   std::vector<int> missing;
   SlowWait slow(Clock::now());
   for (;;) {
-    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kNoticesEveryMs).instant()));
+    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kLookAgainMs).instant()));
     missing = planes_.control()->waitForNeighbours(look, failure_.token());
     failure_.token().throwIfAborted();
     if (missing.empty() || deadline.expired()) {

@@ -11,8 +11,6 @@
 namespace pycomm {
 namespace {
 
-// For a first rank that is slow to come so far; one that is gone is noticed by the control links.
-constexpr int kAskMs = 10000;
 const std::string kYes = "yes";
 const std::string kWithoutHeaps = "yes, without heaps";
 const std::string kAlone = "alone on its host";
@@ -65,7 +63,9 @@ void MemorySharing::logWithout(const std::string& why) const {
 
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
 void MemorySharing::open(Deadline deadline, Opened& opened) {
-  const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
+  // For a first rank that is slow to come so far; one that is gone is noticed by the control links.
+  const Deadline patience =
+      Deadline::at(std::min(deadline.instant(), Deadline::after(kSureToComeMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
   const std::vector<int32_t>& local_peers = roster_.localRanks();
   const auto on_host = static_cast<int>(local_peers.size());
@@ -228,7 +228,7 @@ void MemorySharing::openHostPlane(Opened opened) {
   config.crowded =
       engine_.dataLoop().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
   // Where ranks share cores, all of them must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
-  const auto spin_us = static_cast<unsigned>(Engine::kSpin.count());
+  const auto spin_us = static_cast<unsigned>(kRoundTrip.count());
   config.spin_us = static_cast<int>(
       config.crowded ? std::max(2 * spin_us * static_cast<unsigned>(config.ranks.size()) / usableCores(), spin_us)
                      : spin_us);

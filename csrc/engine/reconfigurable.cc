@@ -33,11 +33,8 @@
 namespace pycomm {
 namespace {
 
-constexpr int kFirstLookMs = 400; // a member that calls at the same time has come by then
-constexpr int kLookMs = 1000; // for one member
+constexpr int kLookMs = kOneStepMs / 2; // for one member, as others wait behind it
 constexpr int kLastReadyPauseMs = 20; // between two looks at who is ready
-// The first member, which may end its process next, stays so long until the others know why it gives up.
-constexpr int kStayMs = 2 * kReasonWithinMs;
 
 constexpr const char* kNewUuid = "pass a uuid that no earlier call for this group had: count up, for example";
 
@@ -91,7 +88,7 @@ class Search final {
  private:
   void run() noexcept {
     try {
-      for (int pause_ms = kFirstLookMs; wait(pause_ms); pause_ms = kLastConnectPauseMs) {
+      while (wait(kLastConnectPauseMs)) { // a member that calls at the same time has come by the first look
         for (int rank = 1; rank < instance_->size(); ++rank) {
           if (!instance_->hasEntered(rank) && !instance_->failure()) {
             look(rank);
@@ -424,8 +421,8 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
       met.group->close();
       met.group.reset();
     }
-    if (plan.rank == 0) {
-      for (const Deadline end = Deadline::after(kStayMs); !instance->allTold() && !end.expired();) {
+    if (plan.rank == 0) { // it may end its process next
+      for (const Deadline end = Deadline::after(kSayWhyMs); !instance->allTold() && !end.expired();) {
         (void)::poll(nullptr, 0, end.remainingMs(kShortPauseMs));
       }
     }

@@ -16,16 +16,11 @@ using Way = Action::Way;
 
 // When an operation that waits asks all ranks. The first answers may be lost, or be true no more: so once more. And for the last time a
 // little later than the patience of findDeadlock(), so that the answers find it over, also where the other rank counts from the first round.
+// No later one comes so shortly before the deadline as the first comes after the beginning: the answers that are there must do.
 constexpr milliseconds kFirstRound(200);
 constexpr milliseconds kSecondRound(2000);
 constexpr milliseconds kAfterPatience = kFirstRound + milliseconds(50);
 constexpr int kRounds = 3;
-
-// Not this shortly before the deadline: the answers that are there must do.
-constexpr milliseconds kAnswerWithin(200);
-
-// How long ago a rank may have asked that is taken to wait still.
-constexpr std::chrono::seconds kLately(1);
 
 /// In FrameHeader::aux of a Waiting that answers one. The other bits have the CallbackOrigin of the sender's operation.
 constexpr uint64_t kAnswers = 1;
@@ -88,7 +83,7 @@ milliseconds nextRound(const Tables& tables, const OperationRow& row) noexcept {
 bool takeRound(const Tables& tables, OperationRow& row, TimePoint now) noexcept {
   bool due = false;
   while (asksEveryone(tables, row) && waited(row, now) >= nextRound(tables, row)) {
-    due = due || row.rounds == 0 || row.deadline.instant() > now + kAnswerWithin;
+    due = due || row.rounds == 0 || row.deadline.instant() > now + kFirstRound;
     ++row.rounds;
   }
   return due;
@@ -151,7 +146,7 @@ void findDeadlock(Tables& tables, const OperationRow& row, int peer, TimePoint n
       continue;
     }
     AheadOfUs& theirs = found->second;
-    if (now - unexpected.last > kLately) {
+    if (now - unexpected.last > kSayAgain) { // one that still waits has asked since
       // Once for each question: two ranks that both have only old questions would answer each other without end.
       if (!std::exchange(theirs.answered_late, true)) {
         answerNotEntered(tables, peer, op_id, wayOfAnswers(tables));

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <thread>
 
 #include "base/buffer_view.h"
+#include "base/deadline.h"
 #include "transport/memory/shared_arena.h"
 #include "transport/memory/shared_heap.h"
 
@@ -26,7 +26,7 @@ inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead 
 /// Waits a little for another rank to end a step. kHostPauses of them are some 20 ms: several times what a step takes, also on cores
 /// that ranks share, and less than anybody notices when a group fails.
 inline void hostPause() noexcept {
-  std::this_thread::sleep_for(std::chrono::microseconds(50));
+  std::this_thread::sleep_for(kRoundTrip);
 }
 inline constexpr int kHostPauses = 400;
 

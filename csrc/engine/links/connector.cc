@@ -78,7 +78,7 @@ std::unique_ptr<Link> Connector::openControl(
     }
     if (final) {
       // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
-      for (const Deadline end = Deadline::after(kReasonWithinMs); (gone || link != nullptr) && !end.expired();) {
+      for (const Deadline end = Deadline::after(kNearlyDoneMs); (gone || link != nullptr) && !end.expired();) {
         pauseFor(kShortPauseMs, end, abort);
         look();
       }

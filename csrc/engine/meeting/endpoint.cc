@@ -20,8 +20,6 @@ namespace pycomm {
 namespace {
 
 constexpr uint32_t kEndpointGroup = 0x726f6f64; // "door": instead of the hash of a group
-constexpr std::chrono::seconds kForRequest{10}; // from Hello or the last answer, for one that has not entered
-constexpr std::chrono::seconds kRemembered{60};
 constexpr size_t kMostRemembered = 16;
 constexpr size_t kMaxSessions = 8192;
 constexpr size_t kMaxFoundSessions = 64; // anybody can ask at a fixed port
@@ -201,7 +199,7 @@ class Endpoint::Session final : public Loop::Handler {
   }
   /// When it is dropped: at once if it is over, and a process that has not entered after a while. Single bytes do not put that off.
   [[nodiscard]] TimePoint patience() const noexcept {
-    return over_ ? Loop::Ticker::kAtOnce : isStranger() ? since_ + kForRequest : TimePoint::max();
+    return over_ ? Loop::Ticker::kAtOnce : isStranger() ? since_ + kUnusedFor : TimePoint::max();
   }
   /// Nothing comes on it any more.
   void end() noexcept {

@@ -89,7 +89,7 @@ class Endpoint final {
   };
   /// Listens there, too, until withdraw() or remove(). One process at a time has a port: where another one has it, this one tries again every
   /// kOfferAgain. `tls`: null without a secret; else FixedPort::kProcess is its own id.
-  static constexpr std::chrono::milliseconds kOfferAgain{500};
+  static constexpr std::chrono::milliseconds kOfferAgain{kLookAgainMs};
   [[nodiscard]] std::vector<Offer> offer(
       const ProcessId& incarnation,
       const std::vector<SocketAddress>& addresses,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,6 +14,9 @@ namespace pycomm {
 
 // What a process and an endpoint say to each other, after the Hello: one request, one answer, in turn. Each is a frame of 4 bytes with its length
 // and then texts, each with 4 bytes of length before it. The first text says what it is.
+
+/// After the Hello, or the last answer: who asks for nothing for so long hangs up, and is dropped if it has not entered.
+inline constexpr std::chrono::seconds kUnusedFor{10};
 
 /// Bytes of a frame. A list of a round comes in parts of 1 MiB (StoreRound).
 inline constexpr size_t kMaxEndpointFrame = 2 << 20;

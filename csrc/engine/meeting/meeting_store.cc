@@ -15,7 +15,6 @@
 #include "engine/meeting/endpoint_words.h"
 #include "transport/net/greeted_link.h"
 #include "transport/net/socket_link.h"
-#include "transport/rendezvous/store_round.h"
 
 namespace pycomm {
 namespace {
@@ -222,7 +221,7 @@ void RemoteMeeting::enter(const Visitor& from, const AbortToken& abort) {
     try {
       const Deadline patience = Deadline::at(
           std::min(
-              std::max(deadline_.instant(), Deadline::after(kReasonWithinMs).instant()),
+              std::max(deadline_.instant(), Deadline::after(kNearlyDoneMs).instant()),
               Deadline::after(unresponsive_ms_).instant()));
       const std::vector<std::string> answer = askEndpoint(*link_, request, patience, abort);
       if (isHere(answer)) {
@@ -247,7 +246,7 @@ void RemoteMeeting::enter(const Visitor& from, const AbortToken& abort) {
               " s for " + instance_->who(0) + ": " + last);
     }
     pauseFor(pause_ms, deadline_, abort);
-    pause_ms = std::min(2 * pause_ms, kLastStorePauseMs);
+    pause_ms = std::min(2 * pause_ms, kLongPauseMs);
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   ErrorRecord record = instance_->trouble(
@@ -271,7 +270,7 @@ std::vector<std::string> RemoteMeeting::ask(const std::vector<std::string_view>&
   const AbortToken none; // who was aborted has yet to say so here
   const Deadline patience = Deadline::at(
       std::min(
-          std::max(deadline_.instant(), Deadline::after(kReasonWithinMs).instant()),
+          std::max(deadline_.instant(), Deadline::after(kNearlyDoneMs).instant()),
           Deadline::after(unresponsive_ms_).instant()));
   try {
     PYCOMM_FAULT_POINT("endpoint.ask");

@@ -13,7 +13,6 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "engine/monitor/host_greeting.h"
-#include "transport/net/acceptor.h"
 #include "transport/net/address.h"
 #include "transport/net/unix_peer.h"
 
@@ -146,7 +145,7 @@ void LocalPeers::admit() {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
         // The processes that wait there would keep the socket readable and this loop awake: they wait until files are free again.
         loop_.unwatch(server_->socket.get());
-        admit_again_ = Clock::now() + kPauseWithoutFiles;
+        admit_again_ = Clock::now() + std::chrono::milliseconds(kLongPauseMs);
         return;
       }
       if (errno == EAGAIN) {
@@ -194,7 +193,7 @@ void LocalPeers::tick(TimePoint now) noexcept {
   try {
     loop_.watch(server_->socket.get(), EPOLLIN, *server_);
   } catch (const std::exception&) { // no memory: later
-    admit_again_ = now + kPauseWithoutFiles;
+    admit_again_ = now + std::chrono::milliseconds(kLongPauseMs);
   }
 }
 

@@ -42,7 +42,7 @@ inline constexpr const char* kEndedByKernel = "the kernel has ended its process"
 /// because a goodbye may come first and leave nothing to choose; then they count as if the explained report had never been.
 class Membership {
  public:
-  static constexpr int kDeadAfterMs = 3000; ///< of silence: what heartbeat_timeout is by default
+  static constexpr int kDeadAfterMs = kOneTryMs; ///< of silence: what heartbeat_timeout is by default
   /// Heartbeats in that time: some may be late, and the thread that looks has to get a core in between.
   static constexpr int kHeartbeatsWithin = 6;
 

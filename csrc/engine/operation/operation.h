@@ -22,7 +22,7 @@ namespace pycomm {
 
 /// An operation that waits for long, or whose deadline has passed, is reported again so much later, and a receive that waits for long asks
 /// again: a report may be lost for want of memory, and a question on its way.
-inline constexpr std::chrono::seconds kSayAgain(1);
+inline constexpr std::chrono::milliseconds kSayAgain(kLongestSleepMs);
 
 /// One collective or message on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and the thread
 /// that runs it, which ends it, once: the data loop's owner, or in shared memory the thread that holds HostPlane's run_mutex_.

@@ -23,8 +23,6 @@ namespace {
 // Of groups that are closed, the last ones are kept.
 constexpr size_t kKeepClosed = 8;
 constexpr int kFormatVersion = 3;
-// A rank that leaves so long after another group has failed had time to go on without it.
-constexpr std::chrono::seconds kNoReasonAfter{60};
 
 int64_t steadyNs(TimePoint at) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
@@ -143,7 +141,7 @@ void FlightRecorder::failed(const std::shared_ptr<FlightLog>& log, const ErrorRe
 std::optional<ErrorRecord> FlightRecorder::failedBeside(const FlightLog& log) const {
   std::optional<ErrorRecord> first;
   int64_t first_ns = INT64_MAX;
-  const int64_t long_ago_ns = steadyNs(Clock::now() - kNoReasonAfter);
+  const int64_t long_ago_ns = steadyNs(Clock::now() - kRemembered); // it had time to go on without that group
   for (const auto& other : logs()) {
     const int64_t failed_ns = other->reachedNs(GroupPhase::Failed);
     const bool beside = other.get() != &log && failed_ns > log.reachedNs(GroupPhase::Ready) && failed_ns > long_ago_ns;

@@ -21,14 +21,9 @@ using elastic::Incarnation;
 using elastic::View;
 using std::chrono::milliseconds;
 
-constexpr int kMeetBeyondDeadMs = 2000; // a meeting may take so much longer than the silence of a member
 constexpr int kQuickMeetings =
     3; // the same members meet so often with this patience; then it doubles, up to the last time
 constexpr int kMostMeetings = 6;
-constexpr int kEndWithinMs = 300; // for a failure to reach both planes, the disk to be through, or goodbyes to be taken
-constexpr int kWitnessMs = 2000; // for the answer of a process that has its record ready
-constexpr int kLongestTurnMs = 60000;
-constexpr int kFirstPeersMs = 2000; // for a disk
 
 /// `peer`: a place in the view, -1 for none.
 bool blamesPeer(int peer, const View& view, int self) noexcept {
@@ -82,7 +77,7 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
     driver->start();
     wait_for_all(); // each has the others' records: who dies from here on is certified
     driver->writePeers(handles, number);
-    (void)driver->peers_.flush(Deadline::after(kFirstPeersMs)); // then the next process may join
+    (void)driver->peers_.flush(Deadline::after(kOneStepMs)); // then the next process may join
   } catch (...) {
     driver->close();
     throw;
@@ -157,7 +152,7 @@ void AgreementDriver::findWitnesses(const Group& group) {
               member.handle,
               group.watchName(static_cast<int>(rank)),
               recordKey(member.handle.incarnation, secret),
-              Deadline::after(kWitnessMs)));
+              Deadline::after(kOneStepMs))); // it has its record ready
     } catch (const Error& error) { // its death is noticed by its connections, and needs more than half of the members
       log(LogLevel::Info, "the end of " + member.handle.who() + " will not be certified: " + error.what());
     }
@@ -225,7 +220,7 @@ void AgreementDriver::close() noexcept {
   if (groups_thread_.joinable()) {
     groups_thread_.join();
   }
-  peers_.close(Deadline::after(kEndWithinMs));
+  peers_.close(Deadline::after(kNearlyDoneMs));
   // The group before the goodbye: what others still need of this rank, such as its part of the last commit round, has left by then.
   guarded([&] { closeRest(); });
   inbox_->stop();
@@ -545,7 +540,7 @@ void AgreementDriver::wait(TimePoint until) {
       owners.emplace_back(&name, &member);
     }
   }
-  (void)::poll(polled.data(), polled.size(), Deadline::at(until).remainingMs(kLongestTurnMs));
+  (void)::poll(polled.data(), polled.size(), Deadline::at(until).remainingMs(kLongestSleepMs));
   for (size_t i = 0; i < polled.size(); ++i) {
     if (owners[i].first != nullptr && polled[i].revents != 0) {
       processEnded(*owners[i].first, *owners[i].second, Clock::now());
@@ -972,7 +967,7 @@ void AgreementDriver::farewell(TimePoint now) {
   catchUp(); // whether it leaves in order
   agreement_->close(now);
   act();
-  const TimePoint end = now + milliseconds(kEndWithinMs);
+  const TimePoint end = now + milliseconds(kNearlyDoneMs);
   for (auto& [name, member] : members_by_name_) {
     member.witness.reset();
   }
@@ -1052,9 +1047,9 @@ void AgreementDriver::sealNow(const Job& job) {
 }
 
 void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
-  if (!group.fail(why, Deadline::after(kEndWithinMs))) {
+  if (!group.fail(why, Deadline::after(kNearlyDoneMs))) {
     why.code = ErrorCode::ConnectionReset; // a rank that has left in order cannot be called dead
-    if (!group.fail(why, Deadline::after(kEndWithinMs))) {
+    if (!group.fail(why, Deadline::after(kNearlyDoneMs))) {
       group.close();
     }
   }
@@ -1063,7 +1058,7 @@ void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
 void AgreementDriver::meetNow(const Job& job) {
   PYCOMM_FAULT_POINT("survive.meet");
   const auto abort = std::make_shared<JoinAbort>();
-  int patience_ms = members_.config().dead_after_ms + kMeetBeyondDeadMs;
+  int patience_ms = members_.config().dead_after_ms + kOneStepMs; // longer than the silence of a member
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (view_.epoch != job.view.epoch || over_ || error_ || stop_jobs_) {

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <limits>
 #include <utility>
 
 #include "base/fault_point.h"
@@ -34,13 +35,7 @@ constexpr size_t kMostMessages = 4096; // in the inbox: more than the members of
 constexpr size_t kMostStrangers = 64;
 constexpr size_t kMostFormer = 256; // members that are none any more
 constexpr size_t kStatePartNbytes = 1 << 20;
-constexpr int kJoinAskMs = 2000; // for the answer of one member
-constexpr int kShortestAskMs = 250;
-constexpr int kLongestAskMs = 60000; // of all
-constexpr int kRefusalMs = 500; // for the reason why a newcomer is refused
-constexpr int kNewWitnessMs = 300; // a process that has just answered
-constexpr milliseconds kAskEvery{1000}; // nor is a newcomer that failed to join looked at sooner
-constexpr milliseconds kLongestJoinBackOff{60000};
+constexpr int kShortestAskMs = kOneStepMs / 8; // so many that do not answer leave time for the next one
 constexpr std::string_view kStateBegins =
     "begin"; // step, id of the members' view, its epoch, bytes of the state, roster
 constexpr std::string_view kStatePart = "part"; // the next bytes
@@ -182,9 +177,9 @@ Answer askOne(const MemberHandle& to, std::string_view incarnation, const Visito
 
 /// For one of `left` that are still to be asked: also the last one of many is, if all others are on hosts that are gone.
 Deadline shareOf(Deadline deadline, size_t left) {
-  const int share = deadline.remainingMs(kLongestAskMs) / static_cast<int>(left);
+  const int share = deadline.remainingMs(std::numeric_limits<int>::max()) / static_cast<int>(left);
   return Deadline::at(
-      std::min(deadline.instant(), Deadline::after(std::clamp(share, kShortestAskMs, kJoinAskMs)).instant()));
+      std::min(deadline.instant(), Deadline::after(std::clamp(share, kShortestAskMs, kOneStepMs)).instant()));
 }
 
 void note(std::string& missing, const std::string& whom, const std::string& why) {
@@ -275,7 +270,7 @@ void AgreementDriver::seek(const std::vector<MemberHandle>& asked) {
     contacts.push_back(incarnationOf(member.incarnation));
   }
   keepRecord();
-  ask_again_ = Clock::now() + kAskEvery;
+  ask_again_ = Clock::now() + kSayAgain;
   agreement_ = std::make_unique<elastic::Agreement>(settings(), std::move(contacts), Clock::now());
   act(); // keeps the first record
 }
@@ -330,7 +325,7 @@ void AgreementDriver::takeRoster(State state) {
 void AgreementDriver::askNow(const std::vector<std::string>& handles) noexcept {
   try {
     std::string missing;
-    if (auto notice = ask(handles, members_.visitor(), Deadline::after(kJoinAskMs), missing)) {
+    if (auto notice = ask(handles, members_.visitor(), Deadline::after(kOneStepMs), missing)) {
       inbox_->put(*std::move(notice));
     }
   } catch (const std::exception&) { // next time
@@ -468,7 +463,7 @@ void AgreementDriver::findWitnessNow(const MemberHandle& process) {
         process,
         process.watch_name,
         recordKey(process.incarnation, members_.config().security.secret.get()),
-        Deadline::after(kNewWitnessMs)));
+        Deadline::after(kNearlyDoneMs))); // it has just answered
   } catch (const std::exception& error) {
     log(LogLevel::Info, "the end of " + process.who() + " will not be certified: " + error.what());
   }
@@ -511,12 +506,12 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
         contacts.push_back(incarnationOf(member.incarnation));
       }
       agreement_->setContacts(std::move(contacts));
-      ask_again_ = now + kAskEvery;
+      ask_again_ = now + kSayAgain;
     }
   } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
     if (const auto found = members_by_name_.find(lost->to); found != members_by_name_.end()) {
       Member& member = found->second;
-      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kAskEvery, kLongestJoinBackOff);
+      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kSayAgain, kRemembered);
       member.not_before = now + member.back_off;
       dropNewcomer(lost->to, lost->why.code, now);
     }
@@ -588,7 +583,7 @@ void AgreementDriver::forgetStrangers(TimePoint now) {
 void AgreementDriver::lookAfterNewcomers(TimePoint now) {
   if (agreement_->view().members.empty()) {
     if (now >= ask_again_) {
-      ask_again_ = now + 2 * milliseconds(kJoinAskMs); // or as the answer says
+      ask_again_ = now + 2 * milliseconds(kOneStepMs); // or as the answer says
       Job ask;
       ask.kind = Job::Kind::Ask;
       for (const Incarnation& name : agreement_->contacts()) {
@@ -887,7 +882,7 @@ std::optional<ErrorRecord> AgreementDriver::giveTo(
 void AgreementDriver::refuseOne(const MemberHandle& to, const Giving& giving, const std::string& why) const noexcept {
   try {
     const std::string epoch = std::to_string(giving.epoch);
-    const Deadline until = Deadline::after(kRefusalMs);
+    const Deadline until = Deadline::after(kSayWhyMs);
     const AbortToken none;
     sayAtEndpoint(*openToGive(to, until, none), {endpoint_request::kState, kStateRefused, epoch, why}, until, none);
   } catch (const std::exception&) { // it is stopped, or gone

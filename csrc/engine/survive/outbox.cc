@@ -15,8 +15,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kPause{50}; // after the last way
-constexpr milliseconds kIdle{10000};
 constexpr size_t kAnswerNbytes = 4 << 10; // answers are short
 constexpr size_t kMostAnswer = 1 << 10;
 
@@ -53,7 +51,7 @@ void Outbox::giveUp(TimePoint now) noexcept {
   refusals_ = 0;
   way_ = 0;
   queue_.clear();
-  not_before_ = now + kPause;
+  not_before_ = now + milliseconds(kShortPauseMs);
 }
 
 void Outbox::lost(TimePoint now) noexcept {
@@ -166,7 +164,7 @@ bool Outbox::converse(TimePoint now) {
       if (std::exchange(entered_, true)) {
         queue_.pop_front();
       }
-      due_ = now + kIdle;
+      due_ = now + kUnusedFor;
       return true;
     }
   }

@@ -14,6 +14,7 @@
 #include "base/fault_point.h"
 #include "base/fork_guard.h"
 #include "base/log.h"
+#include "base/slow_wait.h"
 
 namespace pycomm {
 namespace {
@@ -21,7 +22,6 @@ namespace {
 constexpr size_t kMaxStrangers = 64; // of all acceptors of this process together
 constexpr size_t kFewestStrangers = 4; // of each, however many the others have
 constexpr size_t kMaxBytesOfStranger = 512;
-constexpr std::chrono::seconds kBetweenLogLines{10};
 constexpr std::byte kFirstTls{0x16}; // a record of a handshake
 constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
 constexpr const char* kHungUp = "hung up before saying who it is";
@@ -170,7 +170,7 @@ void Acceptor::acceptNew(TimePoint now) {
         trouble_since_ = now;
       }
       trouble_ = error.record();
-      pauseUntil(now + kPauseWithoutFiles);
+      pauseUntil(now + std::chrono::milliseconds(kLongPauseMs));
       return;
     }
     trouble_.reset();
@@ -394,7 +394,7 @@ void Acceptor::reject(const Stranger& stranger, TimePoint now) {
   ++unlogged_;
   const LogLevel level = harmless_ ? LogLevel::Info : LogLevel::Warn;
   TimePoint& last = last_log_[harmless_ ? 0 : 1];
-  if (now - last < kBetweenLogLines || !logEnabled(level)) {
+  if (now - last < SlowWait::kFirst || !logEnabled(level)) {
     return;
   }
   log(level,

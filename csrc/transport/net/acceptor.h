@@ -21,9 +21,6 @@
 
 namespace pycomm {
 
-/// A process without a descriptor for a connection tries again so much later.
-inline constexpr std::chrono::milliseconds kPauseWithoutFiles{100};
-
 /// A peer that has introduced itself. Its Hello has been read and nothing beyond it.
 struct Accepted {
   Hello hello;

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "base/deadline.h"
 #include "base/unique_fd.h"
 #include "transport/net/address.h"
 
@@ -22,7 +23,7 @@ struct PortRange {
 };
 
 /// How long a connection may take to say who it is.
-inline constexpr std::chrono::seconds kStrangerWithin{2};
+inline constexpr std::chrono::seconds kStrangerWithin{kOneStepMs / 1000};
 
 /// A listening socket, on exactly the given address, or a Unix socket for this user's processes on this host. Movable;
 /// empty after a move.

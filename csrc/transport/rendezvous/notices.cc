@@ -14,7 +14,6 @@
 namespace pycomm {
 namespace {
 
-constexpr std::chrono::milliseconds kFirstNoticeLook{100}; // a rendezvous in which nobody is late does not look
 constexpr size_t kRanksAtOnce = 32;
 constexpr int kMaxLines = 16;
 constexpr size_t kNoticeHostNbytes = 255;
@@ -47,14 +46,14 @@ Notices::Notices(Store& store, std::string prefix, std::string life, int size, J
       prefix_(std::move(prefix)),
       life_(std::move(life)),
       job_(std::move(job)),
-      next_look_(Clock::now() + kFirstNoticeLook),
+      next_look_(Clock::now() + std::chrono::milliseconds(kLongPauseMs)), // where nobody is late nobody looks
       logged_(static_cast<size_t>(size)) {}
 
 void Notices::poll(const IsMissing& is_missing, TimePoint now) {
   if (now < next_look_) {
     return;
   }
-  next_look_ = now + std::chrono::milliseconds(kNoticesEveryMs);
+  next_look_ = now + std::chrono::milliseconds(kLookAgainMs);
   for (size_t looks = std::min(kRanksAtOnce, logged_.size()); looks > 0 && lines_ < kMaxLines; --looks) {
     const size_t rank = next_;
     next_ = (next_ + 1) % logged_.size();

@@ -11,9 +11,6 @@
 
 namespace pycomm {
 
-/// How often a rank that waits for others looks into the store for why they do not come.
-inline constexpr int kNoticesEveryMs = 500;
-
 /// A message from a rank that ended before it could join: its secret is unusable, or a signal interrupted it. It cannot be sealed, in a sealed store either, so anybody who reaches
 /// the store can write one. If a launcher starts the job again on the same store, each start has notices of its own; without a launcher that
 /// says which start this is, a notice may be of an earlier run. Therefore a notice never ends the wait of another rank: that
@@ -44,7 +41,7 @@ class Notices {
   Notices(Store& store, std::string prefix, std::string life, int size, JobRanks job = {});
 
   /// Logs a warning for each rank that is missing and has a notice, once, and at most 16 in all: a stranger who writes to the store must not
-  /// fill the log. Reads first after 100 ms and then every kNoticesEveryMs, however often it is called, and of 32 ranks at a time.
+  /// fill the log. Reads first after kLongPauseMs and then every kLookAgainMs, however often it is called, and of 32 ranks at a time.
   void poll(const IsMissing& is_missing, TimePoint now = Clock::now());
   /// Reads the notice that a rank has now.
   [[nodiscard]] std::optional<Notice> of(int rank);

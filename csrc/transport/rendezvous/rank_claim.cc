@@ -33,7 +33,6 @@
 namespace pycomm {
 namespace {
 
-constexpr int kOwnerTimeoutMs = 5000; // two calls lie between counting a claim and naming its owner
 constexpr int64_t kMaxLookBack = 10000;
 constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond any real count
 constexpr const char* kLeft = "left";
@@ -94,7 +93,7 @@ struct Predecessor {
 // Waits for it until `end`.
 Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadline end, const AbortToken& abort) {
   Predecessor found;
-  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLastStorePauseMs)) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLongPauseMs)) {
     abort.throwIfAborted();
     if (const auto how = store.find(keyOf(claim, "end", number))) {
       found.refused = *how == kRefused;
@@ -148,7 +147,8 @@ Owner ownerOf(
   me.host = HostIdentity::ofThisProcess();
   me.process = ProcessIdentity::ofThisProcess();
   const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
-  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
+  // Two calls lie between counting a claim and naming its owner.
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneStepMs).instant()));
   for (int64_t number = claim.number - 1; number >= oldest; --number) {
     const Predecessor before = lookAt(store, claim, number, end, abort);
     earliest = number;
@@ -299,7 +299,7 @@ class Search {
     try {
       last.throwIfFailed();
       if (isOfAnotherSecret(last_)) {
-        (void)store_.get(keyOf(last_, "member/0"), Deadline::after(Store::kReadTimeoutMs));
+        (void)store_.get(keyOf(last_, "member/0"), Deadline::after(kSureToComeMs));
       }
     } catch (const Error& error) {
       return "; the last attempt of rank 0, maybe in an earlier run, ended with: " + error.record().summary;
@@ -332,7 +332,7 @@ class Search {
 Generation findGeneration(const StoreRound& round, const std::string& prefix, int64_t newest_before) {
   SlowWait slow(Clock::now());
   Search search(round, prefix, newest_before);
-  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLastStorePauseMs)) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(2 * pause_ms, kLongPauseMs)) {
     round.abort.throwIfAborted();
     if (const auto found = search.look()) {
       return *found;

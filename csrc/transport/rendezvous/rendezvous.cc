@@ -45,7 +45,6 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
-constexpr int kLongestStayMs = 2000;
 
 // FNV-1a, folded to 32 bits.
 uint32_t hashOf(const std::string& name, uint64_t nonce) {
@@ -414,7 +413,7 @@ void acknowledgeFailure(
     const auto keyOf = [&](const char* what, int reader) { return prefix + what + "/" + std::to_string(reader); };
     store.setUnsealed(keyOf("read", config.rank), "1");
     const bool all_may_come = record.code != ErrorCode::RendezvousTimeout && record.code != ErrorCode::Aborted;
-    const Deadline end = Deadline::after(config.serves_store ? kLongestStayMs : 0);
+    const Deadline end = Deadline::after(config.serves_store ? kOneStepMs : 0);
     // A rank that finds another world size may be outside this one.
     const int outside = record.code == ErrorCode::ConfigMismatch && config.job.numbers().empty() ? record.peer + 1 : 0;
     const int readers = std::min(kMaxRanks, std::max(config.size, outside));

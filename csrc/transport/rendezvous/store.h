@@ -40,7 +40,7 @@ class Store {
   /// The value of a key that anybody may have written, if there is one now. A sealed store returns only what a holder of the secret
   /// wrote, and logs what it passes over.
   [[nodiscard]] virtual std::optional<std::string> find(const std::string& key) {
-    return has(key) ? std::optional<std::string>(get(key, Deadline::after(kReadTimeoutMs))) : std::nullopt;
+    return has(key) ? std::optional<std::string>(get(key, Deadline::after(kSureToComeMs))) : std::nullopt;
   }
   /// set() and find() without a seal, in a sealed store too: anybody may have written what is found (notices.h).
   virtual void setUnsealed(const std::string& key, const std::string& value) {
@@ -49,9 +49,6 @@ class Store {
   [[nodiscard]] virtual std::optional<std::string> findUnsealed(const std::string& key) {
     return find(key);
   }
-
-  /// How long get() may take for a key that is known to exist.
-  static constexpr int kReadTimeoutMs = 10000;
 };
 
 } // namespace pycomm

@@ -13,7 +13,6 @@
 namespace pycomm {
 namespace {
 
-constexpr std::chrono::seconds kStrangersError{2}; // the rounds after the first take less
 constexpr int kLooksOfRankZero = 256; // single texts polled between two pauses
 constexpr int kLooksOfOthers = 8;
 constexpr size_t kReadByOthers = 1 + 32; // rank 0 and the next ones
@@ -56,9 +55,10 @@ std::vector<std::string> StoreRound::gather(
   const bool had_error = over && store.has(prefix + "error");
   const TimePoint entered = Clock::now();
   SlowWait slow(entered);
-  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(pause_ms * 2, kLastStorePauseMs)) {
+  for (int pause_ms = kFirstStorePauseMs;; pause_ms = std::min(pause_ms * 2, kLongPauseMs)) {
     throwIfFailed();
-    if (!members.empty() && Clock::now() - entered > kStrangersError && store.find(prefix + "error")) {
+    const bool waits_long = Clock::now() - entered > std::chrono::milliseconds(kOneStepMs);
+    if (!members.empty() && waits_long && store.find(prefix + "error")) { // the rounds after the first take less
       throw Error(
           ErrorCode::ProtocolViolation,
           "the store holds the error of a process that is no rank of this group",
@@ -159,7 +159,7 @@ ErrorRecord StoreRound::errorIn(const std::string& text) const {
 }
 
 std::string StoreRound::read(const std::string& key) const {
-  std::string text = store.get(key, Deadline::after(Store::kReadTimeoutMs));
+  std::string text = store.get(key, Deadline::after(kSureToComeMs));
   if (!store.sealed()) {
     refuseSealed(key, text, job);
   }
@@ -340,7 +340,7 @@ ErrorRecord StoreRound::failTogether(ErrorRecord record) const noexcept {
         return record; // the rank that was first may have ended before it wrote
       }
       if (!is_first) {
-        ErrorRecord first = errorIn(store.get(prefix + "error", Deadline::after(Store::kReadTimeoutMs)));
+        ErrorRecord first = errorIn(store.get(prefix + "error", Deadline::after(kSureToComeMs)));
         return abort.aborted() ? std::move(record) : std::move(first);
       }
     } else if (auto first = findError()) {

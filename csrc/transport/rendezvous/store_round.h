@@ -18,8 +18,7 @@ namespace pycomm {
 
 /// Upper bound of a group's size: so many records have been exchanged through one store in a test (StoreRound.TakesAsManyRanksAsAllowed).
 inline constexpr int kMaxRanks = 1 << 16;
-inline constexpr int kFirstStorePauseMs = 1; ///< between two polls of the store, doubled up to kLastStorePauseMs
-inline constexpr int kLastStorePauseMs = 100;
+inline constexpr int kFirstStorePauseMs = 1; ///< between two polls of the store, doubled up to kLongPauseMs
 
 /// gather() throws it if this generation was left to an earlier run (StoreRound::over).
 struct GenerationOver {};

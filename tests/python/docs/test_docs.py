@@ -490,7 +490,7 @@ def test_attacks_name_tests_that_exist() -> None:
 FIGURES = [
     # document, what it says, the folder that decides, what stands there
     ("architecture", "cache of 64", "engine", "kKept = 64"),
-    ("architecture", "polls for 50 µs", "engine", "kSpin{50}"),
+    ("architecture", "polls for 50 µs", "base", "kRoundTrip{50}"),
     ("architecture", "parked for 1 ms", "engine", "kGrace{1}"),
     ("architecture", "Ctrl-C every 100 ms", "c10d", "kEveryMs = 100"),
     ("architecture", "waited 2 ms", "engine", "waiting_after_ms = 2"),
@@ -502,7 +502,7 @@ FIGURES = [
     ("architecture", "For 5 ms it", "engine", "merge_ms = 5"),
     ("architecture", "has 40 ms to arrive", "engine", "kGoodbyeWithin = 2 * kGoodbye"),
     ("architecture", "every 500 ms", "engine", "kHeartbeatsWithin = 6"),
-    ("architecture", "3 s of silence", "engine", "kDeadAfterMs = 3000"),
+    ("architecture", "3 s of silence", "base", "kOneTryMs = 3000"),
     ("architecture", "at most 1 MiB", "schedule", "kEdgeRoomNbytes / 2"),
     ("architecture", "counts on 2 MiB", "schedule", "kEdgeRoomNbytes = 2 << 20"),
     ("architecture", "up to 4 frames", "schedule", "pipeline_frames = 4"),
@@ -510,7 +510,13 @@ FIGURES = [
     ("architecture", "of 3 to 64 ranks", "schedule", "kMaxDirectSize = 64"),
     ("options", "up to 32 KiB", "schedule", "kSmallAllReduceNbytes = 32 << 10"),
     ("options", "3 to 64", "schedule", "key.size > 2 && key.size <= kMaxDirectSize"),
-    ("errors", "silent for 3 s", "engine", "kDeadAfterMs = 3000"),
+    ("errors", "silent for 3 s", "engine", "kDeadAfterMs = kOneTryMs"),
+    ("errors", "stays for up to 2 s", "base", "kOneStepMs = 2000"),
+    ("errors", "for 0.3 s the store", "base", "kNearlyDoneMs = 300"),
+    ("elastic", "up to 2 s later", "base", "kOneStepMs = 2000"),
+    ("elastic", "tries every 0.5 s", "base", "kLookAgainMs = 500"),
+    ("elastic", "closed when they are idle for 10 s", "engine", "kUnusedFor{10}"),
+    ("elastic", "more than 8 members", "engine", "kShortestAskMs = kOneStepMs / 8"),
     (
         "troubleshooting",
         "has a different secret (",

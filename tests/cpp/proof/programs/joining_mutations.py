@@ -169,8 +169,8 @@ MUTATIONS = [
     _rule(
         "a silent member takes the time of those behind it",
         _JOIN,
-        "std::clamp(share, kShortestAskMs, kJoinAskMs)",
-        "std::max(share, kJoinAskMs)",
+        "std::clamp(share, kShortestAskMs, kOneStepMs)",
+        "std::max(share, kOneStepMs)",
         "AgreementDriver.TheLastOfManyMembersIsAskedIfTheOthersAreSilent",
     ),
     _rule(
