@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/step_place.h"
 #include "c10d/call_tag.h"
 #include "c10d/future_wait.h"
 #include "ddp/pass_failure.h"
@@ -168,6 +169,7 @@ void BucketPipeline::awaitAll() {
 
 void BucketPipeline::writeAll(const IsUsed& is_used) {
   for (size_t index = 0; index < buckets_.all().size(); ++index) {
+    passStepPlace(StepPlace::Deliver);
     write(index, is_used);
   }
 }

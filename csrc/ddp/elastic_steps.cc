@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/step_place.h"
 #include "base/wait_point.h"
 #include "c10d/interruptible.h"
 #include "c10d/process_engine.h"
@@ -156,6 +157,7 @@ bool ElasticSteps::takeOver(const AgreementDriver::Epoch& epoch) {
     return false;
   }
   backend_->takeOver(epoch.met);
+  passStepPlace(StepPlace::TakeOver);
   NumbersOfProcessGroup::set(*group_, backend_->getRank(), backend_->getSize());
   came_at_ = epoch.changes.joined == present_.changes.joined ? came_at_ : driver_->steps();
   present_ = epoch;

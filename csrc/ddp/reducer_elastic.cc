@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/step_place.h"
 #include "base/wait_point.h"
 #include "c10d/call_tag.h"
 #include "c10d/python_errors.h"
@@ -299,6 +300,7 @@ void Reducer::redo() {
   adoptMembers();
   launchFirst();
   for (const Bucket& bucket : buckets_.all()) {
+    passStepPlace(StepPlace::Repack);
     for (const Slot& slot : bucket.slots()) {
       pack(slot.index);
     }

@@ -63,7 +63,7 @@ TimePoint Agreement::nextTick() const noexcept {
     case Phase::Joining:
       return std::min({retry_at_, began_ + milliseconds(config_.join_wait_ms), later(promiseAt())});
     case Phase::Working: {
-      TimePoint at = tooFewAt();
+      TimePoint at = std::min(tooFewAt(), retry_at_);
       for (const auto& [newcomer, how] : newcomers_) {
         at = std::min(at, tooFew() && how.linked ? later(how.not_before) : TimePoint::max());
       }
@@ -108,9 +108,16 @@ void Agreement::tick(TimePoint now) {
     }
   }
   if (phase_ == Phase::Working && now >= tooFewAt()) {
-    raise(Action::Error::TooFew);
-    farewell();
-    return;
+    beginIfChangeIsReady(now);
+    if (phase_ == Phase::Working) {
+      raise(Action::Error::TooFew);
+      farewell();
+      return;
+    }
+  }
+  if (phase_ == Phase::Working && now >= retry_at_) {
+    retry_at_ = now + milliseconds(config_.retry_ms);
+    send(make(Message::Kind::Ping), {view_.members.front()}); // does it still wait?
   }
   if (phase_ == Phase::Agreeing) {
     if (leavesInOrder() && !raised_ && now >= began_ + milliseconds(config_.dead_after_ms) + window()) {
@@ -304,8 +311,8 @@ TimePoint Agreement::tooFewAt() const noexcept {
     return at;
   }
   if (self_ != 0) {
-    delay(at, milliseconds(config_.join_pause_ms) + milliseconds(config_.dead_after_ms));
-  } else if (serves_ && awaitsState()) {
+    delay(at, milliseconds(config_.dead_after_ms));
+  } else if (!awaits_step_ && awaitsState()) {
     delay(at, milliseconds(config_.join_pause_ms));
   }
   return at;
@@ -373,12 +380,16 @@ void Agreement::raise(Action::Error error, const View* where) {
   }
 }
 
-void Agreement::farewell() {
+Message Agreement::goodbye() const {
   Message goodbye = make(Message::Kind::Goodbye);
   goodbye.leaving = leavesInOrder() ? Message::Leaving::WithItsStep : Message::Leaving::AtOnce;
   goodbye.accepted = accepted_;
   goodbye.next = view_;
-  send(std::move(goodbye), others());
+  return goodbye;
+}
+
+void Agreement::farewell() {
+  send(goodbye(), others());
   phase_ = Phase::Over;
 }
 
@@ -601,20 +612,19 @@ void Agreement::beginIfChangeIsReady(TimePoint now) {
   if (phase_ == Phase::Pausing && (now >= pause_until_ || (!waits && isLowest()))) {
     begin(ErrorCode::Ok, std::nullopt, now);
   }
-  // Too few for a step: they wait for nothing but newcomers, and for those that come later only if there are too few without them.
-  if (phase_ == Phase::Working && tooFew() && !step_.launched && isLowest() && (waits ? suffices() : admits())) {
+  if (phase_ != Phase::Working || !tooFew() || step_.launched || !isLowest()) {
+    return;
+  }
+  // Too few for a step: they wait for nothing but newcomers, and for those that come later only if there are too few without them, and time is left.
+  const auto holds = [&](const auto& newcomer) { return mayAdmit(newcomer.second) && hasLoaded(newcomer.second); };
+  const auto loaded = static_cast<size_t>(std::count_if(newcomers_.begin(), newcomers_.end(), holds));
+  const size_t enough = waits && now < tooFewAt() ? config_.min_ranks - view_.members.size() : 1;
+  if (loaded >= enough) {
     for (auto& [newcomer, how] : newcomers_) {
       how.awaited = mayAdmit(how) && hasLoaded(how);
     }
     begin(ErrorCode::Ok, std::nullopt, now);
   }
-}
-
-bool Agreement::suffices() const noexcept {
-  const auto loaded = std::count_if(newcomers_.begin(), newcomers_.end(), [&](const auto& newcomer) {
-    return mayAdmit(newcomer.second) && hasLoaded(newcomer.second);
-  });
-  return view_.members.size() + static_cast<size_t>(loaded) >= config_.min_ranks;
 }
 
 void Agreement::settle(TimePoint now) {
@@ -872,7 +882,6 @@ void Agreement::install(const View& next, TimePoint now) {
   sealed_ = false;
   rumours_.clear();
   deaf_.clear();
-  retry_at_ = TimePoint::max();
   propose_at_ = TimePoint::max();
   for (const Incarnation& member : next.members) {
     newcomers_.erase(member);
@@ -901,6 +910,7 @@ void Agreement::install(const View& next, TimePoint now) {
   } else if (has_more || too_few_until_ == TimePoint::max()) { // whatever else changes takes from the same time
     too_few_until_ = now + milliseconds(config_.quorum_wait_ms);
   }
+  retry_at_ = tooFew() && self_ != 0 ? std::max(now, too_few_until_) : TimePoint::max();
   // Who died since it promised.
   for (const Incarnation& member : next.members) {
     if (gone_.count(member) != 0) {
@@ -915,6 +925,9 @@ void Agreement::install(const View& next, TimePoint now) {
 
 void Agreement::received(const Message& message, TimePoint now) {
   awake(now);
+  if (phase_ == Phase::Over && message.kind == Message::Kind::Ping) {
+    send(goodbye(), {message.from}); // the first one may be lost
+  }
   if (phase_ == Phase::Over || message.from == config_.self) {
     return;
   }
@@ -945,6 +958,8 @@ void Agreement::receivedByMember(const Message& message, TimePoint now) {
           suspect != suspects_.end() && suspect->second.nonce < nonce_) {
         suspects_.erase(suspect);
       }
+    } else if (phase_ == Phase::Working && position == 0) {
+      too_few_until_ = std::max(too_few_until_, now); // it raises for all, or begins
     }
     return;
   }
@@ -1128,7 +1143,7 @@ void Agreement::onJoin(const Message& message) {
     return;
   }
   const auto found = newcomers_.find(message.from);
-  if (found == newcomers_.end() && (newcomers_.size() >= kMaxNewcomers || gone_.count(message.from) != 0)) {
+  if (found == newcomers_.end() && (gone_.count(message.from) != 0 || !makesRoomFor(message.from))) {
     return;
   }
   Newcomer& newcomer = newcomers_[message.from];
@@ -1138,6 +1153,19 @@ void Agreement::onJoin(const Message& message) {
     action.kind = Action::Kind::Link;
     action.of = message.from;
   }
+}
+
+bool Agreement::makesRoomFor(const Incarnation& newcomer) {
+  if (newcomers_.size() < kMaxNewcomers) {
+    return true;
+  }
+  const auto last =
+      std::find_if(newcomers_.rbegin(), newcomers_.rend(), [&](const auto& known) { return !hasLoaded(known.second); });
+  if (phase_ != Phase::Working || last == newcomers_.rend() || last->first < newcomer) {
+    return false;
+  }
+  newcomers_.erase(std::prev(last.base()));
+  return true;
 }
 
 // A question in an epoch that is over.

@@ -120,10 +120,10 @@ class Agreement {
   /// This newcomer holds all that members of the view with this id held after their step `committed`: their parameters, and what the
   /// members are called. Of no use in another view.
   void loaded(int64_t committed, uint64_t view, TimePoint now);
-  /// Whether the program of this process, if it is rank 0, has stopped to give newcomers the members' state. While it does, members that are too
-  /// few for a step wait for that state, too.
-  void serve(bool serves) noexcept {
-    serves_ = serves;
+  /// Whether the program of this process waits for its step to begin. If it is rank 0's, it gives newcomers no state then, and members that are too
+  /// few for a step have no more time because of them.
+  void awaitStep(bool waits) noexcept {
+    awaits_step_ = waits;
   }
   void tick(TimePoint now);
 
@@ -225,6 +225,7 @@ class Agreement {
   void learn(const View& next, TimePoint now);
   void install(const View& next, TimePoint now);
   void raise(Action::Error error, const View* where = nullptr);
+  [[nodiscard]] Message goodbye() const;
   void farewell();
   /// Nothing of its last step is under way.
   [[nodiscard]] bool leavesInOrder() const noexcept {
@@ -262,15 +263,15 @@ class Agreement {
   [[nodiscard]] bool tooFew() const noexcept {
     return view_.members.size() < config_.min_ranks;
   }
-  /// When they raise. A state that is on its way then has so much time as in a pause. Rank 0 alone knows of it, and begins the agreement that
-  /// admits: so the others wait for its word, a Suspect or a Goodbye, and raise without it only when none can come any more.
+  /// When they raise. A newcomer that waits for the state then has so much time as in a pause. Rank 0 alone knows whether it gets that, and begins
+  /// the agreement that admits: so the others ask it from their own time on, and raise with its Goodbye, or when it is silent.
   [[nodiscard]] TimePoint tooFewAt() const noexcept;
   /// Whether the members wait for newcomers.
   [[nodiscard]] bool isIdle() const noexcept;
   [[nodiscard]] bool awaitsState() const noexcept; ///< of one of them
   [[nodiscard]] std::vector<Incarnation> newcomers(bool hold) const;
-  /// Whether they are enough with the newcomers that have loaded.
-  [[nodiscard]] bool suffices() const noexcept;
+  /// Whether one more may be known. All members keep the same ones, the smallest, else none would be known to all.
+  [[nodiscard]] bool makesRoomFor(const Incarnation& newcomer);
   [[nodiscard]] bool mayAdmit(const Newcomer& newcomer) const noexcept {
     return newcomer.linked && now_ >= newcomer.not_before;
   }
@@ -292,7 +293,7 @@ class Agreement {
   int self_ = -1; ///< position in view_
   std::deque<View> past_; ///< before view_, oldest first
   StepState step_;
-  bool serves_ = false;
+  bool awaits_step_ = false;
   bool leaving_ = false;
   bool raised_ = false;
   std::map<Incarnation, Suspicion> suspects_;
@@ -325,7 +326,7 @@ class Agreement {
   uint32_t round_ = 0; ///< of the greatest ballot seen
   std::optional<Proposal> proposal_;
   TimePoint pause_until_ = TimePoint::max();
-  TimePoint too_few_until_ = TimePoint::max();
+  TimePoint too_few_until_ = TimePoint::max(); ///< or when rank 0 has answered since
 
   TimePoint now_; ///< of the last event
   std::deque<Message> own_; ///< to itself

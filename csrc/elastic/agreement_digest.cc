@@ -49,7 +49,7 @@ class Digest {
 uint64_t Agreement::digest() const {
   Digest out;
   const auto time = [&](TimePoint at) { out << (at == TimePoint::max() ? -1 : (at - now_).count()); };
-  out << phase_ << view_id_ << step_ << serves_ << leaving_ << raised_ << cause_ << sealed_ << nonce_ << round_
+  out << phase_ << view_id_ << step_ << awaits_step_ << leaving_ << raised_ << cause_ << sealed_ << nonce_ << round_
       << loaded_ << asked_view_ << loaded_view_;
   out << reach_ << newcomers_reached_ << fellows_ << contacts_ << promised_.number() << accepted_;
   for (const View& view : past_) {

@@ -10,14 +10,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import fault_ranks
 import torch
+import torch.distributed as dist
 from elastic_rig import Net, batch_of
 from rank_child import describe_exception, mark
 from ranks import TORCH_DDP, start_ranks
 
 import pycomm
+from pycomm._native import loader
 
 SHARED: dict[str, Any] = {"transport": "shm"}
 TCP: dict[str, Any] = {"transport": "tcp"}
@@ -56,6 +60,8 @@ class Plan:
     wire: str | None = None
     left: int = 1
     """It ends when so few members have made some steps: how fast it is does not matter."""
+    steps: int = MOST_STEPS
+    """Or after so many."""
     passes: int = 1
     """``accumulate``."""
     samples: bool = False
@@ -69,6 +75,8 @@ class Plan:
     "step" (behind the two)."""
     terms: tuple[tuple[int, int, str], ...] = ()
     """Ranks that get a SIGTERM, likewise."""
+    struck: tuple[int, int, str] = (-1, -1, "")
+    """A rank, the step before which it arms fault points, and these: of the build that has them."""
 
 
 def samples_of(plan: Plan, member: int, step: int, number: int) -> int:
@@ -157,11 +165,13 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     fed_back: list[FedBack] = []
     mark("trains")
     try:
-        for step in range(MOST_STEPS):
+        for step in range(plan.steps):
             if step >= STEPS_AFTER and len(members[-STEPS_AFTER]) <= plan.left:
                 break
             at[0] = step
             reach("loader")
+            if plan.struck[:2] == (rank, step):
+                loader.load().arm_fault_points(plan.struck[2])
             if plan.evaluates[:2] == (rank, step):
                 mark("evaluates")
                 until = time.monotonic() + plan.evaluates[2]
@@ -203,8 +213,30 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
         "raised_s": raised_s,
         "fed_back": fed_back,
         "left": model.elastic.left,
+        "strikes": [each[2] for each in loader.load().fault_points()] if plan.struck[2] else [],
         "stats": dataclasses.asdict(model.stats()),
     }
 
 
 start = functools.partial(start_training, trains)
+
+
+def trains_with_faults(rank: int, world_size: int, store: str, plan: Plan) -> dict[str, Any]:
+    """The same with the build that has fault points."""
+    fault_ranks.use_fault_build()
+    dist.init_process_group(
+        "pycomm",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        pg_options=pycomm.Options(**SHARED),
+    )
+    return trains(rank, world_size, plan)
+
+
+def start_with_faults(world_size: int, folder: Path, plan: Plan) -> Any:
+    args = (str(folder / "store"), plan)
+    env = {"OMP_NUM_THREADS": "1"}
+    return start_ranks(
+        world_size, trains_with_faults, args=args, init="none", only_pycomm=True, env=env
+    )

@@ -305,10 +305,11 @@ void AgreementDriver::refuseInChild() const {
 std::optional<AgreementDriver::Epoch> AgreementDriver::begin(Deadline deadline, elastic::Round round) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
-  serves_ = false;
+  awaits_step_ = true;
   if (!awaitPresent(lock, deadline, config_.min_ranks)) {
     return std::nullopt;
   }
+  awaits_step_ = false;
   launch(round);
   return present_;
 }
@@ -506,15 +507,15 @@ void AgreementDriver::run() noexcept {
 void AgreementDriver::catchUp() {
   elastic::StepState state;
   bool leaves = false;
-  bool serves = false;
+  bool awaits_step = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state = ledger_.state();
     leaves = ledger_.leaves();
-    serves = serves_;
+    awaits_step = awaits_step_;
   }
   agreement_->step(state);
-  agreement_->serve(serves);
+  agreement_->awaitStep(awaits_step);
   if (leaves) {
     agreement_->leave();
   }

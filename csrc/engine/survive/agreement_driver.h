@@ -404,7 +404,7 @@ class AgreementDriver final : public Engine::Maker {
   Giving batch_; ///< those that newcomers() has counted, for give()
   std::set<ProcessId> tried_; ///< those of waiting_ that have got it, or did not
   bool may_give_ = false; ///< newcomers() has found some, and nothing has ended it since
-  bool serves_ = false; ///< newcomers() has found some, and the program has begun nothing since
+  bool awaits_step_ = false; ///< the program is in begin(), or calls it again
   std::shared_ptr<AbortToken> give_abort_; ///< of the one that gets it now
   elastic::Incarnation receiver_; ///< that one
   std::optional<State> arrived_; ///< of a newcomer

@@ -706,6 +706,7 @@ void AgreementDriver::showNewcomers() {
 std::optional<size_t> AgreementDriver::newcomers(Deadline deadline) {
   refuseInChild();
   std::unique_lock<std::mutex> lock(mutex_);
+  awaits_step_ = false;
   const auto asks = [this](const MemberHandle& to) { return tried_.count(to.incarnation) == 0; };
   const auto goesOn = [this] { // the next group may still be made
     return !over_ && view_.members.size() >= config_.min_ranks;
@@ -720,7 +721,6 @@ std::optional<size_t> AgreementDriver::newcomers(Deadline deadline) {
   std::erase_if(batch_.to, [&](const MemberHandle& to) { return !asks(to); });
   batch_.until = batch_.until.value_or(Clock::now() + milliseconds(config_.join_pause_ms));
   may_give_ = !batch_.to.empty();
-  serves_ = found ? may_give_ : serves_; // it goes on to wait for those that have got it
   return found ? std::optional<size_t>(batch_.to.size()) : std::nullopt;
 }
 

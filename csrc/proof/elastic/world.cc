@@ -475,6 +475,8 @@ void World::handleOf(Process& process, const Event& event) {
     case Event::Kind::Begin:
       if (in_epoch && is_next && mayBegin(process)) { // else it waits for the next view
         launchAll(event.p, plan_.program[process.position]);
+      } else if (in_epoch && is_next && !process.ahead) { // in the place of a mean nobody gives a state
+        agreement.awaitStep(true);
       } else if (in_epoch && is_next && !process.over && process.ahead) { // too few give their state to each that comes
         after(give(event.p) + kGiveAgainUs, Event::Kind::Begin, event.p, -1, process.view, event.m);
       }
@@ -798,7 +800,7 @@ Us World::give(int p) {
     return takes;
   }
   const std::vector<Incarnation> loading = process.agreement->loading();
-  process.agreement->serve(!loading.empty());
+  process.agreement->awaitStep(false);
   for (const Incarnation& newcomer : loading) {
     takes += jitter(plan_.delay_us * 20);
     const int to = Oracle::processOf(newcomer);

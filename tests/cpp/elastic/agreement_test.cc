@@ -891,6 +891,7 @@ TEST(Agreement, ANewcomerThatOnlyOneOfTooFewReachesGivesThemNoMoreTime) {
   Group group(3, 3);
   group.cut.insert({1, 3});
   becomeTooFew(group);
+  group.members[0].awaitStep(true);
   group.join(1);
   for (int ms = 0; ms < 10'100; ms += 100) {
     EXPECT_FALSE(group.raised[1] && ms < 9900) << ms;
@@ -912,7 +913,6 @@ TEST(Agreement, TooFewWaitForAStateThatIsOnItsWayForSoLongAsAPause) {
     group.run();
     group.pass(6000);
     group.join(1);
-    group.members[0].serve(true);
     group.pass(13'900);
     EXPECT_FALSE(group.raised[0]);
     if (comes) {
@@ -925,13 +925,13 @@ TEST(Agreement, TooFewWaitForAStateThatIsOnItsWayForSoLongAsAPause) {
 }
 
 TEST(Agreement, TooFewGiveANewcomerThatGetsNoStateNoMoreTime) {
-  for (const bool served_before : {false, true}) {
+  for (const bool gave_before : {false, true}) {
     Group group(3, 3);
     becomeTooFew(group);
     group.join(1);
-    group.members[0].serve(served_before);
+    group.members[0].awaitStep(!gave_before);
     group.pass(5000);
-    group.members[0].serve(false); // the program has begun something that waits for enough members
+    group.members[0].awaitStep(true);
     group.pass(4900);
     EXPECT_FALSE(group.raised[0] || group.raised[1]);
     group.pass(200);
@@ -948,8 +948,7 @@ TEST(Agreement, NobodyButRankZeroRaisesWhileItMayStillLetANewcomerIn) {
   becomeTooFew(group);
   group.pass(6000);
   group.join(1);
-  group.members[0].serve(true);
-  group.pass(6000); // beyond quorum_wait
+  group.pass(9000); // beyond quorum_wait and dead_after
   EXPECT_FALSE(group.raised[0] || group.raised[1]);
   Message join;
   join.kind = Message::Kind::Join;
@@ -969,12 +968,141 @@ TEST(Agreement, TooFewRaiseAlsoIfRankZeroSaysNothing) {
   Group group(3, 3);
   becomeTooFew(group);
   group.cut.insert({0, 1});
-  group.pass(22'900); // quorum_wait, join_pause and dead_after
+  group.pass(12'000);
+  Message pong;
+  pong.kind = Message::Kind::Pong;
+  pong.from = Group::idOf(3); // a newcomer's
+  group.members[1].received(pong, group.now);
+  group.pass(900); // quorum_wait and dead_after
   EXPECT_TRUE(group.raised[0]);
   EXPECT_FALSE(group.raised[1]);
   group.pass(200);
   ASSERT_TRUE(group.raised[1]);
   EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+}
+
+TEST(Agreement, AGoodbyeOfRankZeroThatIsLostIsSaidAgain) {
+  Group group(3, 3);
+  becomeTooFew(group);
+  group.pass(9900);
+  group.cut.insert({0, 1});
+  group.pass(200);
+  EXPECT_TRUE(group.raised[0]);
+  EXPECT_FALSE(group.raised[1]);
+  group.cut.clear();
+  group.pass(300);
+  ASSERT_TRUE(group.raised[1]);
+  EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+}
+
+// Of two newcomers that are needed, one still loads.
+TEST(Agreement, TooFewLetInWhoHasLoadedWhenTheirTimeIsOut) {
+  Group group(2, 3);
+  group.down[1] = true;
+  group.members[0].certified(Group::idOf(1), group.records[1], group.now);
+  group.run();
+  group.join(2);
+  group.pass(2000);
+  group.load(2, 0);
+  group.pass(17'900); // quorum_wait and join_pause
+  EXPECT_FALSE(group.raised[0]);
+  ASSERT_EQ(group.installed[0].size(), 1U);
+  group.pass(200);
+  EXPECT_FALSE(group.raised[0]);
+  ASSERT_EQ(group.installed[0].size(), 2U);
+  EXPECT_EQ(group.installed[0][1].members, ids({0, 2}));
+  group.pass(9000); // the time begins anew
+  EXPECT_FALSE(group.raised[0]);
+}
+
+// ---- more newcomers than one stop lets in
+
+constexpr int kAtOnce = static_cast<int>(kMaxNewcomers);
+
+/// A word of a newcomer that holds nothing, if it comes to this member alone.
+void ask(Group& group, size_t member, int newcomer) {
+  Message join;
+  join.kind = Message::Kind::Join;
+  join.from = Group::idOf(newcomer);
+  group.members[member].received(join, group.now);
+  group.run();
+}
+
+std::vector<Incarnation> idsFrom(int first) {
+  std::vector<Incarnation> found;
+  for (int i = 0; i < kAtOnce; ++i) {
+    found.push_back(Group::idOf(first + i));
+  }
+  return found;
+}
+
+TEST(Agreement, MembersThatKnowDifferentNewcomersComeToKnowTheSame) {
+  Group group(2);
+  for (int i = 0; i < 2 * kAtOnce; ++i) {
+    group.cut.insert({i < kAtOnce ? 1U : 0U, static_cast<size_t>(2 + i)});
+  }
+  group.join(2 * kAtOnce);
+  group.pass(50);
+  group.cut.clear();
+  group.pass(300);
+  for (int64_t step = 1; step <= 2; ++step) {
+    for (size_t i = 0; i < group.members.size(); ++i) {
+      if (group.members[i].view().has(Group::idOf(static_cast<int>(i)))) {
+        group.members[i].step({step, false, false});
+        group.members[i].boundary(group.now);
+      }
+    }
+    group.run();
+    const std::vector<Incarnation> loading = group.members[0].loading();
+    EXPECT_EQ(loading, idsFrom(step == 1 ? 2 : 2 + kAtOnce));
+    for (const Incarnation& newcomer : loading) {
+      group.load(newcomer.low - 1, step);
+    }
+    group.pass(500);
+    ASSERT_EQ(group.members[0].view().members.size(), static_cast<size_t>(2 + step * kAtOnce));
+    for (size_t i = group.members[0].view().members.size(); i < group.members.size(); ++i) {
+      group.members[i].setContacts(group.members[0].view().members);
+    }
+    group.pass(300);
+  }
+}
+
+TEST(Agreement, ALargerNewcomerTakesNobodysPlace) {
+  Group group(1, 2);
+  for (int i = 0; i < kAtOnce; ++i) {
+    ask(group, 0, 2 + i);
+  }
+  ask(group, 0, 2 + kAtOnce);
+  EXPECT_EQ(group.members[0].loading(), idsFrom(2));
+  ask(group, 0, 1);
+  EXPECT_EQ(group.members[0].loading(), idsFrom(1));
+}
+
+TEST(Agreement, ANewcomerForWhichMembersWaitKeepsItsPlace) {
+  Group group(1);
+  for (int i = 0; i < kAtOnce; ++i) {
+    ask(group, 0, 2 + i);
+  }
+  group.stop(1);
+  ask(group, 0, 1);
+  EXPECT_EQ(group.members[0].loading(), idsFrom(2));
+}
+
+TEST(Agreement, ANewcomerThatHasLoadedKeepsItsPlace) {
+  Group group(1, 3 + kMaxNewcomers);
+  for (int i = 0; i < kAtOnce; ++i) {
+    ask(group, 0, 2 + i);
+  }
+  Message join;
+  join.kind = Message::Kind::Join;
+  join.from = Group::idOf(1 + kAtOnce);
+  join.step.finished = true;
+  join.view = group.members[0].view().id();
+  group.members[0].received(join, group.now);
+  ask(group, 0, 1);
+  EXPECT_EQ(group.members[0].holding(), std::vector<Incarnation>{join.from});
+  EXPECT_EQ(group.members[0].loading().size(), kMaxNewcomers - 1);
+  EXPECT_EQ(group.members[0].loading().front(), Group::idOf(1));
 }
 
 // The others know what a member has told all, and only the accused can do anything with it.

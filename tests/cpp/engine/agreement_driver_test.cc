@@ -524,8 +524,12 @@ TEST(AgreementDriver, WhatItHasPromisedIsKeptWhereOthersReadIt) {
 class Stopped {
  public:
   explicit Stopped(Engine& engine) {
-    engine.control().post(
-        [goes_on = goes_on_.get_future().share()]() noexcept { (void)goes_on.wait_for(std::chrono::seconds(30)); });
+    const auto stands = std::make_shared<std::promise<void>>();
+    engine.control().post([stands, goes_on = goes_on_.get_future().share()]() noexcept {
+      stands->set_value();
+      (void)goes_on.wait_for(std::chrono::seconds(30));
+    });
+    stands->get_future().wait();
   }
   ~Stopped() {
     goes_on_.set_value();
@@ -1197,6 +1201,35 @@ TEST(AgreementDriver, TooFewMembersWaitForTheStateThatANewcomerGets) {
   EXPECT_TRUE(joining.newcomer->arrive(soon()).admitted);
 }
 
+/// Until this member has met itself: the others are gone.
+void waitUntilItHasMetAlone(AgreementDriver& member) {
+  std::optional<AgreementDriver::Epoch> epoch;
+  for (const Deadline end = soon(); !epoch || epoch->members.size() > 1;) {
+    ASSERT_FALSE(end.expired());
+    epoch = member.present(Deadline::after(100));
+  }
+}
+
+// An evaluation may take longer than quorum_wait.
+TEST(AgreementDriver, TooFewMembersGiveTheirStateAlsoIfTheirProgramComesToThatLater) {
+  for (const bool gave_up_a_step : {false, true}) { // a signal handler raises in it, say
+    AgreementDriver::Config config = withAtLeast(2);
+    config.quorum_wait_ms = 2000;
+    config.join_pause_ms = 60000;
+    const Joining joining(2, config);
+    AgreementDriver& member = *joining.group.drivers[0];
+    (void)makeRound(joining.group, joining.group.begin().front().number);
+    joining.group.drivers[1]->close();
+    waitUntilItHasMetAlone(member);
+    if (gave_up_a_step) {
+      EXPECT_FALSE(member.begin(Deadline::after(100)));
+      EXPECT_EQ(member.newcomers(soon()), 1U);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+    EXPECT_EQ(member.newcomers(soon()), 1U);
+  }
+}
+
 // A step that waits for members gives no state: its newcomers wait in vain.
 TEST(AgreementDriver, TooFewMembersThatGiveNoStateRaiseWhenTheirTimeIsOut) {
   for (const bool gave_before : {false, true}) {
@@ -1210,10 +1243,7 @@ TEST(AgreementDriver, TooFewMembersThatGiveNoStateRaiseWhenTheirTimeIsOut) {
       waitUntilAlone(member);
       EXPECT_EQ(member.newcomers(soon()), 1U);
     }
-    std::optional<AgreementDriver::Epoch> epoch;
-    for (const Deadline end = soon(); !end.expired() && (!epoch || epoch->members.size() > 1);) {
-      epoch = member.present(Deadline::after(100));
-    }
+    waitUntilItHasMetAlone(member);
     EXPECT_EQ(codeOf([&] { (void)member.begin(Deadline::after(5000)); }), ErrorCode::QuorumLost);
   }
 }
