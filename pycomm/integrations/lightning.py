@@ -22,12 +22,15 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import os
 import sys
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from pycomm._group.creation import native_backend
+from pycomm._native import loader
 from pycomm._settings import AS_THE_GROUP
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional
@@ -48,7 +51,8 @@ def make_strategy(
 ) -> Any:
     """A ``DDPStrategy`` whose group is pycomm's and whose wrapper is pycomm's.
 
-    Unlike its base it registers ``ddp_comm_hook`` on CPU, too, where Lightning ignores it.
+    Unlike its base it registers ``ddp_comm_hook`` on CPU, too, where Lightning ignores it. For
+    Lightning's barrier it sets ``GLOO_SOCKET_IFNAME``, if unset, to the group's interface.
 
     Args:
         wire_dtype: What gradients travel as, as for ``pycomm.DistributedDataParallel``.
@@ -96,6 +100,7 @@ def _strategy_class(library: ModuleType) -> type[Any]:
         def setup_distributed(self) -> None:
             super().setup_distributed()  # takes the default group as it is, if there is one
             check_backend()
+            _name_interface_for_gloo()
 
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
             return DistributedDataParallel(
@@ -114,6 +119,18 @@ def _strategy_class(library: ModuleType) -> type[Any]:
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
     return PycommStrategy
+
+
+def _name_interface_for_gloo() -> None:
+    """Lets gloo use the interface of the default group, unless ``GLOO_SOCKET_IFNAME`` is set.
+
+    For a ``prepare_data`` hook Lightning opens a group over gloo, which without the variable takes
+    the address of the host's own name: 127.0.1.1 on Debian, where no other host connects.
+    """
+    address = loader.native.group_address(native_backend())
+    for interface in loader.native.list_interfaces():
+        if interface["address"] == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", str(interface["name"]))
 
 
 def _register_names() -> None:
