@@ -482,7 +482,8 @@ def refused_states(rank: int, world_size: int) -> list[str]:
     for _ in range(5):
         local.step()
     state = local.state_dict()
-    assert state["flight"] == {"fragment": 0, "left": 2}
+    flight = {"fragment": 0, "left": 2, "weight": 0.0}
+    assert state["flight"] == flight
     name = "layers.2.weight"
     anchor = state["anchor"]
     no_anchor = {key: value for key, value in state.items() if key != "anchor"}
@@ -499,8 +500,9 @@ def refused_states(rank: int, world_size: int) -> list[str]:
         (make(), {**state, "anchor": {**anchor, name: anchor[name].double()}}),
         (make(), {**state, "outer": one_group}),
         (make(), {**state, "since_sync": 8}),
-        (make(), {**state, "flight": {"fragment": 0, "left": 4}}),
-        (make(), {**state, "flight": {"fragment": 2, "left": 1}}),
+        (make(), {**state, "flight": {**flight, "left": 4}}),
+        (make(), {**state, "flight": {**flight, "fragment": 2, "left": 1}}),
+        (make(), {**state, "flight": {"fragment": 0, "left": 2}}),
         (make(), no_anchor),
     ]
     texts = []
@@ -532,6 +534,7 @@ REFUSED = [
     "the state is at step 8 of a round of 8",
     "has fragment 0 in flight, which lands in 4 steps; there are 2 fragments, and",
     "has fragment 2 in flight, which lands in 1 step; there are 2 fragments, and",
+    "the state has no 'weight'",
     "the state has no 'anchor'",
 ]
 
