@@ -188,7 +188,7 @@ class Wrappers:
     ) -> tuple[list[Any], str]:
         """The gradients behind each backward, and an error if there was one.
 
-        Forwards of the wrapper `left_out` are not made. It has no backward then.
+        Forwards of the wrapper `left_out` are not made.
         """
         for net in self.nets:
             net.zero_grad()
@@ -211,6 +211,13 @@ class Wrappers:
             self.renew()
             return found, f"{type(error).__name__}: {error}"
         return found, ""
+
+    def play_alone(self, sequence: tuple[Event, ...], rank: int) -> tuple[list[Any], str]:
+        """Without checkpoints, and without forwards of a wrapper that has no backward."""
+        kinds = [each for each in sequence if isinstance(each, Forward)]
+        used = {kinds[each].which for each in sequence if isinstance(each, int)}
+        left_out = (1 - used.pop()) if len(used) == 1 else None
+        return self.play(tuple(map(plain, sequence)), rank, left_out)
 
     def go_on(self, rank: int) -> None:
         """A pass of each: it ends with an error if something is left of those before."""
@@ -272,13 +279,6 @@ def stays_local(
     synced = [kinds[each].synced for each in sequence if isinstance(each, int)]
     ends = zip(synced, found, right, theirs, strict=False)
     return any(averages and ours != good == other for averages, ours, good, other in ends)
-
-
-def only_one(sequence: tuple[Event, ...]) -> int | None:
-    """The wrapper whose forwards have all backwards of the sequence, if there is one."""
-    kinds = [each for each in sequence if isinstance(each, Forward)]
-    used = {kinds[each].which for each in sequence if isinstance(each, int)}
-    return used.pop() if len(used) == 1 else None
 
 
 def between(found: list[Any], right: list[Any], theirs: list[Any]) -> bool:
@@ -348,12 +348,11 @@ def walk(
             counts["as torch's"] += 1
         elif not marked and not error and their_error and found == averaged:
             counts["averaged by a repeated forward"] += 1
-        elif not marked and not error and found == theirs and (one := only_one(sequence)) is not None:
-            alone = torchs.play(tuple(map(plain, sequence)), rank, left_out=1 - one)
-            if alone == (found, ""):
-                counts["as torch's without the other"] += 1
-            else:
-                wrong.append(f"{spell(sequence)}: {found}, not {right}; torch: {their_error}")
+        elif not (marked or error or found != theirs) and torchs.play_alone(sequence, rank) == (
+            found,
+            "",
+        ):
+            counts["as torch's without the other"] += 1
         else:
             wrong.append(
                 f"{spell(sequence)}: {found} {error}, not {right}; torch: {theirs} {their_error}"
