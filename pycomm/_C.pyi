@@ -177,6 +177,8 @@ class ReducerStats:
 class Reducer:
     @staticmethod
     def pass_without_batch(passes: collections.abc.Sequence[tuple[Reducer, bool]]) -> None: ...
+    @staticmethod
+    def ran_forward() -> None: ...
     def __init__(
         self,
         params: collections.abc.Sequence[torch.Tensor],

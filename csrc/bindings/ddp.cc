@@ -390,6 +390,7 @@ void bindReducer(py::module_& m) {
       .def("set_weight_unsynced", blocking(&Reducer::setWeightUnsynced), py::arg("weight"))
       .def("set_largest", blocking(&Reducer::setLargest), py::arg("largest"))
       .def("pending_weight", blocking(pendingWeight))
+      .def_static("ran_forward", &Reducer::ranForward)
       .def_static("pass_without_batch", torch::wrap_pybind_function(passWithoutBatch), py::arg("passes"))
       .def("step_rows", stepRows, py::arg("since"))
       .def("weighed", blocking(weighed))

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <unordered_set>
@@ -54,14 +55,32 @@ class DerivedEntry final : public Node {
   std::function<void()> on_entry_;
 };
 
+/// The nodes that markGraph() has marked and that live. A call knows its nodes by address alone: after an exception its caller may free them while
+/// a device's thread is still in a hook of it.
+struct MarkedNodes {
+  std::mutex mutex; ///< guards `all`
+  std::list<std::pair<Node*, std::shared_ptr<const ForwardMark>>> all;
+};
+
+MarkedNodes& markedNodes() {
+  static auto* const nodes = new MarkedNodes(); // never destroyed: graphs may outlive static destructors
+  return *nodes;
+}
+
 class EntryHook final : public torch::autograd::FunctionPreHook {
  public:
-  EntryHook(std::shared_ptr<const ForwardMark> mark, std::function<void()> on_entry)
-      : mark_(std::move(mark)), on_entry_(std::move(on_entry)) {}
-
-  [[nodiscard]] const std::shared_ptr<const ForwardMark>& mark() const noexcept {
-    return mark_;
+  EntryHook(Node* node, const std::shared_ptr<const ForwardMark>& mark, std::function<void()> on_entry)
+      : on_entry_(std::move(on_entry)) {
+    const std::lock_guard lock(markedNodes().mutex);
+    place_ = markedNodes().all.emplace(markedNodes().all.end(), node, mark);
   }
+  EntryHook(const EntryHook&) = delete;
+  EntryHook& operator=(const EntryHook&) = delete;
+  ~EntryHook() override {
+    const std::lock_guard lock(markedNodes().mutex);
+    markedNodes().all.erase(place_);
+  }
+
   variable_list operator()(const variable_list& grads) override {
     on_entry_();
     if (!at::GradMode::is_enabled()) {
@@ -78,8 +97,8 @@ class EntryHook final : public torch::autograd::FunctionPreHook {
   }
 
  private:
-  std::shared_ptr<const ForwardMark> mark_;
   std::function<void()> on_entry_;
+  decltype(MarkedNodes::all)::iterator place_;
 };
 
 class ComingHook final : public torch::autograd::FunctionPreHook {
@@ -245,7 +264,7 @@ bool markGraph(
   const auto mark = [&](const at::TensorBase& output) {
     const auto& node = output.grad_fn();
     if (node != nullptr && marked.insert(node.get()).second) {
-      node->add_pre_hook(std::make_unique<EntryHook>(mark_of, on_entry));
+      node->add_pre_hook(std::make_unique<EntryHook>(node.get(), mark_of, on_entry));
     }
   };
   for (const at::Tensor& output : outputs) {
@@ -263,11 +282,10 @@ std::vector<std::shared_ptr<const ForwardMark>> marksOfCall() {
   if (nodes == nullptr) {
     return marks;
   }
-  for (const Node* const node : *nodes) { // the caller of backward() holds its root, and each node those behind it
-    for (const auto& hook : node->pre_hooks()) {
-      if (const auto* const entry = dynamic_cast<const EntryHook*>(hook.get())) {
-        marks.push_back(entry->mark());
-      }
+  const std::lock_guard lock(markedNodes().mutex);
+  for (const auto& [node, mark] : markedNodes().all) {
+    if (nodes->count(node) > 0) {
+      marks.push_back(mark);
     }
   }
   return marks;

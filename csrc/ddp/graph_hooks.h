@@ -141,7 +141,7 @@ bool markGraph(
     const std::shared_ptr<const ForwardMark>& mark,
     const std::function<void()>& on_entry);
 
-// The graph of the present call of backward(), without those of calls nested in it or around it. Cost: a look at each of its nodes.
+// The graph of the present call of backward(), without those of calls nested in it or around it.
 /// The forward passes whose marks it has, entered or not.
 [[nodiscard]] std::vector<std::shared_ptr<const ForwardMark>> marksOfCall();
 /// Whether it leads to one of these parameters.

@@ -20,7 +20,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kWords = 5; // of a row
+constexpr int64_t kWords = 6; // of a row
 constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
 
 bool batchesAlike(const PassWeights::Step& step) noexcept {
@@ -32,7 +32,8 @@ std::vector<PassWeights::Row> rowsIn(const at::Tensor& words) {
   const auto* word = words.const_data_ptr<int64_t>();
   std::vector<PassWeights::Row> rows;
   for (int64_t at = 0; at < words.numel(); at += kWords) {
-    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2], word[at + 3], word[at + 4]});
+    const auto ends = static_cast<PassWeights::Ends>(word[at + 5]);
+    rows.push_back({std::bit_cast<double>(word[at]), word[at + 1], word[at + 2], word[at + 3], word[at + 4], ends});
   }
   return rows;
 }
@@ -53,6 +54,19 @@ int64_t passesOf(const std::vector<PassWeights::Row>& rows, const JobRanks& job)
       least->passes,
       ": with weight=\"samples\" every rank makes the same number. A rank without a batch calls model.no_batch()");
   return least->passes;
+}
+
+void checkEnds(const std::vector<PassWeights::Row>& rows, const JobRanks& job) {
+  const auto find = [&rows](PassWeights::Ends ends) { return std::ranges::find(rows, ends, &PassWeights::Row::ends); };
+  const auto nested = find(PassWeights::Ends::Before);
+  const auto without = find(PassWeights::Ends::WithoutBatch);
+  TORCH_CHECK(
+      nested == rows.end() || without == rows.end(),
+      "on rank ",
+      job.of(static_cast<int>(nested - rows.begin())),
+      " this wrapper is in a checkpoint with use_reentrant=True, so its pass ends before that of a wrapper which was made earlier, and rank ",
+      job.of(static_cast<int>(without - rows.begin())),
+      ", which has called pycomm.no_batch(), ends that one first. Use use_reentrant=False");
 }
 
 void restore(at::Tensor& grad, const at::Tensor& before) {
@@ -400,6 +414,7 @@ void PassWeights::launch(c10d::ProcessGroup& group, c10::Device device, int64_t 
   row[2] = last_compute_ns_;
   row[3] = sum_.batches;
   row[4] = largest_;
+  row[5] = static_cast<int64_t>(ends_);
   rows_ = rows_.to(device);
   std::vector<at::Tensor> tensors{rows_};
   const CallTag about(CallTag::of("the weights of wrapper " + std::to_string(wrapper)));
@@ -428,6 +443,7 @@ std::optional<double> PassWeights::await(const JobRanks& job) {
   work_.reset();
   step_ = {step_count_, rowsIn(rows_.cpu())};
   const int64_t passes = passesOf(step_.rows, job);
+  checkEnds(step_.rows, job);
   double total = 0;
   bool alike = true;
   for (const Row& row : step_.rows) {
@@ -470,6 +486,7 @@ void PassWeights::clear() {
   sum_ = {};
   scale_ = 1.0;
   drops_ = weightless_ = false;
+  ends_ = Ends::InTurn;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
 }
 

@@ -61,6 +61,12 @@ struct SaidWeight {
 /// Not thread-safe; the reducer's mutex guards it.
 class PassWeights {
  public:
+  /// When a pass ends that may be one of several in a call of backward().
+  enum class Ends : int64_t {
+    InTurn, ///< in the order in which the wrappers were made
+    Before, ///< in a nested call, before that of a wrapper which was made earlier
+    WithoutBatch, ///< in that order, and the other ranks' need not
+  };
   /// What one rank said as a step began.
   struct Row {
     double weight = 0; ///< of its passes since the reduction before
@@ -68,6 +74,7 @@ class PassWeights {
     int64_t last_compute_ns = kUnknown; ///< how long the step before took, without waiting for other ranks
     int64_t batches = 0; ///< as `passes`, with those that were forgotten
     int64_t largest = 0; ///< the largest share that its sampler allows; 0: any
+    Ends ends = Ends::InTurn;
   };
   static constexpr int64_t kUnknown = -1;
   struct Step {
@@ -142,6 +149,10 @@ class PassWeights {
     sum_.stray = sum_.cannot_follow;
   }
 
+  /// Of the pass that has begun; else Ends::InTurn.
+  void setEnds(Ends ends) noexcept {
+    ends_ = ends;
+  }
   /// Sends this rank's row. `device`: where the group reduces. `wrapper`: a number that this wrapper has on all ranks, so that of two wrappers
   /// of a group one's row is not the other's.
   void launch(c10d::ProcessGroup& group, c10::Device device, int64_t wrapper);
@@ -152,7 +163,7 @@ class PassWeights {
   /// Whether await() would neither wait nor throw for the network's sake. Also lets the operation go on.
   [[nodiscard]] bool ended() const;
   /// Waits for the rows, and returns the ratio; nothing if no rank has any weight. Throws the operation's error, and one of its own if ranks
-  /// have different numbers of passes.
+  /// have different numbers of passes, or end this one and another wrapper's in different orders.
   [[nodiscard]] std::optional<double> await(const JobRanks& job);
   /// The step is over, also if no rank has any weight: it is on record. `members`: see Step.
   void commit(std::vector<int> members);
@@ -258,6 +269,7 @@ class PassWeights {
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
+  Ends ends_ = Ends::InTurn; ///< of the pass under way
   double scale_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight, or with a share
 

@@ -232,7 +232,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
     asked_in_ = torch::autograd::get_current_graph_task_id();
-    becomeDue();
+    becomeDue(armed_by_mark_);
     pass_.arm();
   }
 }

@@ -80,6 +80,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   /// Throws if the last backward pass did not complete: the error names the parameters without a gradient, or its failure.
   void prepareForForward();
+  /// A forward pass of a wrapper, also without gradients, as a checkpoint runs it. Outside a call of backward() none is under way on this thread.
+  static void ranForward();
   /// Marks the graph of a forward pass: whether backward passes through `outputs` reduce, and their weight.
   void markForward(const std::vector<at::Tensor>& outputs, bool reduces, double weight);
   /// The forward pass that was marked last asks for a reduction. Without a mark since the last call, the next backward pass reduces,
@@ -234,11 +236,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
   void resetStep();
   /// A forward pass has asked for a pass that reduces, or one begins.
-  void becomeDue();
+  /// `marked`: only a call that goes through its marks begins it.
+  void becomeDue(bool marked);
   /// It is over, or it only accumulates.
   void endDue() noexcept;
   /// The others through which the present call of backward() goes and whose averages other ranks await.
   [[nodiscard]] std::vector<std::shared_ptr<Reducer>> besides() const;
+  /// Of the pass that begins in the present call: in a nested one, where a checkpoint repeats its forward pass, it ends before others.
+  [[nodiscard]] PassWeights::Ends ends() const;
   /// In the present call, if it goes through here: its pass reduces, and has not ended. Any thread.
   [[nodiscard]] bool isAwaited();
 
@@ -254,7 +259,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void beginUnmarked();
   void beginPassWith(const std::vector<size_t>& before);
   void completeGradient(size_t index);
-  void beginPass();
+  void beginPass(PassWeights::Ends ends);
   void endCounting();
   void markReady(size_t index);
   [[nodiscard]] PassWeights& weights();
@@ -267,7 +272,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void queueFinish();
   static void finishCall();
   static void finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call);
-  [[nodiscard]] bool beginWithoutBatch(bool reduces);
+  [[nodiscard]] bool beginWithoutBatch(bool reduces, bool alone);
   [[nodiscard]] std::optional<bool> finish(bool residuals_elsewhere);
   /// As many have it as there are reducers that keep residuals, and one.
   [[nodiscard]] static const std::shared_ptr<const char>& keepers();

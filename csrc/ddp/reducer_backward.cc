@@ -66,32 +66,50 @@ bool same(const std::weak_ptr<const Reducer>& one, const std::weak_ptr<const Red
   return !one.owner_before(other) && !other.owner_before(one);
 }
 
+/// This thread has run a forward pass outside any call of backward(). One of autograd's own has not, and works for all that do.
+thread_local bool runs_forward = false;
+
+/// Whose calls this thread works in: its own, or none, which stands for any.
+std::thread::id caller() {
+  return runs_forward ? std::this_thread::get_id() : std::thread::id();
+}
+
+bool isOfCaller(std::thread::id thread) {
+  return thread == std::thread::id() || !runs_forward || thread == std::this_thread::get_id();
+}
+
 /// A reducer that a forward pass has asked for a pass, or that has begun one, which is not over: backward may go through it beside others.
 struct Due {
-  std::thread::id thread; ///< the last one that did
+  std::thread::id thread; ///< the last one that did: see caller()
   std::weak_ptr<Reducer> reducer;
+  bool marked; ///< its pass has not begun, and only a call that goes through its marks begins it
+};
+
+/// A reducer whose pass has ended in a call of backward().
+struct Ended {
+  int call; ///< autograd's number: the later a call begins, the larger
+  bool nested; ///< another call is around it
+  std::thread::id thread; ///< see caller()
+  std::weak_ptr<Reducer> reducer;
+  bool finite; ///< its averages were, and those of the others in the same outermost call
 };
 
 LeafMutex due_mutex; ///< guards the next two
 std::vector<Due> due;
+std::vector<Ended> ended; ///< the last of each reducer, since its thread's last forward pass outside any call
 
-/// A reducer whose pass has ended in a call of backward(), which may be nested in another one that goes through more reducers.
-struct Ended {
-  int call; ///< autograd's number
-  int around; ///< that of the other one, if a forward pass in it has asked for the pass, as a checkpoint repeats it; else `call`
-  std::thread::id thread;
-  std::weak_ptr<Reducer> reducer;
-  bool finite; ///< its averages were, and those of the others in that call
-};
+std::vector<Due> allDue() {
+  const std::lock_guard lock(due_mutex);
+  return due;
+}
 
-std::vector<Ended> ended; ///< the last of each reducer
-
-/// In this call, or in one that is nested in it: on its thread no other one begins meanwhile.
-std::vector<Ended> endedIn(int around) {
+/// Those that may have ended in the outermost call of this one. A call around two nested ones need not be known.
+std::vector<Ended> endedBeside(int call, bool nested) {
   const std::lock_guard lock(due_mutex);
   std::vector<Ended> found = ended;
-  std::erase_if(found, [around](const Ended& each) {
-    return each.around != around && (each.call <= around || each.thread != std::this_thread::get_id());
+  std::erase_if(found, [=](const Ended& each) {
+    const bool may_be = each.call == call || (each.nested && (nested || each.call > call));
+    return !may_be || !isOfCaller(each.thread);
   });
   return found;
 }
@@ -123,10 +141,19 @@ void Reducer::onEntry(ForwardMark& mark) {
   });
 }
 
-void Reducer::becomeDue() {
+void Reducer::ranForward() {
+  if (torch::autograd::get_current_graph_task_id() != BackwardCall::kNone) {
+    return;
+  }
+  runs_forward = true;
+  const std::lock_guard lock(due_mutex);
+  std::erase_if(ended, [](const Ended& each) { return isOfCaller(each.thread); });
+}
+
+void Reducer::becomeDue(bool marked) {
   endDue();
   const std::lock_guard lock(due_mutex);
-  due.push_back({std::this_thread::get_id(), weak_from_this()});
+  due.push_back({caller(), weak_from_this(), marked});
 }
 
 void Reducer::endDue() noexcept {
@@ -147,22 +174,30 @@ std::vector<std::shared_ptr<Reducer>> Reducer::besides() const {
       add(std::move(other));
     }
   }
-  // Of an output that is no tensor there is no mark. Nor is the graph of a call around this one known, which has repeated a forward pass: all
-  // that are due on this thread may be in it.
-  const bool repeated =
-      asked_in_ != BackwardCall::kNone && torch::autograd::get_current_graph_task_id() != BackwardCall::kNone;
-  std::vector<Due> all;
-  {
-    const std::lock_guard lock(due_mutex);
-    all = due;
-  }
-  for (const Due& each : all) {
+  // Nothing is known of the graph of a call around this one, nor, without marks, of which calls a pass goes through: it may be in a nested one.
+  const int call = torch::autograd::get_current_graph_task_id();
+  const bool in_any = asked_in_ != BackwardCall::kNone || marks_.call() != call || !armed_by_mark_;
+  for (const Due& each : allDue()) {
     auto other = each.reducer.lock();
-    if (other != nullptr && ((repeated && each.thread == std::this_thread::get_id()) || callReaches(other->params_))) {
+    const bool may_be = call != BackwardCall::kNone && isOfCaller(each.thread) && (in_any || !each.marked);
+    if (other != nullptr && (may_be || callReaches(other->params_))) {
       add(std::move(other));
     }
   }
   return others;
+}
+
+PassWeights::Ends Reducer::ends() const {
+  if (!weights_.has_value() || asked_in_ == BackwardCall::kNone ||
+      asked_in_ == torch::autograd::get_current_graph_task_id()) {
+    return PassWeights::Ends::InTurn;
+  }
+  const std::vector<Due> all = allDue();
+  const bool before = std::any_of(all.begin(), all.end(), [this](const Due& each) {
+    const auto other = each.reducer.lock();
+    return other != nullptr && other->number_ < number_ && isOfCaller(each.thread) && other->isAwaited();
+  });
+  return before ? PassWeights::Ends::Before : PassWeights::Ends::InTurn;
 }
 
 bool Reducer::isAwaited() {
@@ -239,7 +274,7 @@ void Reducer::beginPassWith(const std::vector<size_t>& before) {
         unreachable, [&](size_t param) { return std::find(before.begin(), before.end(), param) != before.end(); });
     pass_.setUnreachable(std::move(unreachable));
   }
-  beginPass();
+  beginPass(ends());
   for (const size_t index : before) {
     if (!pass_.counting()) { // it has been counted
       completeGradient(index);
@@ -396,7 +431,8 @@ bool Reducer::allCame() const {
   return pipeline_->allLaunched() || pipeline_->allAhead() || (lost_ != nullptr && pass_.missing().empty());
 }
 
-void Reducer::beginPass() {
+// `ends`: looked at with weights only.
+void Reducer::beginPass(PassWeights::Ends ends) {
   marks_.begin();
   ++stats_.passes;
   for (const size_t nbytes : buckets_.gradientNbytes()) {
@@ -413,7 +449,10 @@ void Reducer::beginPass() {
     over_in_ = torch::autograd::get_current_graph_task_id();
     return;
   }
-  becomeDue();
+  becomeDue(/*marked=*/false);
+  if (weights_.has_value()) {
+    weights_->setEnds(ends);
+  }
   if (used_.has_value()) {
     used_->forgetGone(params_);
   }
@@ -579,18 +618,15 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
   std::sort(reducers.begin(), reducers.end(), [](const auto& one, const auto& other) {
     return one->number_ < other->number_;
   });
-  const auto repeated = std::find_if(
-      reducers.begin(), reducers.end(), [](const auto& each) { return each->asked_in_ != BackwardCall::kNone; });
-  const int around = repeated != reducers.end() ? (*repeated)->asked_in_ : call;
-  const bool nested = around != call || torch::autograd::get_current_node() != nullptr; // then a node has made it
-  std::vector<Ended> all = call == BackwardCall::kNone ? std::vector<Ended>{} : endedIn(around);
+  const bool nested = torch::autograd::get_current_node() != nullptr; // which has made the call
+  std::vector<Ended> all = call == BackwardCall::kNone ? std::vector<Ended>{} : endedBeside(call, nested);
   const bool beside = nested || reducers.size() + all.size() > 1; // those to come, or before
   const bool residuals_elsewhere = beside && keepers().use_count() > 1;
   std::exception_ptr first;
   for (auto each = reducers.begin(); each != reducers.end(); ++each) {
     try {
       if (const std::optional<bool> finite = (*each)->finish(residuals_elsewhere)) {
-        all.push_back({call, around, std::this_thread::get_id(), *each, *finite});
+        all.push_back({call, nested, caller(), *each, *finite});
       }
     } catch (const std::exception& error) {
       first = first == nullptr ? std::current_exception() : first;
@@ -692,7 +728,7 @@ void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reduc
   std::vector<std::shared_ptr<Reducer>> begun;
   try {
     for (const auto& [reducer, reduces] : passes) {
-      if (reducer->beginWithoutBatch(reduces)) {
+      if (reducer->beginWithoutBatch(reduces, /*alone=*/passes.size() == 1)) {
         begun.push_back(reducer);
       }
     }
@@ -706,7 +742,7 @@ void Reducer::passWithoutBatch(const std::vector<std::pair<std::shared_ptr<Reduc
 }
 
 // False if it only accumulates.
-bool Reducer::beginWithoutBatch(bool reduces) {
+bool Reducer::beginWithoutBatch(bool reduces, bool alone) {
   return raising([&] {
     const Turn turn(*this);
     throwIfUnfinished();
@@ -723,7 +759,7 @@ bool Reducer::beginWithoutBatch(bool reduces) {
     recorder_.begin(buckets_.all().size());
     asked_in_ = BackwardCall::kNone;
     return orFail("a rank without a batch took part in a reduction", [&] {
-      beginPass();
+      beginPass(alone ? PassWeights::Ends::InTurn : PassWeights::Ends::WithoutBatch);
       if (!pass_.reducing()) {
         return false;
       }

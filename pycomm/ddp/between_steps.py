@@ -120,6 +120,8 @@ class BetweenSteps(Weighed):
     def _post_forward(self, output: Any) -> Any:
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._hand_over_buffers()
+        if not self._use_python_reducer and not torch.compiler.is_compiling():
+            self.reducer.ran_forward()
         # Before torch's part, which may put a node of its own behind these outputs.
         if torch.is_grad_enabled() and not self._use_python_reducer:
             tensors = _find_tensors(output)  # type: ignore[no-untyped-call]

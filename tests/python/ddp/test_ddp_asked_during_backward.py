@@ -145,6 +145,7 @@ EMPTY = ("residuals", "used_here")
 NO_STATE = (
     "set_logger",
     "ask_to_leave",
+    "ran_forward",
     "_push_all_rebuilt_params",
     "_set_ddp_runtime_logging_sample_rate",
 )

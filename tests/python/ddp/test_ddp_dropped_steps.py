@@ -142,41 +142,78 @@ class Ended(nn.Module):
         return SimpleNamespace(loss=checkpoint(self.body, slopes, slopes, use_reentrant=True))
 
 
-def ends_within(rank: int, world_size: int, kind: str, spoiled: int) -> float:
-    """What one wrapper keeps of a step that the Inf of another one, without a codec, spoils.
+OBJECT, CHECKPOINTS, OUTER = "an object", "checkpoint in checkpoint", "the outer call"
 
-    The first one ends in an inner call, the second one later.
+
+def ends_within(
+    rank: int, world_size: int, kinds: tuple[str, str], spoiled: int
+) -> tuple[float, float]:
+    """What one wrapper keeps of a step, and of one that another's Inf, without a codec, spoils.
+
+    `kinds`: in which call each of the two ends.
     """
-    inner = Ended() if kind == "object" else Slopes(torch.float32)
     models = [
-        wrap(each, wire_dtype=None if which == spoiled else "int8", process_group=dist.new_group())
-        for which, each in enumerate((inner, Slopes(torch.float32)))
+        wrap(
+            Ended() if kind == OBJECT else Slopes(torch.float32),
+            wire_dtype=None if which == spoiled else "int8",
+            process_group=dist.new_group(),
+        )
+        for which, kind in enumerate(kinds)
     ]
-    slopes = [slopes_of(rank, 0, torch.float32) for _ in models]
-    slopes[spoiled][5] = float("inf") if rank == 0 else 0.0
-    first, second = (each.requires_grad_() for each in slopes)
-    if kind == "object":
-        loss = models[0](first).loss
-    else:
+
+    def loss_of(which: int, slopes: torch.Tensor) -> Any:
+        if kinds[which] == OBJECT:
+            return models[which](slopes).loss
+        if kinds[which] == OUTER:
+            return models[which](slopes, slopes)
 
         def middle(given: torch.Tensor) -> Any:
-            return checkpoint(models[0], given, given, use_reentrant=True)
+            return checkpoint(models[which], given, given, use_reentrant=True)
 
-        loss = checkpoint(middle, first, use_reentrant=True)
-    (loss + models[1](second, second)).backward()
-    kept = models[1 - spoiled].communication_state_dict()["residuals"]
-    return max(float(each.abs().max()) for each in kept.values())
+        return checkpoint(middle, slopes, use_reentrant=True)
+
+    largest = []
+    for bad in (0.0, float("inf")):
+        slopes = [slopes_of(rank, 0, torch.float32) for _ in models]
+        slopes[spoiled][5] = bad if rank == 0 else 0.0
+        sum(loss_of(which, each.requires_grad_()) for which, each in enumerate(slopes)).backward()
+        kept = models[1 - spoiled].communication_state_dict()["residuals"]
+        largest.append(max(float(each.abs().max()) for each in kept.values()))
+    return largest[0], largest[1]
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])
-@pytest.mark.parametrize("kind", ["object", "checkpoint in checkpoint"])
+@pytest.mark.parametrize(
+    "kinds",
+    [(OBJECT, OUTER), (CHECKPOINTS, OUTER), (OBJECT, OBJECT), (CHECKPOINTS, CHECKPOINTS)],
+    ids=" and ".join,
+)
 def test_a_pass_that_ends_in_an_inner_call_is_one_of_the_same_backward(
-    kind: str, spoiled: int
+    kinds: tuple[str, str], spoiled: int
 ) -> None:
     found = ranks.run_ranks(
-        2, ends_within, args=(kind, spoiled), timeout_s=60, preload=ranks.TORCH_DDP
+        2, ends_within, args=(kinds, spoiled), timeout_s=60, preload=ranks.TORCH_DDP
     )
-    assert list(found.values()) == [0.0] * 2
+    for right, dropped in found.values():
+        assert right > 0.0 and dropped == 0.0
+
+
+def apart(rank: int, world_size: int) -> float:
+    """What one wrapper keeps of its own backward after another's, which an Inf has spoiled."""
+    models = [
+        wrap(Ended(), wire_dtype=wire, process_group=dist.new_group()) for wire in (None, "int8")
+    ]
+    slopes = [slopes_of(rank, 0, torch.float32) for _ in models]
+    slopes[0][5] = float("inf") if rank == 0 else 0.0
+    for model, each in zip(models, slopes, strict=True):
+        model(each.requires_grad_()).loss.backward()
+    kept = models[1].communication_state_dict()["residuals"]
+    return max(float(each.abs().max()) for each in kept.values())
+
+
+def test_an_inf_in_a_nested_call_of_a_backward_before_spoils_nothing() -> None:
+    found = ranks.run_ranks(2, apart, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert min(found.values()) > 0.0
 
 
 class Apart(nn.Module):

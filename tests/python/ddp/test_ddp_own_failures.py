@@ -6,6 +6,8 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from signals import interrupt_main_thread
 from time_bound import assert_within
 from torch import nn
 from torch.futures import Future
+from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm._group.creation import native_backend
@@ -71,13 +74,15 @@ def hook_over_another_group(rank: int) -> Any:
     return model
 
 
-def pair(**options: Any) -> tuple[Any, Any]:
-    """Each has a group. `options`: of the first one."""
-    first, second = (
+def pair(
+    first: nn.Module | None = None, second: nn.Module | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """Each has a group; by default a layer and a Table. `options`: of the first one."""
+    models = (
         wrap(each, process_group=dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), **more)
-        for each, more in ((nn.Linear(4, 4), options), (Table(), {}))
+        for each, more in ((first or nn.Linear(4, 4), options), (second or Table(), {}))
     )
-    return first, second
+    return next(models), next(models)
 
 
 def second_of_two(rank: int) -> Any:
@@ -131,8 +136,71 @@ def on_two_threads(rank: int) -> Any:
     return forwards
 
 
+class Nested(nn.Module):
+    """Its gradients come in a nested call of backward(), on rank 1 after the others' have left."""
+
+    def __init__(self, body: nn.Module, as_object: bool = False) -> None:
+        super().__init__()
+        self.body, self.as_object = body, as_object
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        def late(_: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled() and dist.get_rank() == 1:
+                time.sleep(1.0)
+            out: torch.Tensor = self.body(batch).sum()
+            return out
+
+        loss = checkpoint(late, torch.ones(1, requires_grad=True), use_reentrant=True)
+        return SimpleNamespace(loss=loss) if self.as_object else loss
+
+
+def nested(rank: int) -> Any:
+    first, second = pair(second=Nested(Table()))
+    if rank == 1:
+        second.module.body.table.sparse = True
+    return lambda batch: first(torch.ones(2, 4)).sum() + second(batch)
+
+
+def nested_on_another_thread(rank: int) -> Any:
+    forward = nested(rank)
+
+    def on_another_thread(loss: torch.Tensor) -> None:
+        raised: list[Exception] = []
+
+        def backward() -> None:
+            try:
+                loss.backward()
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        raise raised[0]
+
+    return lambda batch: SimpleNamespace(backward=partial(on_another_thread, forward(batch)))
+
+
+def beside_a_nested_one(rank: int) -> Any:
+    """The first one has no marks, and its graph is not in the call in which the second fails."""
+    first, second = pair(Nested(nn.Linear(4, 4), as_object=True))
+    if rank == 1:
+        second.module.table.sparse = True
+
+    def forward(batch: torch.Tensor) -> torch.Tensor:
+        loss = first(torch.ones(2, 4)).loss + second(batch)
+        if rank == 1:
+            loss.register_hook(lambda _: time.sleep(1.0))
+        return loss
+
+    return forward
+
+
 CASES = [
     (another_layout, "sparse"),
+    (nested, "sparse"),
+    (nested_on_another_thread, "sparse"),
+    (beside_a_nested_one, "sparse"),
     (second_of_two, "sparse"),
     (second_of_two_losses, "sparse"),
     (on_two_threads, "sparse"),
@@ -212,6 +280,25 @@ def test_a_wrapper_that_backward_does_not_reduce_keeps_its_group(
         3, spared, args=(forwards, accumulate), init_timeout_s=TIMEOUT_S, preload=TORCH_DDP
     )
     assert list(found.values()) == [3.0] * 3
+
+
+def cut_off(rank: int, world_size: int) -> str:
+    """What the first wrapper's group says after the second one, which has no marks, has failed."""
+    first, second = pair(second=Nested(Table(), as_object=True))
+    if rank == 1:
+        second.module.body.table.sparse = True
+    with pytest.raises((RuntimeError, pycomm.errors.PycommError)):
+        (first(torch.ones(2, 4)).sum() + second(torch.tensor([1, 2])).loss).backward()
+    dist.barrier()
+    with pytest.raises(pycomm.errors.AbortedError) as caught:
+        dist.all_reduce(torch.ones(1), group=first.process_group)
+    return str(caught.value)
+
+
+def test_one_around_the_call_of_a_pass_without_marks_is_cut_off() -> None:
+    found = run_ranks(2, cut_off, init_timeout_s=TIMEOUT_S, preload=TORCH_DDP)
+    for said in found.values():
+        assert "rank 1" in said.lower(), said
 
 
 # A hook's future that never completes

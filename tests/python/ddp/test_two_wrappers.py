@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from elastic_rig import Net, announce, await_ranks, batch_of
 from signals import interrupt_main_thread
 from time_bound import assert_within
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from two_wrappers import Kind, Program, Training, random_program
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
@@ -152,6 +154,66 @@ def test_a_no_batch_for_each_is_an_error_that_says_what_to_call(what: str) -> No
     for text in found.values():
         assert "CollectiveMismatchError" in text
         assert "pycomm.no_batch(first, second, ...)" in text
+
+
+WAITS_AT_MOST_S = 20.0
+
+
+def beside_a_nested_one(
+    rank: int, world_size: int, own_groups: bool, made_first: int
+) -> tuple[str, float]:
+    """Rank 1 has no batch; on the others the second one's pass is in a nested call."""
+    import pycomm
+
+    models = [
+        wrap(
+            nn.Linear(4, 4),
+            weight="samples",
+            process_group=dist.new_group(timeout=timedelta(seconds=WAITS_AT_MOST_S))
+            if own_groups
+            else None,
+        )
+        for _ in range(2)
+    ]
+    outer, inner = models[made_first], models[1 - made_first]
+    began_s = time.monotonic()
+    try:
+        for step in range(3):
+            given = torch.ones(2 + rank, 4, requires_grad=True)
+            if rank == 1 and step == 2:  # when buckets have their order
+                pycomm.no_batch(inner, outer)
+            else:
+                outer(checkpoint(inner, given, use_reentrant=True)).mean().backward()
+        text = ""
+    except Exception as error:
+        text = "\n".join([repr(error), *getattr(error, "__notes__", [])])
+    return text, time.monotonic() - began_s
+
+
+@pytest.mark.time_bound
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_a_rank_without_a_batch_cannot_end_a_nested_pass_before_an_earlier_wrapper(
+    own_groups: bool,
+) -> None:
+    found = ranks.run_ranks(
+        3,
+        beside_a_nested_one,
+        args=(own_groups, 0),
+        init_timeout_s=WAITS_AT_MOST_S,
+        timeout_s=60,
+        preload=ranks.TORCH_DDP,
+    )
+    for text, took_s in found.values():
+        assert "use_reentrant" in text
+        assert_within(took_s, WAITS_AT_MOST_S / 2)
+
+
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_it_ends_a_nested_pass_in_turn(own_groups: bool) -> None:
+    found = ranks.run_ranks(
+        3, beside_a_nested_one, args=(own_groups, 1), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    assert [text for text, _ in found.values()] == [""] * 3
 
 
 def test_no_batch_of_something_else_is_refused() -> None:
