@@ -221,7 +221,7 @@ void DataPlane::onReadingEnded(int peer, const Error& error) {
 
 void DataPlane::onWritingBroke(int peer, const Error& error) {
   if (isOwnTrouble(error.record().code)) { // no memory, no descriptors: the peer has nothing to do with it
-    notice(ownTrouble(std::make_exception_ptr(error), identity_));
+    thrown(-1, std::make_exception_ptr(error));
     return;
   }
   leaving::writingBroke(tables_, peer, brokenLink(peer, error), Clock::now());
@@ -465,7 +465,8 @@ TimePoint DataPlane::nextTick() const noexcept {
        watched_.nextDeadline(),
        leaving::nextTick(tables_),
        links_.nextTick(),
-       nextRefusedDeadline()});
+       nextRefusedDeadline(),
+       say_at_});
 }
 
 void DataPlane::tick(TimePoint now) {
@@ -492,6 +493,11 @@ void DataPlane::tick(TimePoint now) {
     links_.tick(now);
   });
   endRefusedLate(now);
+  if (say_at_ <= now) {
+    say_at_ = TimePoint::max();
+    const auto [peer, exception] = std::exchange(unsaid_, {});
+    thrown(peer, exception);
+  }
 }
 
 Loop::Ticker::Look DataPlane::look() {

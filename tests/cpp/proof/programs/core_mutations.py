@@ -113,6 +113,13 @@ MUTATIONS = [
         "",
         "DataLoopRules.WhatCannotBeginEndsAtOnceIfNothingCanBeReported",
     ),
+    _rule(
+        "5: what cannot be reported is not tried again",
+        "ends.cc",
+        "    say_at_ = Clock::now() + kSayAgain;\n",
+        "",
+        "DataPlaneRefused.WhatCannotBeReportedIsReportedOnceThereIsMemory",
+    ),
     # ---- the three memories of what is over
     _rule(
         "6: fewer descriptors are kept for late comparison",
@@ -253,6 +260,13 @@ MUTATIONS = [
         "  tables.failed = true;\n",
         "",
         "DataLoopRules.NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet",
+    ),
+    _rule(
+        "13: an exception of this rank's own stops nothing",
+        "ends.cc",
+        "    tables_.failed = tables_.failed || isOwnTrouble(record.code);",
+        "   ",
+        "DataPlaneRefused.NothingLeavesBehindAMessageThatCouldNotBegin",
     ),
     _rule(
         "13: a closing rank takes new frames",
