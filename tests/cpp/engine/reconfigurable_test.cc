@@ -714,8 +714,7 @@ TEST(Reconfigurable, AMemberThatEntersAndHangsUpEntersAgain) {
   std::thread waits([&] { error = made[0]->meet(1, handles); });
   int entered = 0;
   for (const Deadline end = Deadline::after(60000); entered < 20 && !end.expired();) {
-    const std::string answer =
-        answerAt(*made[0], first.incarnation, second.incarnation, name, 1, 1, second.endpoint);
+    const std::string answer = answerAt(*made[0], first.incarnation, second.incarnation, name, 1, 1, second.endpoint);
     entered += answer == endpoint_answer::kHere ? 1 : 0;
   }
   EXPECT_EQ(entered, 20);
