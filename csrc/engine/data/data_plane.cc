@@ -286,17 +286,17 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
 }
 
 void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
-  if (failure_ || tables_.failed) {
+  if (failure_) {
     return;
   }
-  if (header.type == FrameType::Goodbye) {
+  if (header.type == FrameType::Goodbye) { // also if Tables::failed: without it the end of the link is a death
     links_.endReading(peer);
     noteReading(peer);
     events_.left(peer);
     peerLeft(peer);
     return;
   }
-  if (header.type == FrameType::Data) {
+  if (header.type == FrameType::Data && !tables_.failed) {
     OperationRow* const row = tables_.find(header.op_id);
     if (transfers_.arrived(row, peer, header, std::move(sink))) {
       act();

@@ -278,10 +278,8 @@ MUTATIONS = [
     _rule(
         "13: a closing rank reads nothing more",
         "data_plane.cc",
-        "  if (failure_ || tables_.failed) {\n    return;\n  }\n"
-        "  if (header.type == FrameType::Goodbye) {",
-        "  if (!running() || tables_.failed) {\n    return;\n  }\n"
-        "  if (header.type == FrameType::Goodbye) {",
+        "  if (failure_) {\n    return;\n  }\n  if (header.type == FrameType::Goodbye) {",
+        "  if (!running()) {\n    return;\n  }\n  if (header.type == FrameType::Goodbye) {",
         _CLOSING,
     ),
     _rule(
