@@ -133,9 +133,12 @@ void PycommBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 c10d::ErrorType PycommBackend::getError() {
   const std::shared_ptr<Group> group = groupIfAny();
-  const auto failure = group == nullptr ? std::nullopt : group->failure();
+  if (group == nullptr) {
+    return c10d::ErrorType::SUCCESS;
+  }
+  const auto failure = group->failure();
   // The ranks agree on a cause only some milliseconds after abort() has returned, perhaps on another rank's.
-  if (group != nullptr && group->isAborted() && (!failure || failure->code == ErrorCode::Aborted)) {
+  if (group->isAborted() && (!failure || failure->code == ErrorCode::Aborted)) {
     return c10d::ErrorType::COMM_ERROR;
   }
   if (!failure) {
@@ -159,10 +162,12 @@ void PycommBackend::abort() {
 
 void PycommBackend::abortFor(const std::string& what) {
   if (const std::shared_ptr<Group> group = groupIfAny()) {
-    ErrorRecord reason = endedBy(group->identity().jobRank(), "ended");
-    reason.summary = "Rank " + std::to_string(reason.peer) + " " + what;
-    reason.hint = "see the exception that this rank has raised";
-    group->abort(reason);
+    group->abort(recordInAnyCase(group->identity(), [&] {
+      ErrorRecord reason = endedBy(group->identity().jobRank(), "ended");
+      reason.summary = "Rank " + std::to_string(reason.peer) + " " + what;
+      reason.hint = "see the exception that this rank has raised";
+      return reason;
+    }));
   }
 }
 
@@ -588,7 +593,9 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
     }
     made->started();
   } catch (...) {
-    tellOthers(content);
+    if (!content.operations.empty()) {
+      tellOthers();
+    }
     made->cancel();
     if (open != nullptr && content.operations.empty()) {
       open->works.pop_back();
@@ -601,11 +608,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
   return made;
 }
 
-void PycommBackend::tellOthers(const PycommWork::Content& content) noexcept {
-  if (content.operations.empty()) {
-    return; // nothing has begun
-  }
-  // The other ranks have begun, or will begin, operations that this one never does.
+void PycommBackend::tellOthers() noexcept {
   ErrorRecord reason = recordInAnyCase(group_->identity(), [&] { return ownTroubleHere(group_->identity()); });
   if (!isOwnTrouble(reason.code)) {
     return; // all ranks find that
@@ -652,9 +655,11 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
   const auto begin = [group = group_, operations = content.operations, reads = content.cuda->reads()](
                          size_t ended, const std::optional<ErrorRecord>& failure) {
     if (failure) {
-      ErrorRecord reason = *failure;
-      reason.peer = group->identity().jobRank();
-      group->abort(reason);
+      group->abort(recordInAnyCase(group->identity(), [&] {
+        ErrorRecord reason = *failure;
+        reason.peer = group->identity().jobRank();
+        return reason;
+      }));
       return; // the memory was never filled: nothing of it leaves
     }
     const bool in_pieces = reads && operations.front()->request().extras().pieces != nullptr;
@@ -680,7 +685,7 @@ void PycommBackend::startNccl(
   for (const Group::Call& call : calls) {
     content.operations.push_back(group_->follow(call));
   }
-  if (group_->failure()) {
+  if (group_->isEnding()) {
     return; // the operations end with it, and wait() raises it, as for every other operation
   }
   if (open != nullptr) {
@@ -702,7 +707,7 @@ void PycommBackend::startNccl(
 }
 
 void PycommBackend::launch(Window& window) {
-  if (window.launch == nullptr || group_->failure()) {
+  if (window.launch == nullptr || group_->isEnding()) {
     return;
   }
   window.nccl->launch(*window.launch, window.calls, window.operations);

@@ -336,8 +336,9 @@ class PycommBackend final : public c10d::Backend {
   /// Makes every Work, so that a coalescing window sees it. `open`: the result of window() before anything began, or null.
   /// Its operations start after that.
   [[nodiscard]] c10::intrusive_ptr<PycommWork> work(Titled titled, PycommWork::Content content, Window* open);
-  /// In a catch block: if some operations of a Work have started and the others cannot, the group ends with the exception.
-  void tellOthers(const PycommWork::Content& content) noexcept;
+  /// In a catch block: some operations of a call have started and the others cannot, so the group ends with the exception. The other ranks
+  /// have begun, or will begin, operations that this one never does.
+  void tellOthers() noexcept;
   /// A message of a tensor that the engine reads or writes in place.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> plainMessage(
       Titled titled,

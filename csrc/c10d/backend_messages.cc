@@ -41,7 +41,9 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::plainMessage(
   } else {
     request.output = view;
   }
-  return c10::make_intrusive<MessageWork>(owner_, getRank(), titled.type, tensor, start(request));
+  auto made = c10::make_intrusive<MessageWork>(owner_, getRank(), titled.type, tensor);
+  made->started(start(request));
+  return made;
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::message(

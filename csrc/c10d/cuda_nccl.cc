@@ -12,6 +12,7 @@
 #include "base/wait_point.h"
 #include "c10d/interruptible.h"
 #include "c10d/nccl_calls.h"
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {
@@ -238,17 +239,19 @@ void NcclGroup::launch(
     for (size_t i = 0; i < calls.size(); ++i) {
       translated.add(calls[i], *operations[i]);
     }
-    auto work = comm_->start(
+    std::list<Pending> pending; // first: what is launched is watched
+    pending.push_back({nullptr, operations});
+    pending.front().work = comm_->start(
         translated.list(),
         device_->callersStream(),
         Deadline::after(calls.front().deadline.remainingMs(kDayMs) + kLaterMs));
     launch.launched_.store(true, std::memory_order_release);
     const std::lock_guard lock(mutex_);
-    pending_.push_back({std::move(work), operations});
+    pending_.splice(pending_.end(), pending);
     changed_.notify_all();
   } catch (const std::exception&) {
-    ErrorRecord record = caughtOnDevice();
-    if (!group_->failure() && hasFailed()) {
+    ErrorRecord record = recordInAnyCase(group_->identity(), caughtOnDevice);
+    if (!group_->hasFailed() && hasFailed()) {
       record.peer = group_->identity().jobRank();
       group_->abort(record);
     }
@@ -293,18 +296,13 @@ bool NcclGroup::hasFailed() noexcept {
   }
 }
 
-void NcclGroup::look() {
+void NcclGroup::look() noexcept {
   if (hasFailed()) {
-    ErrorRecord record;
-    try {
-      record = comm_->failure().value();
-    } catch (const std::exception&) {
-      record = caughtOnDevice();
-    }
+    ErrorRecord record = recordInAnyCase(group_->identity(), [&] { return comm_->failure().value(); });
     if (record.peer < 0) {
       record.peer = group_->identity().jobRank();
     }
-    if (!group_->failure()) {
+    if (!group_->hasFailed()) {
       group_->abort(record);
     }
     endAll(record);
@@ -326,8 +324,8 @@ void NcclGroup::look() {
   }
 }
 
-void NcclGroup::endAll(const ErrorRecord& why) {
-  std::deque<Pending> ended;
+void NcclGroup::endAll(const ErrorRecord& why) noexcept {
+  std::list<Pending> ended;
   {
     const std::lock_guard lock(mutex_);
     ended.swap(pending_);

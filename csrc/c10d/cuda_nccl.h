@@ -7,8 +7,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -112,8 +112,8 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   void threadMain() noexcept;
   /// Whether NCCL or the device has failed. Also true if there is no memory to find out.
   [[nodiscard]] bool hasFailed() noexcept;
-  void look();
-  void endAll(const ErrorRecord& why);
+  void look() noexcept;
+  void endAll(const ErrorRecord& why) noexcept;
 
   [[nodiscard]] cuda::NcclUniqueId exchange(const cuda::NcclUniqueId* own, Deadline deadline);
   [[nodiscard]] std::optional<ErrorRecord> groupFailure() const;
@@ -134,7 +134,7 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
 
   LeafMutex mutex_; ///< guards all below
   std::condition_variable_any changed_;
-  std::deque<Pending> pending_; ///< in stream order
+  std::list<Pending> pending_; ///< in stream order
   int launching_ = 0; ///< threads in launch()
   bool stopping_ = false;
   std::thread thread_;

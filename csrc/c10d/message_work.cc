@@ -10,30 +10,17 @@
 namespace pycomm {
 
 MessageWork::~MessageWork() {
-  if (operation_->done()) {
+  if (operation_ == nullptr || operation_->done()) {
     return;
   }
   // The tensor must outlive the operation, and must not be freed on the data loop: that may take Python's lock.
-  struct Keep {
-    c10::intrusive_ptr<WorkOwner> owner;
-    at::Tensor tensor;
-    c10::Storage storage;
-    std::shared_ptr<Keep> for_good; ///< itself
-  };
-  std::shared_ptr<Keep> keep;
   try {
-    keep = std::make_shared<Keep>();
-    *keep = {owner_, std::move(tensor_), std::move(storage_), nullptr};
+    const auto task = std::make_shared<CallbackPool::Placed>([owner = owner_, tensor = tensor_, storage = storage_] {});
     CallbackPool& pool = owner_->group->engine().callbacks();
-    // Moved, so that the data loop keeps no reference.
-    operation_->onDone([keep, &pool] { pool.submit([kept = std::move(*keep)] {}); });
+    operation_->onDone([task, &pool] { pool.submit(*task); });
   } catch (...) { // no memory: then they are never freed
-    if (keep != nullptr) {
-      keep->for_good = keep;
-    } else {
-      (void)tensor_.unsafeReleaseTensorImpl();
-      (void)storage_.unsafeReleaseStorageImpl();
-    }
+    (void)tensor_.unsafeReleaseTensorImpl();
+    (void)storage_.unsafeReleaseStorageImpl();
   }
 }
 

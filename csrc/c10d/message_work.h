@@ -19,18 +19,14 @@ namespace pycomm {
 /// a tensor gets another one by `x.data = y`.
 class MessageWork final : public c10d::Work {
  public:
-  MessageWork(
-      c10::intrusive_ptr<WorkOwner> owner,
-      int rank,
-      c10d::OpType type,
-      at::Tensor tensor,
-      std::shared_ptr<Operation> operation)
-      : Work(rank, type),
-        owner_(std::move(owner)),
-        tensor_(std::move(tensor)),
-        storage_(tensor_.storage()),
-        operation_(std::move(operation)) {}
+  /// Before its operation, so that none is under way whose memory has no owner.
+  MessageWork(c10::intrusive_ptr<WorkOwner> owner, int rank, c10d::OpType type, at::Tensor tensor)
+      : Work(rank, type), owner_(std::move(owner)), tensor_(std::move(tensor)), storage_(tensor_.storage()) {}
   ~MessageWork() override;
+  /// Once, before others have this.
+  void started(std::shared_ptr<Operation> operation) noexcept {
+    operation_ = std::move(operation);
+  }
 
   bool isCompleted() override;
   bool isSuccess() const override {
@@ -67,7 +63,7 @@ class MessageWork final : public c10d::Work {
   const c10::intrusive_ptr<WorkOwner> owner_;
   at::Tensor tensor_;
   c10::Storage storage_;
-  const std::shared_ptr<Operation> operation_;
+  std::shared_ptr<Operation> operation_; ///< null until started()
   mutable c10::intrusive_ptr<PycommWork>
       whole_; ///< made when asked for; guarded by mutex_, as is completed_: wait() has returned
 };

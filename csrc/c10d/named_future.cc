@@ -271,17 +271,20 @@ void addNamed(
   future->addCallback([run, strand = context.get()](c10::ivalue::Future& completed) {
     const std::shared_ptr<FutureName> name = FutureName::of(completed);
     if ((t_in_pool || t_adding == strand) && name != nullptr && name->leavesThread()) {
-      const auto later = [run,
-                          streams = currentStreams(completed),
-                          future = c10::intrusive_ptr<c10::ivalue::Future>::reclaim_copy(&completed)] {
-        {
-          const c10::MultiStreamGuard guard(streams);
-          run();
+      try {
+        const auto later = [run,
+                            streams = currentStreams(completed),
+                            future = c10::intrusive_ptr<c10::ivalue::Future>::reclaim_copy(&completed)] {
+          {
+            const c10::MultiStreamGuard guard(streams);
+            run();
+          }
+          keepIfBroken(*future); // this task may have the last reference
+        };
+        if (name->engine()->callbacks().submit(later)) {
+          return;
         }
-        keepIfBroken(*future); // this task may have the last reference
-      };
-      if (name->engine()->callbacks().submit(later)) {
-        return;
+      } catch (const std::bad_alloc&) { // then here: what it returns may be waited for without a deadline
       }
     }
     run();

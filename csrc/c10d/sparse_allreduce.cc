@@ -90,7 +90,7 @@ struct SparseSum {
     try {
       sum();
     } catch (const std::exception&) {
-      error = recordInAnyCase(group->identity(), [&] { return ownError(); });
+      error = ownError();
     }
     end(error);
   }
@@ -111,25 +111,27 @@ struct SparseSum {
   }
 
   /// In a catch block. If the failure is this rank's own, the others wait for operations that it never begins, so it ends the group.
-  [[nodiscard]] ErrorRecord ownError() const {
-    const bool goes_on = awaited && !group->failure();
-    try {
-      throw;
-    } catch (const Error& error) {
-      if (!goes_on) {
-        return error.record(); // of an operation, or found by all ranks alike
+  [[nodiscard]] ErrorRecord ownError() const noexcept {
+    const GroupIdentity& identity = group->identity();
+    const bool others_wait = awaited && !group->hasFailed();
+    ErrorRecord record = recordInAnyCase(identity, [&] {
+      try {
+        throw;
+      } catch (const Error& error) {
+        if (!others_wait) {
+          return error.record(); // of an operation, or found by all ranks alike
+        }
+      } catch (...) { // not an operation's
       }
-    } catch (...) { // not an operation's
+      ErrorRecord own = ownTroubleHere(identity);
+      own.op = kOp;
+      return others_wait ? errorOf(own, identity) : own;
+    });
+    if (others_wait) {
+      const int peer = std::exchange(record.peer, identity.jobRank());
+      group->abort(record);
+      record.peer = peer;
     }
-    ErrorRecord record = ownTroubleHere(group->identity());
-    record.op = kOp;
-    if (!goes_on) {
-      return record;
-    }
-    record = errorOf(record, group->identity());
-    ErrorRecord reason = record;
-    reason.peer = group->identity().jobRank();
-    group->abort(reason);
     return record;
   }
 
@@ -277,18 +279,15 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
     content.operations = {task->whole};
     made = work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
     made->started();
-    // The task waits for operations, which the pool allows for. Moved on, so that the data loop keeps no reference to free tensors by.
-    begun->onDone([task, &pool = group_->engine().callbacks()]() mutable {
-      SparseSum* const sum = task.get();
-      CallbackPool::Task run = [task = std::move(task)] { task->run(); };
-      if (!pool.submit(std::move(run))) {
+    // The task waits for operations, which the pool allows for. It alone has the sum, so the data loop keeps no reference to free tensors by.
+    const auto run = std::make_shared<CallbackPool::Placed>([task] { task->run(); });
+    begun->onDone([run, sum = task.get(), &pool = group_->engine().callbacks()] {
+      if (!pool.submit(*run)) {
         sum->giveUp();
       }
     });
   } catch (...) {
-    PycommWork::Content content;
-    content.operations = {begun};
-    tellOthers(content);
+    tellOthers();
     static_cast<void>(group_->wait(*begun, Deadline::never())); // the group has ended; it wrote into the task
     if (task->whole != nullptr) {
       task->giveUp();

@@ -295,19 +295,18 @@ PycommWork::~PycommWork() {
 
 void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*then)(State&)) {
   struct Countdown {
+    Countdown(size_t count, CallbackPool::Task then) : left(count), task(std::move(then)) {}
     std::atomic<size_t> left;
-    std::shared_ptr<State> state;
+    CallbackPool::Placed task;
   };
   CallbackPool& pool = state->group().engine().callbacks();
   const size_t count = state->content.operations.size();
-  auto countdown = std::make_shared<Countdown>();
-  countdown->left.store(count == 0 ? 1 : count);
-  countdown->state = state;
-  const auto one_less = [countdown, &pool, then] {
+  const auto countdown = std::make_shared<Countdown>(std::max<size_t>(count, 1), [state, then] { then(*state); });
+  const auto one_less = [countdown, &pool] {
     if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      // Moved, so that the data loop keeps no reference: the last one frees tensors and perhaps the group, which is no work for a data loop.
+      // The data loop keeps no reference to the state: the last one frees tensors and perhaps the group, which is no work for a data loop.
       // It runs here if the engine is being shut down.
-      pool.submitOrRun([state = std::move(countdown->state), then] { then(*state); });
+      pool.submitOrRun(countdown->task);
     }
   };
   if (count == 0) {
@@ -397,7 +396,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const WithoutGil no_gil;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   const bool only_orders =
-      state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group().failure();
+      state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group().isEnding();
   for (const auto& operation : state_->content.operations) {
     if (only_orders) {
       break;

@@ -58,19 +58,14 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
 }
 
 template <typename Body>
-std::shared_ptr<Operation> Group::orFail(const Body& body) {
+auto Group::orFail(const Body& body) {
   try {
     return body();
   } catch (...) {
     const std::exception_ptr thrown = std::current_exception();
     const ErrorRecord why = recordInAnyCase(roster_.identity, [&] { return ownTrouble(thrown, roster_.identity); });
     if (isOwnTrouble(why.code)) { // else all ranks find it
-      try {
-        abort(why); // a caller may try again at once
-      } catch (...) { // no memory for that
-        planes_.onThrown(thrown);
-        aborted_.store(true, std::memory_order_release);
-      }
+      abort(why); // a caller may try again at once
     }
     throw;
   }
@@ -123,15 +118,28 @@ std::shared_ptr<Operation> Group::follow(const Call& call) {
   });
 }
 
-void Group::followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) {
-  planes().onData([self = shared_from_this(), operation, error](DataPlane& data) {
-    data.followedEnded(operation->request().id.id, error);
-  });
+void Group::followedEnded(
+    const std::shared_ptr<Operation>& operation,
+    const std::optional<ErrorRecord>& error) noexcept {
+  try {
+    orFail([&] {
+      if (error) {
+        planes().onData([self = shared_from_this(), operation, error](DataPlane& data) {
+          data.followedEnded(operation->request().id.id, error);
+        });
+      } else { // so small that a Task needs no memory for it
+        planes().onData([self = shared_from_this(), operation](DataPlane& data) {
+          data.followedEnded(operation->request().id.id, std::nullopt);
+        });
+      }
+    });
+  } catch (...) { // it ends with the group, or is one of the process that this is a child of
+  }
 }
 
 void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) {
-  if (operation->done()) {
-    return; // with the group, which the engine may not have outlived
+  if (isAborted() || operation->done()) {
+    return; // it ends with the group, or has ended with it, which the engine may not have outlived
   }
   refuseInChild(); // before a piece counts
   if (PieceFlow* const flow = operation->request().extras().pieces.get()) {
@@ -140,7 +148,7 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
   if (operation->shared().ticket != 0) {
     planes().host()->release(*operation);
   } else {
-    onDataLoop(&DataPlane::release, operation, RunOn::DataLoopThread);
+    orFail([&] { onDataLoop(&DataPlane::release, operation, RunOn::DataLoopThread); });
   }
 }
 

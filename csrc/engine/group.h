@@ -71,7 +71,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
 
   /// Lets an operation begin that was started `held`: its input is there now. If that never comes it ends at its deadline, or with the
-  /// group; a release after that does nothing, but until it, something may still write the input. Any thread.
+  /// group; a release after that, or after abort(), does nothing, but until it, something may still write the input. Any thread.
   void release(const std::shared_ptr<Operation>& operation) {
     release(operation, std::numeric_limits<size_t>::max());
   }
@@ -80,9 +80,9 @@ class Group final : public std::enable_shared_from_this<Group> {
 
   /// Takes note of an operation that another library runs (Algorithm::Nccl). It has its place in the order of operations, is compared
   /// with the other ranks', recorded, and watched over like all others; nothing of it moves here. It ends with the group, or when
-  /// followedEnded() says so. Collectives only; throws as start() does.
+  /// followedEnded() says so; without memory for that, the group fails. Collectives only; throws as start() does.
   [[nodiscard]] std::shared_ptr<Operation> follow(const Call& call);
-  void followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error);
+  void followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) noexcept;
 
   /// Whether this call may have its parts in buffers of their own. Small ones may not: their algorithms send several ranks' parts as
   /// one frame, and copying them costs little. Throws what start() throws for a call without meaning.
@@ -97,8 +97,8 @@ class Group final : public std::enable_shared_from_this<Group> {
   [[nodiscard]] bool poll(const Operation& operation);
 
   /// Ends everything on every rank with `reason`, as if the group had failed, once the ranks have agreed on that. What this rank starts
-  /// after the call ends with the group, and what it has started `held` unless it is released.
-  void abort(const ErrorRecord& reason);
+  /// after the call ends with the group, and what it has started `held` and not released.
+  void abort(const ErrorRecord& reason) noexcept;
   /// Leaves the group: not collective, bounded (about 50 ms; 1.6 s if a peer reads nothing), idempotent. Operations under way end with
   /// SHUT_DOWN. Not on a native thread.
   void close();
@@ -106,6 +106,13 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// abort() was called here.
   [[nodiscard]] bool isAborted() const noexcept {
     return aborted_.load(std::memory_order_acquire);
+  }
+  [[nodiscard]] bool hasFailed() const noexcept {
+    return failure_.happened();
+  }
+  /// It has failed, or will, as abort() was called here.
+  [[nodiscard]] bool isEnding() const noexcept {
+    return isAborted() || hasFailed();
   }
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const {
@@ -202,7 +209,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   /// Issues an operation by `body`. If this process cannot, the group fails: the id may be taken, so the others would wait for this rank, and
   /// its next operation would not be theirs. A message takes no id, but its other rank would wait, too.
   template <typename Body>
-  [[nodiscard]] std::shared_ptr<Operation> orFail(const Body& body);
+  auto orFail(const Body& body);
 
   Engine& engine_;
   Store& store_;
@@ -219,7 +226,7 @@ class Group final : public std::enable_shared_from_this<Group> {
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
-  std::atomic<bool> aborted_{false}; ///< abort() has been called, or what would have called it had no memory
+  std::atomic<bool> aborted_{false}; ///< abort() has been called
 
   std::atomic<bool> ended_{false}; ///< the group has failed, and every operation has ended
 };

@@ -50,7 +50,8 @@ Planes::Events Group::planeEvents() {
   return events;
 }
 
-void Group::abort(const ErrorRecord& reason) {
+// Takes no memory that it cannot do without: some call it as they have none.
+void Group::abort(const ErrorRecord& reason) noexcept {
   if (!engine_.belongsToThisProcess()) {
     return;
   }
@@ -58,15 +59,18 @@ void Group::abort(const ErrorRecord& reason) {
   if (closed_) {
     return;
   }
-  ErrorRecord record = reason;
-  roster_.identity.sign(record);
-  const std::function<void()> notice = Loop::owned(planes_, [&] {
+  const ErrorRecord record = recordInAnyCase(roster_.identity, [&] {
+    ErrorRecord signed_here = reason;
+    roster_.identity.sign(signed_here);
+    return signed_here;
+  });
+  auto notice = Loop::owned(planes_, [&] {
     if (ControlPlane* const control = planes_.control()) {
       control->notice(record);
     }
   });
-  aborted_.store(true, std::memory_order_release); // nothing from here on takes memory of this thread
-  engine_.control().run(notice);
+  aborted_.store(true, std::memory_order_release);
+  engine_.control().run(std::ref(notice));
 }
 
 bool Group::fail(const ErrorRecord& reason, Deadline deadline) {

@@ -14,7 +14,7 @@ namespace {
 
 thread_local int64_t allocations_left = 0; // before one fails
 thread_local int64_t left_then = 0; // the same of the next one
-thread_local bool failed = false;
+thread_local int failed = 0;
 thread_local std::atomic<bool>* hold_begun = nullptr;
 thread_local const std::atomic<bool>* hold_until = nullptr;
 thread_local int64_t held = 0;
@@ -23,7 +23,7 @@ std::atomic<void (*)()> on_freed{nullptr};
 
 [[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
   if (allocations_left > 0 && --allocations_left == 0) {
-    failed = true;
+    ++failed;
     allocations_left = std::exchange(left_then, 0);
     throw std::bad_alloc();
   }
@@ -53,10 +53,10 @@ std::atomic<void (*)()> on_freed{nullptr};
 void failAllocation(int64_t nth, int64_t second) noexcept {
   allocations_left = nth;
   left_then = second;
-  failed = false;
+  failed = 0;
 }
 
-bool allocationFailed() noexcept {
+int failedAllocations() noexcept {
   return failed;
 }
 

@@ -12,8 +12,11 @@ namespace pycomm::testing {
 /// From now on the thread's `nth` allocation fails, and no other: 1 is the next one. 0: none fails. `second`: so does the one so many
 /// after it, unless that is 0.
 void failAllocation(int64_t nth, int64_t second = 0) noexcept;
-/// Whether the one that was to fail has.
-[[nodiscard]] bool allocationFailed() noexcept;
+/// How many of those that were to fail have.
+[[nodiscard]] int failedAllocations() noexcept;
+[[nodiscard]] inline bool allocationFailed() noexcept {
+  return failedAllocations() > 0;
+}
 
 /// Whether `body` throws std::bad_alloc when its `nth` allocation fails.
 template <typename Body>

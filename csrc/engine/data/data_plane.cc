@@ -221,7 +221,7 @@ void DataPlane::onReadingEnded(int peer, const Error& error) {
 
 void DataPlane::onWritingBroke(int peer, const Error& error) {
   if (isOwnTrouble(error.record().code)) { // no memory, no descriptors: the peer has nothing to do with it
-    notice(ownTrouble(std::make_exception_ptr(error), identity_));
+    thrown(-1, std::make_exception_ptr(error));
     return;
   }
   leaving::writingBroke(tables_, peer, brokenLink(peer, error), Clock::now());
@@ -286,17 +286,17 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
 }
 
 void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
-  if (failure_ || tables_.failed) {
+  if (failure_) {
     return;
   }
-  if (header.type == FrameType::Goodbye) {
+  if (header.type == FrameType::Goodbye) { // also if Tables::failed: without it the end of the link is a death
     links_.endReading(peer);
     noteReading(peer);
     events_.left(peer);
     peerLeft(peer);
     return;
   }
-  if (header.type == FrameType::Data) {
+  if (header.type == FrameType::Data && !tables_.failed) {
     OperationRow* const row = tables_.find(header.op_id);
     if (transfers_.arrived(row, peer, header, std::move(sink))) {
       act();
@@ -465,7 +465,8 @@ TimePoint DataPlane::nextTick() const noexcept {
        watched_.nextDeadline(),
        leaving::nextTick(tables_),
        links_.nextTick(),
-       nextRefusedDeadline()});
+       nextRefusedDeadline(),
+       say_at_});
 }
 
 void DataPlane::tick(TimePoint now) {
@@ -492,6 +493,11 @@ void DataPlane::tick(TimePoint now) {
     links_.tick(now);
   });
   endRefusedLate(now);
+  if (say_at_ <= now) {
+    say_at_ = TimePoint::max();
+    const auto [peer, exception] = std::exchange(unsaid_, {});
+    thrown(peer, exception);
+  }
 }
 
 Loop::Ticker::Look DataPlane::look() {

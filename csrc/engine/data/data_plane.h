@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -235,6 +236,8 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   std::vector<int> looked_; ///< scratch of look()
 
   // The end.
+  std::pair<int, std::exception_ptr> unsaid_; ///< what thrown() got, and had no memory to report
+  TimePoint say_at_ = TimePoint::max(); ///< when that is tried again
   std::vector<std::shared_ptr<Operation>> refused_; ///< operations that cannot begin, oldest first: see cannotBegin()
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};

@@ -35,6 +35,7 @@ void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
   }
   try {
     ErrorRecord record = ownTrouble(exception, identity_);
+    tables_.failed = tables_.failed || isOwnTrouble(record.code); // of a peer's, its goodbye may tell more
     if (peer >= 0 && record.peer < 0) { // else it names another rank: a frame may open the link to that
       identity_.blame(record, peer);
       if (record.summary.empty()) { // of a shared link, which knows of no ranks
@@ -43,7 +44,10 @@ void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
       }
     }
     notice(std::move(record));
-  } catch (...) { // no memory even to report it: a deadline ends the others
+  } catch (...) { // no memory even to report it: a later tick does
+    tables_.failed = true;
+    unsaid_ = {peer, exception};
+    say_at_ = Clock::now() + kSayAgain;
     for (const auto& operation : std::exchange(refused_, {})) {
       endRefused(*operation, exception);
     }

@@ -344,7 +344,7 @@ struct Tables {
 
   std::vector<Action> actions; ///< of matching, waiting and leaving
   std::vector<CreditAction> credit_actions;
-  bool failed = false; ///< matching or waiting has found a failure: nothing counts any more
+  bool failed = false; ///< matching, waiting or an exception here has found a failure: nothing counts any more
 };
 
 /// Frames that went eagerly say so, so that both sides count the same bytes against the pool.

@@ -58,20 +58,20 @@ class CallbackPool::Guest {
   bool awaited_ = false;
 };
 
-bool CallbackPool::submit(Task&& task) {
+bool CallbackPool::submit(Placed& task) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stopping_ && t_pool != this) {
     return false;
   }
-  tasks_.push_back(std::move(task));
+  tasks_.splice(tasks_.end(), task.task_);
   changed_.notify_one();
   return true;
 }
 
-void CallbackPool::submitOrRun(Task&& task) {
-  if (!submit(std::move(task))) {
+void CallbackPool::submitOrRun(Placed& task) {
+  if (!submit(task)) {
     const Guest guest(*this);
-    task(); // submit() has left it as it was
+    task.task_.front()();
   }
 }
 
@@ -134,8 +134,11 @@ void CallbackPool::startThread(std::unique_lock<std::mutex>& lock) noexcept {
     if (lock.owns_lock()) {
       lock.unlock();
     }
-    if (!told_.exchange(true)) { // not with the lock: the line may come back as a task
-      log(LogLevel::Warn, std::string("callbacks that wait for other callbacks may hang: ") + error.what());
+    try {
+      if (!told_.exchange(true)) { // not with the lock: the line may come back as a task
+        log(LogLevel::Warn, std::string("callbacks that wait for other callbacks may hang: ") + error.what());
+      }
+    } catch (const std::bad_alloc&) { // of the line
     }
   }
   lock.lock();
@@ -152,18 +155,18 @@ void CallbackPool::threadMain() noexcept {
     if (tasks_.empty()) {
       break;
     }
-    Task task = std::move(tasks_.front());
-    tasks_.pop_front();
+    std::list<Task> task;
+    task.splice(task.begin(), tasks_, tasks_.begin());
     last_taken_ = Clock::now();
     if (idle_ == 0) {
       startThread(lock);
     }
     lock.unlock();
     try {
-      task();
+      task.front()();
     } catch (...) { // see submit()
     }
-    task = nullptr; // what it holds is released before the lock is taken again
+    task.clear(); // what it holds is released before the lock is taken again
     lock.lock();
   }
   --running_;

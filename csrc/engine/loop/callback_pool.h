@@ -3,10 +3,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <functional>
+#include <list>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -26,6 +27,17 @@ namespace pycomm {
 class CallbackPool {
  public:
   using Task = std::function<void()>;
+  /// A task with its place in the queue: to submit it takes no memory. So what has to run when an operation ends is made when that begins.
+  class Placed {
+   public:
+    explicit Placed(Task task) {
+      task_.push_back(std::move(task));
+    }
+
+   private:
+    friend class CallbackPool;
+    std::list<Task> task_; ///< one, or none once the pool has it
+  };
 
   /// Starts the first thread. Throws Error(SystemError).
   CallbackPool();
@@ -35,12 +47,17 @@ class CallbackPool {
 
   /// Any thread, also a data loop. Waits for nothing and starts no thread. What a task throws is dropped: its owner catches what matters.
   /// False, and `task` is left as it was, if the pool takes no more: the engine has been shut down. Then no operation is under way, so
-  /// who has promised somebody that the task runs can run it at once. Throws std::bad_alloc; then the task is not taken either.
-  bool submit(Task&& task);
+  /// who has promised somebody that the task runs can run it at once.
+  bool submit(Placed& task) noexcept;
+  /// The same of one that has no place yet. Throws std::bad_alloc.
+  bool submit(Task task) {
+    Placed placed(std::move(task));
+    return submit(placed);
+  }
 
   /// As submit(); if the pool takes no more, runs the task on the calling thread, which counts as one of the pool's meanwhile, until close().
   /// What the task throws leaves this then.
-  void submitOrRun(Task&& task);
+  void submitOrRun(Placed& task);
 
   /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads, and waits
   /// for those in submitOrRun(). False if one of them, which runs a callback, has not ended by the deadline: call it again then, since a
@@ -69,7 +86,7 @@ class CallbackPool {
 
   std::mutex mutex_; ///< guards all below
   std::condition_variable changed_;
-  std::deque<Task> tasks_;
+  std::list<Task> tasks_;
   std::vector<std::thread> threads_;
   size_t idle_ = 1; ///< threads without a task, and the one that is being started
   size_t running_ = 1; ///< threads that have not left threadMain, the one that is being started among them

@@ -69,15 +69,14 @@ int64_t noticedAfter() {
 }
 
 TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
-  // docs/errors.md: about a millisecond, then 5 ms. The best of some tries: a thread that loses its core for longer learns of it from a
+  // docs/errors.md: about a millisecond, then 5 ms. Of five tries the third: a thread that loses its core for longer learns of it from a
   // connection.
   constexpr int64_t kMostMs = kSanitized ? 200 : 25;
-  int64_t best_ms = noticedAfter();
-  for (int tries = 1; tries < 6 && best_ms >= kMostMs && !HasFailure(); ++tries) {
-    best_ms = std::min(best_ms, noticedAfter());
-  }
-  RecordProperty("elapsed_ms", static_cast<int>(best_ms));
-  EXPECT_WITHIN_MS(best_ms, kMostMs);
+  std::vector<int64_t> took_ms(5);
+  std::generate(took_ms.begin(), took_ms.end(), noticedAfter);
+  std::sort(took_ms.begin(), took_ms.end());
+  RecordProperty("elapsed_ms", static_cast<int>(took_ms[2]));
+  EXPECT_WITHIN_MS(took_ms[2], kMostMs);
 }
 
 TEST(LifeCycle, ARankThatLeavesInOrderAndIsKilledLaterIsNotDead) {

@@ -180,14 +180,16 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
 }
 
 // Its id may be taken by then: either nothing has happened, or the group fails on all ranks, and none waits for its deadline.
-void issueWithoutMemory(Algorithm algorithm, int64_t second = 0) {
+/// `second`: how long after the first another allocation fails, see failAllocation(). How often that one did.
+int issueWithoutMemory(Algorithm algorithm, int64_t second = 0) {
   int strikes = 0;
+  int second_strikes = 0;
   for (int64_t nth = 1; nth <= 24; ++nth) {
     runRanks(2, [&](Rank& self) {
       std::vector<float> first(100, 1.0F);
       std::vector<float> values(100, self.rank == 0 ? 1.0F : 10.0F);
-      Group::Call call = allReduceCall(first);
-      Group::Call again = allReduceCall(values);
+      Group::Call call = allReduceCall(first, Deadline::after(120000));
+      Group::Call again = allReduceCall(values, Deadline::after(120000));
       call.schedule.algorithm = again.schedule.algorithm = algorithm;
       bool issued = true;
       if (self.rank == 0) {
@@ -198,6 +200,7 @@ void issueWithoutMemory(Algorithm algorithm, int64_t second = 0) {
           ++strikes;
           issued = false;
         }
+        second_strikes += failedAllocations() == 2 ? 1 : 0;
         failAllocation(0);
       } else {
         (void)self.group.start(call);
@@ -205,7 +208,9 @@ void issueWithoutMemory(Algorithm algorithm, int64_t second = 0) {
       try {
         const auto next = self.group.start(again);
         EXPECT_TRUE(self.group.wait(*next, Deadline::after(20000))) << "allocation " << nth;
-        if (second == 0 && !next->error()) { // what has met what; else it may be over before the failure comes
+        if (const auto error = next->error()) {
+          EXPECT_TRUE(error->code == ErrorCode::OutOfMemory || error->code == ErrorCode::PeerLeft) << error->text();
+        } else { // what has met what
           EXPECT_EQ(values.front(), issued ? 11.0F : 2.0F) << "allocation " << nth;
         }
       } catch (const Error& error) { // the group has failed
@@ -213,25 +218,122 @@ void issueWithoutMemory(Algorithm algorithm, int64_t second = 0) {
       }
     });
     if (::testing::Test::HasFailure()) {
-      FAIL() << "allocation " << nth;
+      ADD_FAILURE() << "allocation " << nth;
+      return second_strikes;
     }
   }
   EXPECT_GE(strikes, 3);
+  return second_strikes;
 }
 
 TEST(NoMemory, WhileAnOperationInSharedMemoryIsIssued) {
-  issueWithoutMemory(Algorithm::Auto);
+  static_cast<void>(issueWithoutMemory(Algorithm::Auto));
 }
 
 TEST(NoMemory, WhileAnOperationOverLinksIsIssued) {
-  issueWithoutMemory(Algorithm::Ring);
+  static_cast<void>(issueWithoutMemory(Algorithm::Ring));
 }
 
 // Nor is there any to say so.
 TEST(NoMemory, WhileThatFailsTheGroup) {
+  int strikes = 0;
   for (int64_t second = 1; second <= 8 && !::testing::Test::HasFailure(); ++second) {
     SCOPED_TRACE(second);
-    issueWithoutMemory(Algorithm::Ring, second);
+    strikes += issueWithoutMemory(Algorithm::Ring, second);
+  }
+  EXPECT_GE(strikes, 10);
+}
+
+TEST(NoMemory, OfTheThreadThatAbortsTheGroup) {
+  bool struck = true;
+  for (int64_t nth = 1; struck && nth < 100; ++nth) {
+    runRanks(2, [&](Rank& self) {
+      std::vector<float> values(100, 1.0F);
+      Group::Call call = allReduceCall(values, Deadline::after(120000));
+      call.held = true;
+      const auto operation = self.group.start(call);
+      if (self.rank == 0) {
+        ErrorRecord reason;
+        reason.code = ErrorCode::Aborted;
+        reason.summary = "a test gave up, for a reason that takes more than a few letters to tell";
+        failAllocation(nth);
+        EXPECT_NO_THROW(self.group.abort(reason));
+        struck = allocationFailed();
+        failAllocation(0);
+      }
+      EXPECT_TRUE(operation->wait(Deadline::after(20000))) << "allocation " << nth;
+      const auto error = operation->error();
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->code, struck ? ErrorCode::OutOfMemory : ErrorCode::Aborted) << error->text();
+    });
+    if (::testing::Test::HasFailure()) {
+      FAIL() << "allocation " << nth;
+    }
+  }
+  EXPECT_FALSE(struck);
+}
+
+/// An event loop that stands still. Its queue has no room left, so the next task needs memory.
+class FullLoop {
+ public:
+  explicit FullLoop(EventLoop& loop) {
+    std::promise<void> stands;
+    loop.post([&stands, goes_on = goes_on_.get_future().share()]() noexcept {
+      stands.set_value();
+      goes_on.wait();
+    });
+    stands.get_future().wait();
+    while (!throwsWithoutMemory(1, [&] { loop.postQuietly([] {}); })) {
+    }
+  }
+  ~FullLoop() {
+    goes_on_.set_value();
+  }
+  FullLoop(const FullLoop&) = delete;
+  FullLoop& operator=(const FullLoop&) = delete;
+
+ private:
+  std::promise<void> goes_on_;
+};
+
+TEST(NoMemory, WhileAnOperationIsReleased) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(100, 1.0F);
+    Group::Call call = allReduceCall(values, Deadline::after(120000));
+    call.schedule.algorithm = Algorithm::Ring;
+    call.held = self.rank == 0;
+    const auto operation = self.group.start(call);
+    if (self.rank == 0) {
+      const FullLoop full(self.engine.dataLoop());
+      EXPECT_TRUE(throwsWithoutMemory(1, [&] { self.group.release(operation); }));
+    }
+    ASSERT_TRUE(operation->wait(Deadline::after(20000)));
+    const auto error = operation->error();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ErrorCode::OutOfMemory) << error->text();
+  });
+}
+
+// NCCL's thread says that it has ended, and an exception there would end the process.
+TEST(NoMemory, WhileAnOperationThatIsFollowedEnds) {
+  for (const bool full : {false, true}) {
+    runRanks(2, [&](Rank& self) {
+      std::vector<float> values(100, 1.0F);
+      const auto operation = self.group.follow(allReduceCall(values, Deadline::after(120000)));
+      EventLoop& data_loop = self.engine.dataLoop();
+      data_loop.run([] {}); // its queue has room for one
+      if (self.rank == 0 || !full) {
+        const auto stands = full ? std::make_unique<const FullLoop>(data_loop) : nullptr;
+        failAllocation(1);
+        EXPECT_NO_THROW(self.group.followedEnded(operation, std::nullopt));
+        EXPECT_EQ(allocationFailed(), full);
+        failAllocation(0);
+      }
+      ASSERT_TRUE(operation->wait(Deadline::after(20000)));
+      const auto error = operation->error();
+      EXPECT_EQ(error.has_value(), full);
+      EXPECT_TRUE(!error || error->code == ErrorCode::OutOfMemory) << error->text();
+    });
   }
 }
 

@@ -338,13 +338,15 @@ TEST(Group, CloseWithWorkUnderWay) {
 // 2.4 MB of eager payloads, of which the pool holds 1 MiB: the rest needs explicit credit, in any order in which the callers wait.
 TEST(Group, MoreEagerBytesThanThePoolHolds) {
   runRanks(2, [](Rank& self) {
-    std::vector<std::vector<float>> many(300, std::vector<float>(2048, 1.0F));
+    std::vector<std::vector<float>> many(300);
     std::vector<std::shared_ptr<Operation>> operations;
     for (auto& values : many) {
+      values.assign(2048, static_cast<float>(operations.size()));
       operations.push_back(self.group.start(allReduceCall(values)));
     }
-    for (auto it = operations.rbegin(); it != operations.rend(); ++it) {
-      expectDone(*it);
+    for (size_t i = operations.size(); i-- > 0;) {
+      expectDone(operations[i]);
+      EXPECT_EQ(many[i], std::vector<float>(2048, 2.0F * static_cast<float>(i))) << i;
     }
   });
 }

@@ -375,10 +375,11 @@ std::string answerAt(
     const std::string& from,
     const std::string& instance,
     int64_t uuid,
-    int rank) {
+    int rank,
+    const ProcessId& visiting = newProcessId()) {
   const MemberHandle handle = MemberHandle::parse(process.members->handle());
   Process visitor;
-  const auto endpoint = Endpoint::open(visitor.engine.control(), {{}, "", nullptr, newProcessId(), 1});
+  const auto endpoint = Endpoint::open(visitor.engine.control(), {{}, "", nullptr, visiting, 1});
   const AbortToken none;
   Dialed dialed = dial(handle, {*endpoint, handle, true}, Deadline::after(20000), none);
   if (dialed.link == nullptr) {
@@ -701,7 +702,30 @@ TEST(Reconfigurable, AFirstMemberThatIsStoppedWhileOthersWaitInItIsNamedByAll) {
   }
 }
 
-TEST(Reconfigurable, AStrangerWhoEntersAndHangsUpEndsNothingElse) {
+// The answer may be lost with the connection.
+TEST(Reconfigurable, AMemberThatEntersAndHangsUpEntersAgain) {
+  auto made = processes(2);
+  const std::vector<Process*> members = {made[0].get(), made[1].get()};
+  const std::vector<std::string> handles = handlesOf(members);
+  const MemberHandle first = MemberHandle::parse(handles[0]);
+  const MemberHandle second = MemberHandle::parse(handles[1]);
+  const std::string name = instanceOf(1, {first, second});
+  std::optional<ErrorRecord> error;
+  std::thread waits([&] { error = made[0]->meet(1, handles); });
+  int entered = 0;
+  for (const Deadline end = Deadline::after(60000); entered < 20 && !end.expired();) {
+    const std::string answer = answerAt(*made[0], first.incarnation, second.incarnation, name, 1, 1, second.endpoint);
+    entered += answer == endpoint_answer::kHere ? 1 : 0;
+  }
+  EXPECT_EQ(entered, 20);
+  const auto error_of_second = made[1]->meet(1, handles);
+  EXPECT_FALSE(error_of_second) << error_of_second->text();
+  waits.join();
+  EXPECT_FALSE(error) << error->text();
+  expectSums(members);
+}
+
+TEST(Reconfigurable, AStrangerIsNotLetInAndEndsNothing) {
   auto made = processes(2);
   const std::vector<Process*> members = {made[0].get(), made[1].get()};
   const std::vector<std::string> handles = handlesOf(members);

@@ -159,6 +159,28 @@ def test_wait_orders_streams_and_does_not_block(fake_cuda: Path) -> None:
     assert run_ranks(2, _wait_orders_only, args=(str(fake_cuda),)).values() == [4.0, 4.0]
 
 
+def _begun_after_an_abort(rank: int, size: int, library: str) -> None:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(100, "float32"))
+    dist.all_reduce(tensor, group=group)
+    dist.barrier()
+    if rank == 0:
+        group._get_backend(torch.device("cuda")).abort()
+        for begin in (
+            lambda: dist.all_reduce(tensor, group=group),
+            lambda: dist.all_reduce_coalesced([tensor, tensor], group=group),
+        ):
+            with pytest.raises(errors.PycommError):
+                begin()
+    dist.barrier()
+
+
+def test_nothing_is_launched_after_an_abort(fake_cuda: Path) -> None:
+    """Nor in the milliseconds until the group has failed."""
+    run_ranks(2, _begun_after_an_abort, args=(str(fake_cuda),))
+
+
 def _shared(rank: int, size: int, library: str) -> tuple[float, str]:
     device = Device(Path(library), nccl=True)
     device.library.fake_set_uuid(b"the only one")

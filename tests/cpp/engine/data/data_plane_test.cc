@@ -259,6 +259,48 @@ TEST(DataPlaneRefused, AMismatchThatWasFoundIsReportedEvenIfTheOperationThenGets
   EXPECT_GE(refused_after, 1);
 }
 
+// The peer would take the second message for the first, or name this rank's next frame as the fault of another.
+TEST(DataPlaneRefused, NothingLeavesBehindAMessageThatCouldNotBegin) {
+  int refused = 0;
+  bool struck = true;
+  for (int64_t nth = 1; struck && nth < 100; ++nth) {
+    LoneDataLoop data_loop(2);
+    const auto first = data_loop.message(false);
+    const auto second = data_loop.message(false);
+    failAllocation(nth);
+    data_loop.plane->post(first);
+    struck = allocationFailed();
+    failAllocation(0);
+    data_loop.plane->post(second);
+    const auto left = data_loop.takeDataFrames(1);
+    if (data_loop.plane->usage().refused > 0) {
+      ++refused;
+      EXPECT_TRUE(left.empty()) << "allocation " << nth;
+    }
+    EXPECT_TRUE(!struck || left.size() < 2) << "allocation " << nth;
+  }
+  EXPECT_GE(refused, 1);
+}
+
+TEST(DataPlaneRefused, WhatCannotBeReportedIsReportedOnceThereIsMemory) {
+  LoneDataLoop data_loop(2);
+  const auto receive = data_loop.message(true);
+  data_loop.plane->post(receive);
+  const auto refused = data_loop.broadcast(1);
+  data_loop.loses_news = true;
+  failAllocation(1);
+  data_loop.plane->post(refused);
+  ASSERT_TRUE(allocationFailed());
+  failAllocation(0);
+  data_loop.tick(1000);
+  data_loop.loses_news = false;
+  EXPECT_TRUE(data_loop.noticed.empty());
+  EXPECT_LE(data_loop.plane->nextTick(), data_loop.at(2000));
+  data_loop.tick(2000);
+  ASSERT_EQ(data_loop.noticed.size(), 1U);
+  EXPECT_EQ(data_loop.noticed[0].code, ErrorCode::OutOfMemory);
+}
+
 // ---- links that arrive
 
 /// There is no memory for what it brings.

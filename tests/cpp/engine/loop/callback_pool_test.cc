@@ -15,7 +15,9 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "allocations.h"
 #include "transport/process.h"
 
 namespace pycomm {
@@ -66,11 +68,12 @@ TEST(CallbackPool, CloseWaitsForATaskThatRunsOnItsCallersThread) {
   std::promise<void> end;
   std::atomic<bool> owned{false};
   std::thread caller([&] {
-    pool.submitOrRun([&] {
+    CallbackPool::Placed task([&] {
       owned = CallbackPool::ownsThisThread();
       begun.set_value();
       end.get_future().wait();
     });
+    pool.submitOrRun(task);
   });
   begun.get_future().wait();
   EXPECT_TRUE(owned);
@@ -80,9 +83,27 @@ TEST(CallbackPool, CloseWaitsForATaskThatRunsOnItsCallersThread) {
   EXPECT_TRUE(pool.close(Deadline::after(20000)));
   caller.join();
   EXPECT_FALSE(CallbackPool::ownsThisThread());
-  pool.submitOrRun([&] { owned = CallbackPool::ownsThisThread(); });
+  CallbackPool::Placed late([&] { owned = CallbackPool::ownsThisThread(); });
+  pool.submitOrRun(late);
   EXPECT_FALSE(owned) << "no pool waits for it any more";
   EXPECT_TRUE(pool.stop(Deadline::after(0)));
+}
+
+TEST(CallbackPool, TakesATaskThatHasItsPlaceWithoutMemory) {
+  CallbackPool pool;
+  std::atomic<int> ran{0};
+  std::vector<CallbackPool::Placed> tasks;
+  for (int i = 0; i < 1000; ++i) {
+    tasks.emplace_back([&] { ++ran; });
+  }
+  testing::failAllocation(1);
+  for (CallbackPool::Placed& task : tasks) {
+    EXPECT_TRUE(pool.submit(task));
+  }
+  EXPECT_FALSE(testing::allocationFailed());
+  testing::failAllocation(0);
+  EXPECT_TRUE(pool.stop(Deadline::after(20000)));
+  EXPECT_EQ(ran, 1000);
 }
 
 int threadsNamed(const std::string& thread_name) {

@@ -113,6 +113,13 @@ MUTATIONS = [
         "",
         "DataLoopRules.WhatCannotBeginEndsAtOnceIfNothingCanBeReported",
     ),
+    _rule(
+        "5: what cannot be reported is not tried again",
+        "ends.cc",
+        "    say_at_ = Clock::now() + kSayAgain;\n",
+        "",
+        "DataPlaneRefused.WhatCannotBeReportedIsReportedOnceThereIsMemory",
+    ),
     # ---- the three memories of what is over
     _rule(
         "6: fewer descriptors are kept for late comparison",
@@ -255,6 +262,13 @@ MUTATIONS = [
         "DataLoopRules.NothingCountsOnceAFailureIsFoundAlthoughTheGroupHasNotFailedYet",
     ),
     _rule(
+        "13: an exception of this rank's own stops nothing",
+        "ends.cc",
+        "    tables_.failed = tables_.failed || isOwnTrouble(record.code);",
+        "   ",
+        "DataPlaneRefused.NothingLeavesBehindAMessageThatCouldNotBegin",
+    ),
+    _rule(
         "13: a closing rank takes new frames",
         "data_plane.cc",
         "  if (!running() || tables_.failed || header.type == FrameType::Goodbye) {",
@@ -264,10 +278,8 @@ MUTATIONS = [
     _rule(
         "13: a closing rank reads nothing more",
         "data_plane.cc",
-        "  if (failure_ || tables_.failed) {\n    return;\n  }\n"
-        "  if (header.type == FrameType::Goodbye) {",
-        "  if (!running() || tables_.failed) {\n    return;\n  }\n"
-        "  if (header.type == FrameType::Goodbye) {",
+        "  if (failure_) {\n    return;\n  }\n  if (header.type == FrameType::Goodbye) {",
+        "  if (!running()) {\n    return;\n  }\n  if (header.type == FrameType::Goodbye) {",
         _CLOSING,
     ),
     _rule(
