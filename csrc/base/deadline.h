@@ -29,8 +29,8 @@ struct Clock {
 
 // Times that mean the same wherever they are used. One that only one place needs stands there.
 
-/// What may be lost costs so much and no more: a sleep that an event ends is no longer, as a wake-up may be lost (a bug), and what was said
-/// is said again after it (kSayAgain).
+/// A loss costs so much and no more: a sleep that an event ends is no longer, as a wake-up may be lost (a bug), and what was said is said
+/// again after it (kSayAgain).
 inline constexpr int kLongestSleepMs = 1000;
 /// For one try to reach a process: long enough for a lost packet to be sent again. After such a silence a process counts as stopped, unless
 /// the user gives another time.

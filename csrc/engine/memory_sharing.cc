@@ -64,8 +64,7 @@ void MemorySharing::logWithout(const std::string& why) const {
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
 void MemorySharing::open(Deadline deadline, Opened& opened) {
   // For a first rank that is slow to come so far; one that is gone is noticed by the control links.
-  const Deadline patience =
-      Deadline::at(std::min(deadline.instant(), Deadline::after(kSureToComeMs).instant()));
+  const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kSureToComeMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
   const std::vector<int32_t>& local_peers = roster_.localRanks();
   const auto on_host = static_cast<int>(local_peers.size());

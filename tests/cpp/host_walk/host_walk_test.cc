@@ -80,8 +80,10 @@ TEST(HostWalk, Rounds) {
 
 TEST(HostWalk, RoundsOfThreeRanks) {
   for (const Case& each : kFew) {
-    walk({3, {actOf(each.kind, 1, each.op)}});
-    walk({3, {actOf(each.kind, 2, each.op)}, -1, false, false});
+    for (uint64_t rounds = 1; rounds <= (kInFull ? 5 : 3);
+         ++rounds) { // in the third a stage is written for the second time
+      walk({3, {actOf(each.kind, rounds, each.op)}});
+    }
   }
 }
 
@@ -118,10 +120,11 @@ TEST(HostWalk, OneAfterAnother) {
 TEST(HostWalk, OneThatLeavesOrFails) {
   for (int leaver = 0; leaver < 2; ++leaver) {
     for (const Case& each : kFew) {
-      walk({2, {actOf(each.kind, 0, each.op)}, leaver});
-      walk({2, {actOf(each.kind, 1, each.op)}, leaver});
+      for (uint64_t rounds = 0; rounds <= (kInFull ? 5 : 2); ++rounds) {
+        walk({2, {actOf(each.kind, rounds, each.op)}, leaver});
+      }
+      walk({2, {actOf(each.kind, 1, each.op, true)}, leaver});
     }
-    walk({2, {actOf(Collective::AllReduce, 1, ReduceOp::Sum, true)}, leaver});
     walk({2, {actOf(Collective::ReduceScatter, 1, ReduceOp::Sum, true)}, leaver});
   }
 }
@@ -129,7 +132,9 @@ TEST(HostWalk, OneThatLeavesOrFails) {
 TEST(HostWalk, OneOfThreeThatLeavesOrFails) {
   for (int leaver = 0; leaver < 3; ++leaver) {
     for (const Case& each : kFew) {
-      walk({3, {actOf(each.kind, 0, each.op)}, leaver, false, false});
+      for (uint64_t rounds = 0; rounds <= (kInFull ? 2 : 0); ++rounds) {
+        walk({3, {actOf(each.kind, rounds, each.op)}, leaver});
+      }
     }
   }
 }
@@ -155,8 +160,6 @@ TEST(HostWalk, DISABLED_EachOfThreeThatWaitIsWoken) {
 TEST(HostWalk, Deep) {
   std::vector<Plot> plots;
   for (const Case& each : kFew) {
-    plots.push_back({3, {actOf(each.kind, 3, each.op)}, -1, false, false}); // a stage is written for the second time
-    plots.push_back({2, {actOf(each.kind, 2, each.op)}, 0});
     plots.push_back({3, {actOf(each.kind, 1, each.op, true)}});
   }
   plots.push_back({4, {actOf(Collective::Broadcast, 2)}, -1, false, false});

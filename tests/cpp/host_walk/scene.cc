@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <string_view>
 
 namespace pycomm {
 namespace testing {
@@ -26,6 +27,16 @@ uint64_t bit(size_t act) {
   return uint64_t{1} << act;
 }
 
+/// For all that the rank does from here on, what it has seen in this call does not matter. Not if ranks sleep: before that one compares what it
+/// saw in two steps.
+void forget(std::string_view where) {
+  const HostScene& scene = HostScene::current();
+  Walk& walk = Walk::current();
+  if (!scene.plot().sleeps) {
+    walk.knowsOnly(mixed(scene.stateOf(walk.rank()), where.data(), where.size()));
+  }
+}
+
 /// Whether the order of accesses to this word is walked through.
 bool counts(const HostScene::Word& word) {
   const Plot& plot = HostScene::current().plot();
@@ -35,13 +46,18 @@ bool counts(const HostScene::Word& word) {
 } // namespace
 
 void beforeLoad(const void* word) {
+  HostScene::current().touched() = false;
   const HostScene::Word which = HostScene::current().wordAt(word);
+  if (which.written) { // the next peer, or the same once more
+    forget(std::to_string(which.owner));
+  }
   if (counts(which)) {
     Walk::current().pauseToLoad(word, which.name, which.wakes && which.owner != Walk::current().rank());
   }
 }
 
 void loads(const void* word) {
+  HostScene::current().touched() = false;
   Walk::current().loads(word);
 }
 
@@ -67,7 +83,12 @@ void beforeStore(const void* word, uint64_t is, uint64_t will_be) {
     Walk::current().wrong(
         std::string(which.name) + " falls from " + std::to_string(is) + " to " + std::to_string(will_be));
   }
-  if (counts(which)) {
+  if (which.left) {
+    forget(which.name);
+  }
+  if (std::exchange(HostScene::current().touched(), false) && which.of_round) {
+    Walk::current().stores(word);
+  } else if (counts(which)) {
     Walk::current().pauseToStore(word, which.name, which.wakes && which.owner != Walk::current().rank());
   }
 }
@@ -84,10 +105,15 @@ void lacks(const WalkedWord<uint64_t>& word, uint64_t bound) {
   HostScene::current().lacks(word, bound);
 }
 
+// What a rank does with bytes and the counter of rounds that it stores at once after that are one step. Between the two the others do what they
+// could do before: none of them writes those bytes, and one that reads what is not announced yet would have read the wrong bytes before.
 void beforeBytes(const char* site) {
-  if (std::strcmp(site, "operation.post") != 0 && // this rank's own
-      (std::strcmp(site, "host.enter") != 0 || HostScene::current().plot().enters)) {
+  HostScene& scene = HostScene::current();
+  scene.touched() = false;
+  if (scene.touchesBytes(site)) {
+    forget(site);
     Walk::current().pause(site);
+    scene.touched() = true;
   }
 }
 
@@ -169,10 +195,13 @@ HostScene::Word HostScene::wordAt(const void* word) const {
         wakes,
         false,
         field < 4,
+        field > 0 && field < 4,
+        field == 4,
+        field == 5,
         at % sizeof(HostProgress) == offsetof(HostProgress, bell)};
   }
   const size_t slot = (at - HostView::slotsOffset(plot_.size)) / HostView::kSlotNbytes;
-  return {"ticket", static_cast<int>(slot / kHostSlots), false, true, false, false};
+  return {"ticket", static_cast<int>(slot / kHostSlots), false, true, false, false, false, false, false};
 }
 
 void HostScene::reset() {
@@ -182,6 +211,7 @@ void HostScene::reset() {
   const size_t stages = HostView::stageOffset(plot_.size, 0);
   std::memset(arena_->at(stages), 0, HostView::totalNbytes(plot_.size) - stages);
   selves_.assign(size, {});
+  touched_ = false;
   for (int rank = 0; rank < plot_.size; ++rank) {
     for (size_t act = 0; act < plot_.acts.size(); ++act) {
       const Tensors& tensors = tensorsOf(rank, act);
@@ -242,6 +272,26 @@ uint64_t HostScene::progressOf(int rank) const {
   return mixed(hash, static_cast<uint64_t>(rung && *rung != progress.bell.peek()));
 }
 
+// Not where a rank only posts or waits, or is about to load or store a word: that is a pause of its own.
+bool HostScene::touchesBytes(const char* site) const {
+  const auto is = [&](const char* name) { return std::strcmp(site, name) == 0; };
+  const HostPlane* const plane = selves_[static_cast<size_t>(Walk::current().rank())].plane;
+  const bool runs = plane != nullptr && plane->head_ < plane->queue_.size();
+  const HostTransfer* const transfer = runs ? &plane->queue_[plane->head_].transfer : nullptr;
+  const bool one_gives = runs && transfer->kind_ == Collective::Broadcast;
+  if (is("host.stage")) {
+    return !one_gives || transfer->isRoot();
+  }
+  if (is("host.collect")) {
+    return one_gives ? !transfer->isRoot() : transfer->kind_ != Collective::ReduceScatter;
+  }
+  if (is("reduce.step")) {
+    return transfer->phase_ != HostTransfer::Phase::InPlace;
+  }
+  const bool none = is("operation.post") || is("host.posted") || is("operation.finish") || is("host.pause");
+  return is("host.enter") ? plot_.enters : !none;
+}
+
 void HostScene::expects() noexcept {
   Self& self = selves_[static_cast<size_t>(Walk::current().rank())];
   self.rung.reset();
@@ -277,6 +327,7 @@ uint64_t HostScene::hash() const {
     }
     const Self& self = selves_[rank];
     hash = mixed(hash, self.ended << 2 | static_cast<uint64_t>(self.left) << 1 | static_cast<uint64_t>(self.noticed));
+    hash = mixed(hash, static_cast<uint64_t>(self.fails));
     hash = mixed(hash, self.ended_well << 32 | self.must_end_well << 16 | self.must_fail);
   }
   return hash;
@@ -338,6 +389,7 @@ void HostScene::look(int rank) {
 void HostScene::leave(int rank, bool fails) {
   Self& self = selves_[static_cast<size_t>(rank)];
   self.left = true;
+  self.fails = fails;
   Walk::current().wrote(); // the others have another way now
   uint64_t failed = 0; // on a rank that left before: no others need end that well
   for (size_t other = 0; other < selves_.size(); ++other) {
@@ -355,13 +407,17 @@ void HostScene::leave(int rank, bool fails) {
   look(rank);
   for (int other = 0; other < plot_.size; ++other) {
     Self& its = selves_[static_cast<size_t>(other)];
-    if (other == rank || its.plane == nullptr || !Walk::current().between(other)) {
+    if (other == rank || its.plane == nullptr) {
       continue;
     }
     const HostPlane& plane = *its.plane;
-    for (size_t act = its.ended; act < plot_.acts.size(); ++act) {
-      const bool running = act == its.ended && plane.head_ < plane.queue_.size();
-      if (!running || plane.queue_[plane.head_].transfer.phase_ == HostTransfer::Phase::Matching) {
+    bool runs = plane.head_ < plane.queue_.size(); // the first that has not ended
+    for (size_t act = 0; act < plot_.acts.size(); ++act) {
+      if (its.operations[act]->done()) {
+        continue;
+      }
+      // One that it runs: has it yet to look once more whether all have entered?
+      if (!std::exchange(runs, false) || plane.queue_[plane.head_].transfer.matched_ < plot_.size) {
         its.must_fail |= ~self.ended_well & bit(act);
       }
     }
@@ -370,7 +426,7 @@ void HostScene::leave(int rank, bool fails) {
 
 // The one that is waited for wakes who waits, and not a third one, later: else ranks would wake one after another.
 void HostScene::checkNobodySleepsFor(int rank) const {
-  for (int other = 0; other < plot_.size; ++other) {
+  for (int other = 0; plot_.sleeps && other < plot_.size; ++other) { // else it waits only for the end of a write
     const HostPlane* const plane = selves_[static_cast<size_t>(other)].plane;
     if (plane == nullptr || !Walk::current().sleeps(other)) {
       continue;
@@ -435,7 +491,7 @@ void HostScene::body(int rank) {
     if (!first && state == before) {
       walk.didNothing();
     }
-    const int way = walk.choose(waysOf(rank), state, plot_.leaver >= 0);
+    const int way = walk.choose(waysOf(rank), state);
     if (walk.draining()) {
       break;
     }

@@ -29,7 +29,8 @@ struct Plot {
   int leaver =
       -1; ///< this rank may leave, or fail, between any two of its steps, and then the others may at any time fail
   bool sleeps = false; ///< ranks that wait sleep until another rings
-  bool enters = true; ///< also the orders in which they enter operations and look who has
+  bool enters =
+      true; ///< also the orders in which they enter operations and look who has: needed if one leaves, or for several operations
   int differs = -1; ///< this rank asks for other operations than all others do
   int late = -1; ///< this rank begins once the others have done all that they can do without it
 };
@@ -52,6 +53,9 @@ class HostScene : public Scene {
     bool wakes; ///< only ranks that sleep need it
     bool slot;
     bool counter; ///< others only ask whether it is as high as something, and it only rises
+    bool of_round; ///< a counter of rounds
+    bool left; ///< HostProgress::left
+    bool written; ///< HostProgress::writes
     bool bell;
   };
   [[nodiscard]] Word wordAt(const void* word) const;
@@ -64,6 +68,14 @@ class HostScene : public Scene {
   /// This rank has stored for whom it waits; or it has read its bell, and will ask whether that was rung since.
   void expects() noexcept;
   void readBell(uint32_t rung) noexcept;
+  /// Of what this rank knows, all that is not in memory that others can see.
+  [[nodiscard]] uint64_t stateOf(int rank) const;
+  /// Whether bytes lie behind this fault point that others read or write.
+  [[nodiscard]] bool touchesBytes(const char* site) const;
+  /// The rank has just read or written such bytes of a round, and nothing since.
+  [[nodiscard]] bool& touched() noexcept {
+    return touched_;
+  }
   /// This rank needs this counter of another one to be so high, and it is not.
   void lacks(const WalkedWord<uint64_t>& counter, uint64_t bound);
   [[nodiscard]] static HostScene& current() noexcept {
@@ -87,6 +99,7 @@ class HostScene : public Scene {
     uint64_t must_end_well = 0;
     uint64_t must_fail = 0;
     bool left = false;
+    bool fails = false; ///< left not in good order
     bool noticed = false;
     std::optional<uint32_t> rung; ///< its bell, when it read that before it sleeps
     std::vector<Lack> lacks; ///< since it expects others to ring
@@ -100,7 +113,6 @@ class HostScene : public Scene {
   }
   [[nodiscard]] float expected(size_t act, int rank, size_t i) const;
   [[nodiscard]] Operation::Request requestOf(size_t act, int rank);
-  [[nodiscard]] uint64_t stateOf(int rank) const;
   [[nodiscard]] uint64_t progressOf(int rank) const;
   [[nodiscard]] bool groupFails(int rank) const noexcept;
   [[nodiscard]] int waysOf(int rank) const noexcept;
@@ -117,6 +129,7 @@ class HostScene : public Scene {
   std::vector<std::vector<float>> ordinary_;
   std::vector<Tensors> tensors_; ///< by rank and act
   std::vector<Self> selves_;
+  bool touched_ = false; ///< by the rank that runs: never across a pause
 };
 
 } // namespace pycomm::testing

@@ -42,6 +42,7 @@ void Walk::enter() {
   Walk& walk = current();
   walk.scene_.body(walk.running_);
   walk.now().ended = true;
+  walk.now().log = 0;
   walk.swap();
 }
 
@@ -140,18 +141,22 @@ void Walk::pauseToLoad(const void* word, const char* what, bool passing) {
   }
 }
 
-void Walk::pauseToStore(const void* word, const char* what, bool passing) {
+void Walk::stores(const void* word) {
   if (draining_) {
     return;
   }
   Use& use = uses_[word];
   learned_ = (learn(use.store) && (use.load | use.store) != 0) || learned_;
-  if (((use.load | use.store) & ~(uint64_t{1} << running_)) != 0) {
+}
+
+void Walk::pauseToStore(const void* word, const char* what, bool passing) {
+  stores(word);
+  if (!draining_ && ((uses_[word].load | uses_[word].store) & ~(uint64_t{1} << running_)) != 0) {
     pauseAt(word, what, passing);
   }
 }
 
-int Walk::choose(int ways, uint64_t state, bool stops) {
+int Walk::choose(int ways, uint64_t state) {
   if (draining_) {
     return 0;
   }
@@ -161,7 +166,7 @@ int Walk::choose(int ways, uint64_t state, bool stops) {
   me.log = state;
   me.passing = nullptr;
   me.what = "goes on";
-  if (stops || ways > 1 || (me.did_nothing && !me.news)) {
+  if (ways > 1 || (me.did_nothing && !me.news)) {
     swap();
   }
   me.between = me.did_nothing = me.news = false;
@@ -222,6 +227,11 @@ std::vector<Walk::Step> Walk::possible() const {
     if (rank.ended || rank.asleep != nullptr || !rank.begun) {
       continue;
     }
+    if (rank.between && rank.ways == 1 && rank.news) {
+      return {
+          {static_cast<int>(i),
+           0}}; // up to its next pause it does nothing that others can see, so the others' order does not matter
+    }
     const bool first = !rank.between || !rank.did_nothing || rank.news;
     for (int way = first ? 0 : 1; way < rank.ways; ++way) {
       steps.push_back({static_cast<int>(i), way});
@@ -236,12 +246,13 @@ std::vector<Walk::Step> Walk::possible() const {
 uint64_t Walk::hash() const {
   uint64_t hash = scene_.hash();
   for (const Rank& rank : ranks_) {
+    const bool news = rank.news && (rank.did_nothing || !rank.between); // else nobody asks for it
     hash = mixed(hash, rank.log);
     hash = mixed(hash, reinterpret_cast<uintptr_t>(rank.passing));
     hash = mixed(
         hash,
         static_cast<uint64_t>(rank.ended) | static_cast<uint64_t>(rank.between) << 1 |
-            static_cast<uint64_t>(rank.did_nothing) << 2 | static_cast<uint64_t>(rank.news) << 3 |
+            static_cast<uint64_t>(rank.did_nothing) << 2 | static_cast<uint64_t>(news) << 3 |
             static_cast<uint64_t>(rank.asleep != nullptr) << 4 | static_cast<uint64_t>(rank.begun) << 5 |
             static_cast<uint64_t>(rank.ways) << 8);
   }

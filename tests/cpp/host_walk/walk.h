@@ -61,10 +61,15 @@ class Walk {
   /// and once it has done so, what it found there does not matter to it. So all ways through such a pass lead to one state.
   void pauseToLoad(const void* word, const char* what, bool passing);
   void pauseToStore(const void* word, const char* what, bool passing);
-  /// The program loads this word: another may store it.
+  /// The program loads, or stores, this word: another may store it, or use it.
   void loads(const void* word);
+  void stores(const void* word);
   /// Between two calls of what is walked through: the choice of one of so many ways to go on. `state`: of the rank, all that is not in Scene::hash().
-  [[nodiscard]] int choose(int ways, uint64_t state, bool stops);
+  [[nodiscard]] int choose(int ways, uint64_t state);
+  /// What the rank that runs will do depends on this and on Scene::hash(), and on nothing else that it saw in this call.
+  void knowsOnly(uint64_t state) noexcept {
+    now().log = state;
+  }
   /// The last call did nothing: the first way is closed until another rank writes.
   void didNothing() noexcept {
     now().did_nothing = true;
@@ -86,10 +91,6 @@ class Walk {
   [[nodiscard]] bool sleeps(int rank) const noexcept {
     return ranks_[static_cast<size_t>(rank)].asleep != nullptr;
   }
-  /// Between two calls, and not in the middle of one.
-  [[nodiscard]] bool between(int rank) const noexcept {
-    return ranks_[static_cast<size_t>(rank)].between;
-  }
 
  private:
   struct Rank {
@@ -98,7 +99,7 @@ class Walk {
     bool begun = false;
     std::vector<std::byte> stack;
     bool ended = false;
-    bool between = false;
+    bool between = false; ///< two calls
     bool did_nothing = false;
     bool news = false; ///< another rank has written since its last call began
     const void* asleep = nullptr;

@@ -231,7 +231,7 @@ MUTATIONS = [
         "host_transfer.cc",
         "      allReduceInPlace(work.offset + position_, count);\n",
         f"      own.writes.store(0, {_ORDER});\n"
-        '      PYCOMM_FAULT_POINT("reduce.step");\n'
+        '      PYCOMM_FAULT_POINT("host.write");\n'
         "      allReduceInPlace(work.offset + position_, count);\n",
         _LEAVES,
     ),
