@@ -132,8 +132,14 @@ TEST(HostWalk, OneThatLeavesOrFails) {
 TEST(HostWalk, OneOfThreeThatLeavesOrFails) {
   for (int leaver = 0; leaver < 3; ++leaver) {
     for (const Case& each : kFew) {
-      for (uint64_t rounds = 0; rounds <= (kInFull ? 2 : 0); ++rounds) {
-        walk({3, {actOf(each.kind, rounds, each.op)}, leaver});
+      walk({3, {actOf(each.kind, 0, each.op)}, leaver});
+      if (!kInFull) {
+        continue;
+      }
+      walk({3, {actOf(each.kind, 1, each.op)}, leaver});
+      if (each.kind != Collective::AllReduce) { // whose walks come to no end
+        walk({3, {actOf(each.kind, 2, each.op)}, leaver});
+        walk({3, {actOf(each.kind, 1, each.op, true)}, leaver});
       }
     }
   }
