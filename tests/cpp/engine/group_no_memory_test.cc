@@ -321,7 +321,12 @@ TEST(NoMemory, WhileAnOperationThatIsFollowedEnds) {
       std::vector<float> values(100, 1.0F);
       const auto operation = self.group.follow(allReduceCall(values, Deadline::after(120000)));
       EventLoop& data_loop = self.engine.dataLoop();
-      data_loop.run([] {}); // its queue has room for one
+      for (int i = 0; i < 2; ++i) { // its queue, which it takes by turns, has room
+        for (int j = 0; j < 8; ++j) {
+          data_loop.post([] {});
+        }
+        data_loop.run([] {});
+      }
       if (self.rank == 0 || !full) {
         const auto stands = full ? std::make_unique<const FullLoop>(data_loop) : nullptr;
         failAllocation(1);
