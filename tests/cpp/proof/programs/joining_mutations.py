@@ -139,6 +139,20 @@ MUTATIONS = [
         "Agreement.NobodyButRankZeroRaisesWhileItMayStillLetANewcomerIn",
     ),
     _of_agreement(
+        "one of too few raises in a new view before it has asked rank 0",
+        _AGREEMENT,
+        "  } else if (self_ != 0) { // of this view's",
+        "  } else if (false) { // of this view's",
+        "Agreement.AFurtherDeathBehindTheTimeOfTooFewCostsNobodyItsPlace",
+    ),
+    _of_agreement(
+        "one of too few raises before the detector finds rank 0 silent",
+        _AGREEMENT,
+        "milliseconds(config_.dead_after_ms) + window()); // the detector",
+        "milliseconds(config_.dead_after_ms)); // the detector",
+        "Agreement.TooFewRaiseAlsoIfRankZeroSaysNothing",
+    ),
+    _of_agreement(
         "any answer gives one of too few time",
         _AGREEMENT,
         "phase_ == Phase::Working && position == 0) {",
