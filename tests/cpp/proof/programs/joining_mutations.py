@@ -141,8 +141,10 @@ MUTATIONS = [
     _of_agreement(
         "one of too few raises in a new view before it has asked rank 0",
         _AGREEMENT,
-        "  } else if (self_ != 0) { // of this view's",
-        "  } else if (false) { // of this view's",
+        "  } else if (self_ != 0) { // of this view's rank 0 it has heard nothing\n"
+        "    too_few_until_ = std::max(too_few_until_, now);\n  }\n"
+        "  retry_at_ = tooFew() && self_ != 0 ? too_few_until_ :",
+        "  }\n  retry_at_ = tooFew() && self_ != 0 ? std::max(now, too_few_until_) :",
         "Agreement.AFurtherDeathBehindTheTimeOfTooFewCostsNobodyItsPlace",
     ),
     _of_agreement(
