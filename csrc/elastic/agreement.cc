@@ -311,7 +311,7 @@ TimePoint Agreement::tooFewAt() const noexcept {
     return at;
   }
   if (self_ != 0) {
-    delay(at, milliseconds(config_.dead_after_ms));
+    delay(at, milliseconds(config_.dead_after_ms) + window()); // the detector finds it silent before that
   } else if (!awaits_step_ && awaitsState()) {
     delay(at, milliseconds(config_.join_pause_ms));
   }
@@ -909,8 +909,10 @@ void Agreement::install(const View& next, TimePoint now) {
     too_few_until_ = tooFew() ? now : TimePoint::max();
   } else if (has_more || too_few_until_ == TimePoint::max()) { // whatever else changes takes from the same time
     too_few_until_ = now + milliseconds(config_.quorum_wait_ms);
+  } else if (self_ != 0) { // of this view's rank 0 it has heard nothing
+    too_few_until_ = std::max(too_few_until_, now);
   }
-  retry_at_ = tooFew() && self_ != 0 ? std::max(now, too_few_until_) : TimePoint::max();
+  retry_at_ = tooFew() && self_ != 0 ? too_few_until_ : TimePoint::max();
   // Who died since it promised.
   for (const Incarnation& member : next.members) {
     if (gone_.count(member) != 0) {

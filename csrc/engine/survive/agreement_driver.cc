@@ -631,12 +631,13 @@ void AgreementDriver::handle(Event event, TimePoint now) {
     const View& view = agreement_->view();
     trace("has message " + std::to_string(static_cast<int>(message->kind)) + " of " + who(view, message->from));
     // All members send Decide on as they learn a view: that comes late, and says nothing of how this epoch ends.
-    const bool of_this_end = message->epoch == view.epoch && message->kind != elastic::Message::Kind::Decide;
+    const bool of_this_epoch = message->epoch == view.epoch && message->kind != elastic::Message::Kind::Decide;
     agreement_->received(*message, now);
-    if (const auto member = members_by_name_.find(message->from); of_this_end && member != members_by_name_.end()) {
+    const bool of_its_end = of_this_epoch && agreement_->isAgreeing(); // too few members ask and answer before that
+    if (const auto member = members_by_name_.find(message->from); of_its_end && member != members_by_name_.end()) {
       member->second.spoke = true;
       // It may stop after it has answered, and the detector of the group has ended. Or it pauses just before its next word is due.
-      const bool answers = agreement_->isAgreeing() && message->kind != elastic::Message::Kind::Goodbye;
+      const bool answers = message->kind != elastic::Message::Kind::Goodbye;
       const milliseconds dead_after(members_.config().dead_after_ms);
       member->second.silent_at = answers ? now + dead_after + dead_after / 2 : TimePoint::max();
     }

@@ -973,12 +973,46 @@ TEST(Agreement, TooFewRaiseAlsoIfRankZeroSaysNothing) {
   pong.kind = Message::Kind::Pong;
   pong.from = Group::idOf(3); // a newcomer's
   group.members[1].received(pong, group.now);
-  group.pass(900); // quorum_wait and dead_after
+  group.pass(1600); // quorum_wait, dead_after and what the detector has first
   EXPECT_TRUE(group.raised[0]);
   EXPECT_FALSE(group.raised[1]);
   group.pass(200);
   ASSERT_TRUE(group.raised[1]);
   EXPECT_EQ(group.raised[1]->error, Error::TooFew);
+}
+
+// While rank 0 gives a newcomer the state: the one that is left with it, or in its place, goes on with that.
+TEST(Agreement, AFurtherDeathBehindTheTimeOfTooFewCostsNobodyItsPlace) {
+  for (const size_t dies : {0U, 2U}) {
+    Group group(4, 4);
+    group.down[3] = true;
+    for (const size_t i : {0U, 1U, 2U}) {
+      group.members[i].certified(Group::idOf(3), group.records[3], group.now);
+    }
+    group.run();
+    group.join(1);
+    group.pass(12'000); // quorum_wait is over, join_pause not
+    group.down[dies] = true;
+    group.pass(dies == 0 ? 3100 : 0); // its detector speaks
+    const std::vector<size_t> left = dies == 0 ? std::vector<size_t>{1, 2} : std::vector<size_t>{0, 1};
+    for (const size_t i : left) {
+      group.members[i].failed(
+          dies == 0 ? ErrorCode::PeerUnresponsive : ErrorCode::ConnectionReset,
+          Group::idOf(static_cast<int>(dies)),
+          group.now);
+    }
+    group.run();
+    group.pass(4000); // the members decide after 3750 if that may only have paused
+    for (const size_t i : left) {
+      EXPECT_FALSE(group.raised[i]) << dies << " " << i;
+      EXPECT_EQ(group.installed[i].back().members.size(), 2U) << dies << " " << i;
+    }
+    group.pass(4500); // join_pause is over
+    for (const size_t i : left) {
+      ASSERT_TRUE(group.raised[i]) << dies << " " << i;
+      EXPECT_EQ(group.raised[i]->error, Error::TooFew);
+    }
+  }
 }
 
 TEST(Agreement, AGoodbyeOfRankZeroThatIsLostIsSaidAgain) {

@@ -542,7 +542,7 @@ class Stopped {
 };
 
 // A member is found silent as long after its last heartbeat as the detector would have found it, if it does not take part in the agreement.
-TEST(AgreementDriver, WhatAMemberSaidOfTheEpochBeforeHidesNoSilence) {
+TEST(AgreementDriver, WhatAMemberSaysBeforeTheEndOfAnEpochHidesNoSilence) {
   const Members group(3, {}, 6000);
   breakConnection(group.begin()[0]);
   (void)group.verdicts(1);
@@ -555,13 +555,20 @@ TEST(AgreementDriver, WhatAMemberSaidOfTheEpochBeforeHidesNoSilence) {
   late.from = group.name(2);
   late.epoch = 2;
   late.next = group.firstView();
+  elastic::Message pong = late; // as of too few members
+  pong.kind = elastic::Message::Kind::Pong;
   for (const size_t to : {0U, 1U}) {
     Outbox outbox(group.handle(to), group.visitor(2));
-    bring(outbox, late);
+    bring(outbox, pong);
   }
   std::this_thread::sleep_for(std::chrono::milliseconds(4000)); // of the 6000 after which a member counts as silent
   const TimePoint began = Clock::now();
   breakConnection(second[0]);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500)); // the agreement has begun
+  for (const size_t to : {0U, 1U}) {
+    Outbox outbox(group.handle(to), group.visitor(2));
+    bring(outbox, late);
+  }
   group.onAll([&](size_t i) {
     if (i != 2) {
       const auto verdict = group.drivers[i]->verdict(2, soon());

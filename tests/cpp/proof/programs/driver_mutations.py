@@ -200,10 +200,17 @@ MUTATIONS = [
     _rule(
         "what a member said of the epoch before hides its silence",
         _DRIVER,
-        "    const bool of_this_end = message->epoch == view.epoch && "
+        "    const bool of_this_epoch = message->epoch == view.epoch && "
         "message->kind != elastic::Message::Kind::Decide;\n",
-        "    const bool of_this_end = true;\n",
-        "AgreementDriver.WhatAMemberSaidOfTheEpochBeforeHidesNoSilence",
+        "    const bool of_this_epoch = true;\n",
+        "AgreementDriver.WhatAMemberSaysBeforeTheEndOfAnEpochHidesNoSilence",
+    ),
+    _rule(
+        "what a member says while the epoch goes on hides its silence",
+        _DRIVER,
+        "of_this_epoch && agreement_->isAgreeing();",
+        "of_this_epoch;",
+        "AgreementDriver.WhatAMemberSaysBeforeTheEndOfAnEpochHidesNoSilence",
     ),
     _rule(
         "a member that has answered is never silent",

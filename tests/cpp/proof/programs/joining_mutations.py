@@ -139,6 +139,22 @@ MUTATIONS = [
         "Agreement.NobodyButRankZeroRaisesWhileItMayStillLetANewcomerIn",
     ),
     _of_agreement(
+        "one of too few raises in a new view before it has asked rank 0",
+        _AGREEMENT,
+        "  } else if (self_ != 0) { // of this view's rank 0 it has heard nothing\n"
+        "    too_few_until_ = std::max(too_few_until_, now);\n  }\n"
+        "  retry_at_ = tooFew() && self_ != 0 ? too_few_until_ :",
+        "  }\n  retry_at_ = tooFew() && self_ != 0 ? std::max(now, too_few_until_) :",
+        "Agreement.AFurtherDeathBehindTheTimeOfTooFewCostsNobodyItsPlace",
+    ),
+    _of_agreement(
+        "one of too few raises before the detector finds rank 0 silent",
+        _AGREEMENT,
+        "milliseconds(config_.dead_after_ms) + window()); // the detector",
+        "milliseconds(config_.dead_after_ms)); // the detector",
+        "Agreement.TooFewRaiseAlsoIfRankZeroSaysNothing",
+    ),
+    _of_agreement(
         "any answer gives one of too few time",
         _AGREEMENT,
         "phase_ == Phase::Working && position == 0) {",
