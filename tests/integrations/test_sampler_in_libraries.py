@@ -292,8 +292,8 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
 
     Args:
         saved: "": never. "behind fit": by the caller. "in a batch": in each epoch's last one, by
-            ModelCheckpoint; "in a batch, thrice": after two more and one more, too, and max_steps ends
-            it. "in validation": by ModelCheckpoint, as it does by default.
+            ModelCheckpoint; "in a batch, thrice": also after two more and one more, and max_steps
+            ends it. "in validation": by ModelCheckpoint, as it does by default.
         workers: They pull batches as soon as Lightning calls ``iter()``.
     """
     from lightning.pytorch import LightningModule, Trainer
