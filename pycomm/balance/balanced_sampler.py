@@ -487,11 +487,13 @@ class BalancedSampler(Sampler[list[int]]):
         self._untouched, self._deal_nothing = True, False
 
     def _begin_by(self, now: int) -> None:
-        """After a state was loaded without the model, and so without the passes that waited before
-        the epoch: it begins with the next pass."""
-        if self._begin is not None and now < self._begin:
+        """After a state was loaded without the model, and so without the passes that waited: the
+        epoch begins with the next pass if all of them were of the one before or its first ones."""
+        if self._begin is None or now > self._begin:
+            return
+        if now < self._begin:
             self._deals.resume(now, self._order(), *self._deals.rest(self._begin, ()))
-            self._begin, self._loaded_epoch = now, None
+        self._begin, self._loaded_epoch = now, None
 
     def _now(self) -> int:
         """How many batches were put through backward, those of an unfinished step too."""

@@ -300,8 +300,11 @@ class StreamingDiLoCo(FixedParameters):
         self._wait()
         assert self._flight is not None
         # Without samples a rank has nothing to keep, and its parameters may be NaN.
-        idle = self._weight is not None and self._flight.weight == 0.0
-        self._flight.land(0.0 if idle else alpha)
+        if self._weight is not None and self._flight.weight == 0.0:
+            alpha = 0.0
+        if alpha == 0.0:  # the steps since the launch are dropped, and their samples with them
+            self._samples_of[self._flight.fragment.index] = (0.0, 0.0)
+        self._flight.land(alpha)
         self._flight = None
         self._syncs += 1
 

@@ -52,7 +52,8 @@ def make_strategy(
     """A ``DDPStrategy`` whose group is pycomm's and whose wrapper is pycomm's.
 
     Unlike its base it registers ``ddp_comm_hook`` on CPU, too, where Lightning ignores it. For
-    Lightning's barrier it sets ``GLOO_SOCKET_IFNAME``, if unset, to the group's interface.
+    Lightning's barrier around ``prepare_data`` it sets ``GLOO_SOCKET_IFNAME``, if unset, to the
+    group's interface.
 
     Args:
         wire_dtype: What gradients travel as, as for ``pycomm.DistributedDataParallel``.
@@ -96,11 +97,26 @@ def _strategy_class(library: ModuleType) -> type[Any]:
         """Puts pycomm's wrapper where Lightning puts torch's."""
 
         pycomm_wire_dtype: WireDtype = AS_THE_GROUP
+        _names_interface = False
 
         def setup_distributed(self) -> None:
             super().setup_distributed()  # takes the default group as it is, if there is one
             check_backend()
-            _name_interface_for_gloo()
+            self._names_interface = _name_interface_for_gloo()
+
+        def barrier(self, *arguments: Any, **options: Any) -> None:
+            self._forget_interface()  # the first one is right behind prepare_data
+            super().barrier(*arguments, **options)
+
+        def teardown(self) -> None:
+            self._forget_interface()
+            super().teardown()
+
+        def _forget_interface(self) -> None:
+            """Groups of pycomm would take it, too, and child processes have it."""
+            if self._names_interface:
+                os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            self._names_interface = False
 
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
             return DistributedDataParallel(
@@ -121,16 +137,21 @@ def _strategy_class(library: ModuleType) -> type[Any]:
     return PycommStrategy
 
 
-def _name_interface_for_gloo() -> None:
-    """Lets gloo use the interface of the default group, unless ``GLOO_SOCKET_IFNAME`` is set.
+def _name_interface_for_gloo() -> bool:
+    """Lets gloo use the interface of the default group, unless ``GLOO_SOCKET_IFNAME`` is set;
+    returns whether it has set it.
 
     For a ``prepare_data`` hook Lightning opens a group over gloo, which without the variable takes
     the address of the host's own name: 127.0.1.1 on Debian, where no other host connects.
     """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return False
     address = loader.native.group_address(native_backend())
     for interface in loader.native.list_interfaces():
         if interface["address"] == address:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", str(interface["name"]))
+            os.environ["GLOO_SOCKET_IFNAME"] = str(interface["name"])
+            return True
+    return False
 
 
 def _register_names() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -252,6 +254,49 @@ def test_lightning_in_a_group_of_another_backend(values: list[str], note: Any) -
     for text in values:
         assert "not pycomm's. Try: make no group beforehand, or one over 'pycomm'" in text
     note("an error that says so")
+
+
+def interfaces_for_gloo(rank: int, world_size: int) -> list[str | None]:
+    """What the variable is as prepare_data fails, and behind the fit."""
+    from lightning.pytorch import LightningDataModule, Trainer
+
+    from pycomm._native.loader import native
+    from pycomm.integrations.lightning import make_strategy
+
+    seen = []
+
+    class Data(LightningDataModule):
+        def prepare_data(self) -> None:
+            """For it Lightning opens a group over gloo, once it has read the next."""
+
+        @property
+        def prepare_data_per_node(self) -> bool:
+            seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+            raise ArithmeticError
+
+        @prepare_data_per_node.setter
+        def prepare_data_per_node(self, value: bool) -> None:
+            """Lightning's __init__ does."""
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    interfaces = [{"address": "10.0.0.7", "name": "eth7"}]
+    with (
+        mock.patch.object(native, "group_address", lambda backend: "10.0.0.7"),
+        mock.patch.object(native, "list_interfaces", lambda: interfaces),
+        contextlib.redirect_stderr(io.StringIO()),
+        pytest.raises(ArithmeticError),
+    ):
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=make_strategy(), **quiet)
+        trainer.fit(lightning_module(sharded=False), datamodule=Data())
+    return [*seen, os.environ.get("GLOO_SOCKET_IFNAME")]
+
+
+@case(interfaces_for_gloo, launcher="torchrun")
+def test_lightning_leaves_no_interface_for_gloo_behind_an_error(
+    values: list[list[str | None]],
+) -> None:
+    """pycomm takes the variable, too, for groups that come later."""
+    assert values == [["eth7", None]] * 2
 
 
 # Accelerate

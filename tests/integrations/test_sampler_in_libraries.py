@@ -292,8 +292,8 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
 
     Args:
         saved: "": never. "behind fit": by the caller. "in a batch": in each epoch's last one, by
-            ModelCheckpoint; "in a batch, twice": after two more, too, and max_steps ends it. "in
-            validation": by ModelCheckpoint, as it does by default.
+            ModelCheckpoint; "in a batch, thrice": also after two more and one more, and max_steps
+            ends it. "in validation": by ModelCheckpoint, as it does by default.
         workers: They pull batches as soon as Lightning calls ``iter()``.
     """
     from lightning.pytorch import LightningModule, Trainer
@@ -337,7 +337,7 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
             assert (options["devices"], options["num_nodes"]) == (1, 2)
             return Trainer(
                 **options | {"devices": 2, "num_nodes": 1},
-                **({"max_steps": 3 * epochs} if "twice" in saved else {"max_epochs": epochs}),
+                **({"max_steps": 3 * epochs} if "thrice" in saved else {"max_epochs": epochs}),
                 logger=False,
                 callbacks=list(callbacks),
                 enable_checkpointing=bool(callbacks),
@@ -360,7 +360,7 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
 
     path = None
     with contextlib.redirect_stderr(io.StringIO()):
-        for epochs in {"": [EPOCHS], "in a batch, twice": [2, 4, 5]}.get(saved, [2, EPOCHS]):
+        for epochs in {"": [EPOCHS], "in a batch, thrice": [2, 4, 5, 6]}.get(saved, [2, EPOCHS]):
             module = fit_to(epochs, path, f"{folder}/{epochs}")
             path = f"{folder}/{epochs}/last.ckpt"
     return list(module.seen.values())
@@ -380,8 +380,8 @@ def test_lightning_by_the_recipe(values: list[Any]) -> None:
             ("behind fit", 1),
             ("in a batch", 0),
             ("in a batch", 1),
-            ("in a batch, twice", 0),
-            ("in a batch, twice", 1),
+            ("in a batch, thrice", 0),
+            ("in a batch, thrice", 1),
             ("in validation", 0),
             ("in validation", 1),
         )
@@ -389,7 +389,7 @@ def test_lightning_by_the_recipe(values: list[Any]) -> None:
 )
 def test_lightning_resumed_by_the_recipe(saved: str, workers: int, values: list[Any]) -> None:
     ((mine,), (theirs,)) = values
-    epoch = 3 if "twice" in saved else 2  # Lightning does not count the resumed fit's last one
+    epoch = 3 if "thrice" in saved else 2  # Lightning does not count a resumed fit's last one
     assert_epoch(list(zip(mine, theirs, strict=True)), epoch, 3 * WHOLE + 5)
 
 

@@ -30,11 +30,21 @@ REST_NBYTES = 300_000  # to meet, for the first parameters, and headers: 80,000 
 SHARES = {"fp16": 0.5, "int8": 0.25}
 
 BEFORE = """
+import os
 from pathlib import Path
 def sent_nbytes():
     (line,) = (each for each in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in each)
     return int(line.split()[9])
 at_first = sent_nbytes()
+"""
+# Lightning opens a group over gloo for the first hook. pycomm takes the variable, too.
+PREPARES = """
+    def prepare_data(self):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+    def setup(self, stage):
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+
 """
 AFTER = """
 from training import digest
@@ -84,10 +94,7 @@ def test_lightning_on_two_hosts(hosts: SshHosts, tmp_path: Path) -> None:
     changes = {
         "devices=2,": "devices=1,\n    num_nodes=2,",
         'wire_dtype="fp16"': 'wire_dtype="int8"',
-        # For this hook Lightning opens a group over gloo.
-        "    def configure_optimizers": (
-            "    def prepare_data(self) -> None:\n        pass\n\n    def configure_optimizers"
-        ),
+        "    def configure_optimizers": PREPARES + "    def configure_optimizers",
     }
     train("with_lightning.py", changes, "int8", hosts, tmp_path)
 

@@ -20,6 +20,7 @@ MAY_SKIP = (
     "core files",
     "may open",
     "of free memory",
+    "no control group",
     "libssl.so.3",
     "tc is not allowed",
     "another endpoint",

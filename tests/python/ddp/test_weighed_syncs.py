@@ -91,6 +91,9 @@ class Simulated:
             for worker, weight in zip(self.workers, weights, strict=True):
                 mine, alpha = list(worker.parameters())[index].data, self.alpha if weight else 0.0
                 mine.copy_(alpha * mine + (1 - alpha) * self.anchor[index])
+        for rank, weight in enumerate(weights):
+            if not (self.alpha and weight):  # the steps since the launch are gone
+                self.samples[which][rank] = 0.0
 
 
 ALL = [[0, 1, 2, 3]]
@@ -244,6 +247,30 @@ def without_weight(rank: int, world_size: int) -> dict[str, bool]:
         local.step(2)  # and nothing of it is left for the next round
         found[f"{method} {every}"] = all(bool(each.isfinite().all()) for each in net.parameters())
     return found
+
+
+def idle_at_launch(rank: int, world_size: int) -> float:
+    """Rank 1 trains in flight alone, and drops it at the landing; how far the next sync is off."""
+    import pycomm
+
+    net = make_net()
+    local = pycomm.StreamingDiLoCo(
+        net, sync_every=4, fragment_sync_delay=1, weight="samples", outer_optimizer=plain
+    )
+    for step in range(4):
+        move(nn.Sequential(net), rank, step)
+        local.step(0.0 if rank == 1 else 1.0)
+    local.step(100.0 if rank == 1 else 0.0)
+    move(nn.Sequential(net), rank, 5)
+    ends = all_ranks(flat(net))
+    local.step(float(rank != 1))
+    local.sync()
+    return float((flat(net) - mean_of(ends, [1.0, 0.0, 1.0])).abs().max())
+
+
+def test_samples_of_steps_that_a_landing_drops_do_not_count() -> None:
+    found = ranks.run_ranks(3, idle_at_launch, timeout_s=60, preload=ranks.TORCH_DDP)
+    assert max(found.values()) < 1e-12
 
 
 def test_a_rank_without_samples_counts_nothing_not_even_its_nan() -> None:
