@@ -22,6 +22,9 @@ constexpr milliseconds kSecondRound(2000);
 constexpr milliseconds kAfterPatience = kFirstRound + milliseconds(50);
 constexpr int kRounds = 3;
 
+// How long ago a rank may have asked that is taken to wait still.
+constexpr std::chrono::seconds kLately(1);
+
 /// In FrameHeader::aux of a Waiting that answers one. The other bits have the CallbackOrigin of the sender's operation.
 constexpr uint64_t kAnswers = 1;
 
@@ -146,7 +149,7 @@ void findDeadlock(Tables& tables, const OperationRow& row, int peer, TimePoint n
       continue;
     }
     AheadOfUs& theirs = found->second;
-    if (now - unexpected.last > kSayAgain) { // one that still waits has asked since
+    if (now - unexpected.last > kLately) {
       // Once for each question: two ranks that both have only old questions would answer each other without end.
       if (!std::exchange(theirs.answered_late, true)) {
         answerNotEntered(tables, peer, op_id, wayOfAnswers(tables));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <thread>
@@ -29,6 +30,7 @@ inline void hostPause() noexcept {
   std::this_thread::sleep_for(kRoundTrip);
 }
 inline constexpr int kHostPauses = 400;
+static_assert(kHostPauses * kRoundTrip == std::chrono::milliseconds(20), "docs/errors.md, Limits, names it");
 
 /// Allocates the pages of a rank's stages. Throws what SharedArena::commit() throws.
 inline void hostCommit(const SharedArena& arena, size_t begin, size_t nbytes) {

@@ -511,7 +511,8 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   } else if (const auto* const lost = std::get_if<NotGiven>(&event)) {
     if (const auto found = members_by_name_.find(lost->to); found != members_by_name_.end()) {
       Member& member = found->second;
-      member.back_off = std::clamp<TimePoint::duration>(2 * member.back_off, kSayAgain, kRemembered);
+      const TimePoint::duration longest = milliseconds(config_.join_wait_ms); // it waits no longer itself
+      member.back_off = std::max<TimePoint::duration>(kSayAgain, std::min(2 * member.back_off, longest));
       member.not_before = now + member.back_off;
       dropNewcomer(lost->to, lost->why.code, now);
     }

@@ -24,6 +24,7 @@ struct PortRange {
 
 /// How long a connection may take to say who it is.
 inline constexpr std::chrono::seconds kStrangerWithin{kOneStepMs / 1000};
+static_assert(kStrangerWithin == std::chrono::milliseconds(kOneStepMs), "the kernel counts it in seconds");
 
 /// A listening socket, on exactly the given address, or a Unix socket for this user's processes on this host. Movable;
 /// empty after a move.

@@ -147,8 +147,9 @@ Owner ownerOf(
   me.host = HostIdentity::ofThisProcess();
   me.process = ProcessIdentity::ofThisProcess();
   const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
-  // Two calls lie between counting a claim and naming its owner.
-  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneStepMs).instant()));
+  // For the owners of all earlier claims: a process names itself soon after it has counted its claim, and a lost packet is sent again
+  // meanwhile. One that looks at earlier claims itself, or is stopped, may take longer.
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOneTryMs + kOneStepMs).instant()));
   for (int64_t number = claim.number - 1; number >= oldest; --number) {
     const Predecessor before = lookAt(store, claim, number, end, abort);
     earliest = number;

@@ -459,7 +459,8 @@ TEST(SealedRendezvous, PushedCountersDecideNothing) {
   const auto good = meetAll(store, 2);
   EXPECT_TRUE(allGood(good)) << summaries(good); // no DuplicateRank
   for (const Outcome& outcome : good) {
-    EXPECT_WITHIN_MS(outcome.elapsed_ms, 5000 + kSoonMs);
+    EXPECT_GE(outcome.elapsed_ms, kOneTryMs + kOneStepMs); // an owner that is so slow to say its name is found
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 7000);
     EXPECT_EQ(outcome.met.claim.generation, 1);
   }
 }
