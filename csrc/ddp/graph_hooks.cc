@@ -393,6 +393,11 @@ void PassMarks::expect(bool any, bool marked) {
   wrapper_->marked = marked && !any;
 }
 
+bool PassMarks::asks() const {
+  const std::lock_guard lock(wrappers_mutex);
+  return wrapper_->asked != 0;
+}
+
 void PassMarks::disarm() {
   const std::lock_guard lock(wrappers_mutex);
   wrapper_->asked = 0;

@@ -235,6 +235,8 @@ class PassMarks {
   [[nodiscard]] bool isReducedByAnother(const at::Tensor& param) const;
   /// A forward pass asks for another pass. `any`: it begins whatever graph it goes through. `marked`: see MarkedWrapper.
   void expect(bool any, bool marked);
+  /// A forward pass asks for a pass that is due or under way.
+  [[nodiscard]] bool asks() const;
   /// No forward pass asks any more: the pass has ended, or later calls are none of it.
   void disarm();
   [[nodiscard]] bool expectsAnyGraph() const noexcept {

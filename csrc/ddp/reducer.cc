@@ -194,6 +194,7 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   if (left) {
     raiseLeftNested();
   }
+  dropRepeated();
   if (!reduces && !pass_.reducing()) {
     followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight and no use
   }
@@ -218,6 +219,8 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   if (marks_.repeatsForward()) {
     return;
   }
+  const bool armed = pass_.phase() == BackwardPass::Phase::Armed;
+  const bool asked = marks_.asks();
   throwIfUnfinished();
   resetStep();
   if (!pass_.hasStaticGraph()) {
@@ -228,10 +231,19 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
     }
   }
   // A trainer that runs forwards in no_sync() and calls this before the last backward, as pipelines do, means the pass and not a graph.
-  marks_.expect(std::exchange(last_forward_, nullptr) == nullptr, armed_by_mark_);
+  // A checkpoint that repeats such a forward leaves it at that.
+  const bool repeated = torch::autograd::get_current_graph_task_id() != BackwardCall::kNone;
+  const bool meant = std::exchange(last_forward_, nullptr) == nullptr;
+  marks_.expect(meant || (repeated && armed && marks_.expectsAnyGraph()), armed_by_mark_);
   recorder_.begin(buckets_.all().size());
   if (!buckets_.all().empty()) {
     asked_in_ = torch::autograd::get_current_graph_task_id();
+    if (!repeated) {
+      armed_in_.forget();
+    } else if (!armed) {
+      armed_in_.follow();
+      asked_before_ = asked;
+    }
     becomeDue(armed_by_mark_);
     pass_.arm();
   }

@@ -250,6 +250,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void onEntry(ForwardMark& mark);
   void enter(ForwardMark& mark);
   void followCall();
+  /// A forward pass that a call repeats arms the pass for that call, and those around it, alone.
+  void dropRepeated();
   void onComing(size_t index, const at::Tensor& grad);
   void onGradient(size_t index, bool defined);
   void takeGradient(size_t index, bool defined);
@@ -385,6 +387,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   bool armed_by_mark_ = false; ///< all forward passes outside no_sync() since the last pass have a marked graph
   int asked_in_ =
       -1; ///< autograd's number of the call in which a forward pass has asked for the pass, as a checkpoint repeats it; -1: in none
+  BackwardCall
+      armed_in_; ///< the call in which a repeated forward pass has armed the pass; forgotten: it was one outside any
+  bool asked_before_ = false; ///< by then another one had asked, whose mark begins its pass
   PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   std::optional<PassWeights> weights_; ///< if ranks are weighed

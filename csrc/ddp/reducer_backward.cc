@@ -209,10 +209,28 @@ void Reducer::followCall() {
   if (!marks_.follow()) {
     return;
   }
+  dropRepeated();
   if (weights_.has_value()) {
     weights_->dropEarly();
   }
   pass_.forgetCounts(); // of a call past the wrapper, or that an exception ended
+}
+
+void Reducer::dropRepeated() {
+  const int call = torch::autograd::get_current_graph_task_id();
+  const bool goes_on = call != BackwardCall::kNone && (armed_in_.present() || call < armed_in_.number());
+  if (armed_in_.number() == BackwardCall::kNone || goes_on) {
+    return;
+  }
+  armed_in_.forget();
+  if (pass_.phase() != BackwardPass::Phase::Armed) {
+    return;
+  }
+  pass_.disarm();
+  if (!asked_before_) {
+    marks_.disarm();
+    endDue();
+  }
 }
 
 void Reducer::enter(ForwardMark& mark) {

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -311,6 +312,22 @@ def pipeline(rank: int, world_size: int) -> float:
 def test_a_pass_may_be_made_to_reduce_after_its_forward() -> None:
     found = ranks.run_ranks(2, pipeline, timeout_s=100, preload=ranks.TORCH_DDP)
     assert [found[rank].value for rank in range(2)] == [2.0] * 2
+
+
+def repeated_pipeline(rank: int, world_size: int) -> float:
+    """Backward repeats the forward pass, all of it, outside no_sync()."""
+    model = wrap(Slopes())
+    batch = torch.tensor(-1.0 - 2.0 * rank)
+    with set_checkpoint_early_stop(False), model.no_sync():
+        loss = checkpoint(model, batch, use_reentrant=False, preserve_rng_state=False)
+    model.reducer.prepare_for_backward([])
+    loss.backward()
+    return gradient(model)
+
+
+def test_so_may_one_that_a_checkpoint_repeats() -> None:
+    found = ranks.run_ranks(2, repeated_pipeline, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert [found[rank].value for rank in range(2)] == [-2.0] * 2
 
 
 class Raises(torch.autograd.Function):

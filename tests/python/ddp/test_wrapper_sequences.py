@@ -305,14 +305,14 @@ forward of the wrapper that has no backward: without that forward it raises noth
 
 
 def walk(
-    rank: int, world_size: int, relation: str, longest: int, hows: Sequence[str]
+    rank: int, world_size: int, relation: str, played: Sequence[tuple[Event, ...]]
 ) -> tuple[list[str], dict[str, int]]:
     """Complaints, and the number of sequences by how they ended."""
     ours, torchs = Wrappers(relation, by_torch=False), Wrappers(relation, by_torch=True)
     others = Wrappers(relation, by_torch=False, second_first=True)
     wrong: list[str] = []
     counts = dict.fromkeys(ENDS, 0)
-    for sequence in sequences(longest, hows):
+    for sequence in played:
         if relation == "a scale beside" and any(
             isinstance(each, Forward) and each.how == REENTRANT for each in sequence
         ):
@@ -346,7 +346,7 @@ def walk(
             counts["an error"] += 1
         elif not marked and not error and not their_error and between(found, right, theirs):
             counts["as torch's"] += 1
-        elif not marked and not error and their_error and found == averaged:
+        elif not (marked or error) and (their_error or theirs != right) and found == averaged:
             counts["averaged by a repeated forward"] += 1
         elif not (marked or error or found != theirs) and torchs.play_alone(sequence, rank) == (
             found,
@@ -382,9 +382,40 @@ COUNTS = {
     ],
 )
 def test_every_short_sequence(relation: str, longest: int, hows: tuple[str, ...]) -> None:
-    args = (relation, longest, hows)
+    args = (relation, list(sequences(longest, hows)))
     found = ranks.run_ranks(2, walk, args=args, timeout_s=3600, preload=ranks.TORCH_DDP)
     for wrong, counts in found.check().values():
         assert not wrong, f"{counts}:\n" + "\n".join(wrong)
         if longest == 3 or len(hows) == 1:
             assert counts == dict(zip(ENDS, COUNTS[relation][longest - 3], strict=True))
+
+
+def of_one_wrapper(*hidden: Forward) -> list[tuple[Event, ...]]:
+    """A marked forward in no_sync() that is repeated whole, and one of these, in both orders."""
+    repeats = Forward(0, marked=True, synced=False, how=WHOLE)
+    ends = ((0, 1), (1, 0))
+    return [
+        (*pair, *end) for one in hidden for pair in ((repeats, one), (one, repeats)) for end in ends
+    ]
+
+
+SYNCED = of_one_wrapper(Forward(0, marked=False, synced=True))
+LOCAL = of_one_wrapper(
+    Forward(0, marked=False, synced=False), Forward(0, marked=False, synced=False, how=CHECKPOINT)
+)
+
+
+@pytest.mark.parametrize(
+    ("relation", "counts"),
+    [
+        ("one module", (12, 0, 0, 0, 0, 0, 0)),
+        ("one module, weighed", (8, 0, 0, 0, 0, 4, 0)),
+        ("a common trunk", (12, 0, 0, 0, 0, 0, 0)),
+    ],
+)
+def test_a_forward_that_backward_repeats_asks_for_its_own_call_alone(
+    relation: str, counts: tuple[int, ...]
+) -> None:
+    args = (relation, SYNCED + LOCAL)
+    found = ranks.run_ranks(2, walk, args=args, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert found.values() == [([], dict(zip(ENDS, counts, strict=True)))] * 2
