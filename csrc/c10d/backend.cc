@@ -791,7 +791,12 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       window = std::move(found->second);
       windows_.erase(found);
     }
-    launch(window);
+    try {
+      launch(window);
+    } catch (...) {
+      tellOthers(); // as in begin(): they have, or will have, operations of these numbers
+      throw;
+    }
     PycommWork::Content content;
     const bool by_nccl = std::all_of(
         window.works.begin(), window.works.end(), [](const auto& part) { return part->content().nccl != nullptr; });

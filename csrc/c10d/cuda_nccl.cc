@@ -251,7 +251,7 @@ void NcclGroup::launch(
     changed_.notify_all();
   } catch (const std::exception&) {
     ErrorRecord record = recordInAnyCase(group_->identity(), caughtOnDevice);
-    if (!group_->hasFailed() && hasFailed()) {
+    if (!group_->hasFailed() && (!poll() || comm_->hasFailed())) {
       record.peer = group_->identity().jobRank();
       group_->abort(record);
     }
@@ -287,17 +287,18 @@ void NcclGroup::threadMain() noexcept {
   }
 }
 
-bool NcclGroup::hasFailed() noexcept {
+bool NcclGroup::poll() noexcept {
   try {
     comm_->poll();
-    return comm_->failure().has_value();
-  } catch (const std::exception&) { // no memory to say how
     return true;
+  } catch (const std::exception&) {
+    return false;
   }
 }
 
 void NcclGroup::look() noexcept {
-  if (hasFailed()) {
+  const bool polled = poll();
+  if (!polled || comm_->hasFailed()) {
     ErrorRecord record = recordInAnyCase(group_->identity(), [&] { return comm_->failure().value(); });
     if (record.peer < 0) {
       record.peer = group_->identity().jobRank();
@@ -305,7 +306,9 @@ void NcclGroup::look() noexcept {
     if (!group_->hasFailed()) {
       group_->abort(record);
     }
-    endAll(record);
+    if (polled) { // else the thread goes on, until poll() has ended the kernels
+      endAll(record);
+    }
     return;
   }
   std::unique_lock lock(mutex_);
@@ -354,7 +357,7 @@ void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   changed_.notify_all();
   thread.join();
   if (!idle) { // its kernels would wait for other ranks while the process ends
-    const ErrorRecord reason = closedInTheMiddle();
+    const ErrorRecord reason = recordInAnyCase(group_->identity(), closedInTheMiddle);
     comm_->abort(reason);
     endAll(reason);
   }

@@ -110,8 +110,8 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
  private:
   NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device, const std::atomic<bool>& stopped);
   void threadMain() noexcept;
-  /// Whether NCCL or the device has failed. Also true if there is no memory to find out.
-  [[nodiscard]] bool hasFailed() noexcept;
+  /// False if there is no memory to find out whether NCCL, the device or the group has failed. NCCL's kernels may run on then.
+  [[nodiscard]] bool poll() noexcept;
   void look() noexcept;
   void endAll(const ErrorRecord& why) noexcept;
 

@@ -87,10 +87,16 @@ struct PycommWork::State {
     }
   }
 
-  /// The type of the future, with its name. NCCL's futures have none: their callbacks run where they are added, in the program's order.
-  c10::TypePtr nameFuture(c10d::OpType type) const {
+  /// NCCL's results are behind events: the host need not wait for the operations, unless they may never be launched.
+  bool onlyOrders() const {
+    return content.nccl != nullptr && !content.nccl->abandoned() && !group().isEnding();
+  }
+
+  /// The type of the future, with its name. If it only orders streams it has none: callbacks run where they are added, in the program's
+  /// order.
+  c10::TypePtr nameFuture(c10d::OpType type, bool only_orders) const {
     c10::TypePtr value = futureType(!content.output_lists.empty());
-    if (content.nccl != nullptr) {
+    if (only_orders) {
       return value;
     }
     const Operation* const first = content.operations.empty() ? nullptr : content.operations.front().get();
@@ -395,8 +401,7 @@ void waitFor(Group& group, const Operation& operation, std::chrono::milliseconds
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const WithoutGil no_gil;
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
-  const bool only_orders =
-      state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group().isEnding();
+  const bool only_orders = state_->onlyOrders();
   for (const auto& operation : state_->content.operations) {
     if (only_orders) {
       break;
@@ -476,7 +481,8 @@ const PycommWork::Content& PycommWork::content() const noexcept {
 
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   const StayWithin stay;
-  if (state_->content.nccl != nullptr && !state_->group().failure()) {
+  const bool only_orders = state_->onlyOrders();
+  if (only_orders) {
     raising([&] { state_->content.nccl->requireLaunched(); });
   }
   std::unique_lock lock(state_->mutex);
@@ -497,8 +503,9 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   for (const c10::Stream& stream : state_->sideStreams()) {
     devices.push_back(stream.device());
   }
-  state_->future = c10::make_intrusive<c10::ivalue::Future>(state_->nameFuture(retrieveOpType()), std::move(devices));
-  if (state_->waited || state_->content.nccl != nullptr) {
+  state_->future =
+      c10::make_intrusive<c10::ivalue::Future>(state_->nameFuture(retrieveOpType(), only_orders), std::move(devices));
+  if (state_->waited || only_orders) {
     // With NCCL everything is behind events. And a caller that has waited may count on it: torch's reducer takes the value at once.
     state_->noteWaited();
     state_->completing = true; // a thread that finds the future from here on waits for this one

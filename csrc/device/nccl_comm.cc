@@ -83,11 +83,12 @@ void NcclComm::connect() {
 }
 
 NcclComm::~NcclComm() {
-  poll();
   bool idle = false;
-  {
+  try {
+    poll();
     const std::lock_guard<std::mutex> lock(state_->mutex);
     idle = state_->pending.empty() && !state_->failure;
+  } catch (const std::exception&) { // no memory to find out
   }
   {
     const std::lock_guard<std::mutex> lock(api_mutex_);
@@ -236,7 +237,7 @@ void NcclComm::poll() {
     cause = findFailure();
   }
   if (cause) {
-    static_cast<void>(fail(*cause));
+    abort(*cause);
   }
 }
 
@@ -280,25 +281,32 @@ std::optional<ErrorRecord> NcclComm::findFailure() {
   return std::nullopt;
 }
 
-void NcclComm::abort(const ErrorRecord& reason) {
-  static_cast<void>(fail(reason));
-}
-
-ErrorRecord NcclComm::fail(const ErrorRecord& cause) {
-  ErrorRecord in_force;
+void NcclComm::abort(const ErrorRecord& reason) noexcept {
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     if (!state_->failure) {
-      state_->failure = cause;
+      state_->failure.emplace().code = reason.code;
+      try {
+        state_->failure = reason;
+      } catch (const std::exception&) { // no memory for the words
+      }
     }
-    in_force = *state_->failure;
   }
   const std::lock_guard<std::mutex> lock(api_mutex_);
   if (comm_ != nullptr) {
     static_cast<void>(api_.abort(comm_)); // its kernels end, and with them what the stream holds
     comm_ = nullptr;
   }
-  return in_force;
+}
+
+ErrorRecord NcclComm::fail(const ErrorRecord& cause) {
+  abort(cause);
+  return failure().value();
+}
+
+bool NcclComm::hasFailed() const noexcept {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->failure.has_value();
 }
 
 std::optional<ErrorRecord> NcclComm::failure() const {

@@ -64,7 +64,9 @@ class NcclComm {
   /// Whether the device is done with it.
   [[nodiscard]] bool done(const NcclOperation& operation) const;
   void poll();
-  void abort(const ErrorRecord& reason);
+  /// The first failure wins; its code alone is kept if there is no memory for its words.
+  void abort(const ErrorRecord& reason) noexcept;
+  [[nodiscard]] bool hasFailed() const noexcept;
   [[nodiscard]] std::optional<ErrorRecord> failure() const;
 
  private:
@@ -77,7 +79,7 @@ class NcclComm {
   void waitUntilReady(Deadline deadline, const ErrorRecord& about);
   [[nodiscard]] std::optional<ErrorRecord> findFailure();
   void throwIfFailed() const;
-  /// Aborts the communicator; the first failure wins. Returns that one.
+  /// abort(), and the failure that has won.
   ErrorRecord fail(const ErrorRecord& cause);
 
   NcclApi& api_;

@@ -17,11 +17,14 @@ size_t capacityFor(size_t nbytes) {
   return capacity;
 }
 
-ErrorRecord shutDown() {
+ErrorRecord shutDown() noexcept {
   ErrorRecord record;
   record.code = ErrorCode::ShutDown;
-  record.summary = "The process group was closed before the tensor had left its device.";
-  record.hint = "wait for every operation before destroy_process_group()";
+  try {
+    record.summary = "The process group was closed before the tensor had left its device.";
+    record.hint = "wait for every operation before destroy_process_group()";
+  } catch (...) { // no memory for the words
+  }
   return record;
 }
 

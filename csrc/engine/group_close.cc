@@ -64,11 +64,7 @@ void Group::abort(const ErrorRecord& reason) noexcept {
     roster_.identity.sign(signed_here);
     return signed_here;
   });
-  auto notice = Loop::owned(planes_, [&] {
-    if (ControlPlane* const control = planes_.control()) {
-      control->notice(record);
-    }
-  });
+  const auto notice = [&]() noexcept { planes_.withControl([&](ControlPlane& control) { control.notice(record); }); };
   aborted_.store(true, std::memory_order_release);
   engine_.control().run(std::ref(notice));
 }
@@ -97,11 +93,7 @@ void Group::sayWhy() noexcept {
     const auto other = failure_.happened() ? std::nullopt : engine_.recorder().failedBeside(*log_);
     if (other) {
       const ErrorRecord why = failedBeside(*other, roster_.identity);
-      engine_.control().run(Loop::owned(planes_, [&] {
-        if (ControlPlane* const control = planes_.control()) {
-          control->leaving(why);
-        }
-      }));
+      engine_.control().run([&] { planes_.withControl([&](ControlPlane& control) { control.leaving(why); }); });
     }
   } catch (const std::exception&) { // no memory to say it
   }

@@ -24,7 +24,7 @@ namespace pycomm {
 /// Group makes them on the engine's loops, the simulator on simulated loops. So the simulator runs the wiring that ships.
 ///
 /// Each plane belongs to its loop, which opens, uses and closes it. A task may run after its plane is closed: onData(), onControl() and
-/// run() look for that. Exceptions from tasks of the group (Loop::owned(planes, …)) become the group's failure.
+/// run() look for that. Exceptions from tasks of the group (withControl(), Loop::owned(planes, …)) become the group's failure.
 ///
 /// The owner closes the planes, and both loops run what was posted, before this object goes. So `this` is alive in every task and event.
 class Planes final : public Loop::Owner {
@@ -70,6 +70,14 @@ class Planes final : public Loop::Owner {
     return control_.get();
   }
 
+  /// Runs body(plane) if the plane is open, on the control loop. The plane reports what that throws.
+  template <typename Body>
+  void withControl(Body&& body) noexcept {
+    if (control_ != nullptr) {
+      Loop::guarded(static_cast<Loop::Ticker&>(*control_), [&] { body(*control_); });
+    }
+  }
+
   // Any thread:
   /// Posts body(plane) to the loop of the plane. The body does not run if the plane is closed by then.
   template <typename Body>
@@ -82,11 +90,7 @@ class Planes final : public Loop::Owner {
   }
   template <typename Body>
   void onControl(Body body) {
-    control_loop_.post(Loop::owned(*this, [this, body = std::move(body)]() mutable {
-      if (control_ != nullptr) {
-        body(*control_);
-      }
-    }));
+    control_loop_.post([this, body = std::move(body)]() mutable noexcept { withControl(body); });
   }
   /// Null if the ranks share no memory. Does not change once the group is in use.
   [[nodiscard]] HostPlane* host() const noexcept {

@@ -151,7 +151,8 @@ void ControlPlane::onThrown(const std::exception_ptr& exception) noexcept {
   try {
     membership_.noticed(recordInAnyCase(identity_, [&] { return ownTrouble(exception, identity_); }), Clock::now());
     act();
-  } catch (...) { // no memory even to say so: what follows from our silence names this rank
+  } catch (...) { // no memory even to say so
+    unsaid_ = exception;
   }
 }
 
@@ -366,7 +367,7 @@ std::optional<ErrorRecord> ControlPlane::trouble() const {
 }
 
 TimePoint ControlPlane::nextTick() const noexcept {
-  TimePoint next = untold_ || !undone_.empty() ? TimePoint::min() : membership_.nextTick();
+  TimePoint next = unsaid_ || untold_ || !undone_.empty() ? TimePoint::min() : membership_.nextTick();
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
   }
@@ -374,6 +375,9 @@ TimePoint ControlPlane::nextTick() const noexcept {
 }
 
 void ControlPlane::tick(TimePoint now) {
+  if (unsaid_) {
+    onThrown(std::exchange(unsaid_, nullptr));
+  }
   tellFailure();
   for (const auto& acceptor : acceptors_) {
     if (acceptor->nextDeadline() <= now) {

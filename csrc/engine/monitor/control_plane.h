@@ -83,7 +83,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void onReady(uint32_t events) override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) override;
-  /// Whatever is thrown becomes the group's failure.
+  /// Whatever is thrown becomes the group's failure, as soon as there is memory for that.
   void onThrown(const std::exception_ptr& exception) noexcept override;
 
  private:
@@ -119,6 +119,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
   std::vector<Membership::Action> undone_; ///< of membership_, in order; without memory the next tick goes on
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
+  std::exception_ptr unsaid_; ///< what onThrown() got, and had no memory to report: the next tick tries again
   MissingNeighbours missing_;
   bool open_ = false;
 };

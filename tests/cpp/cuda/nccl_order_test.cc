@@ -269,6 +269,32 @@ TEST_F(NcclOrder, ANoticeNeedsNoMemory) {
   }
 }
 
+// Its kernels would wait for other ranks for good.
+TEST_F(NcclOrder, AnAbortNeedsNoMemory) {
+  ErrorRecord reason;
+  reason.code = ErrorCode::Aborted;
+  reason.summary = "a test gave up, for a reason that takes more than a few letters to tell";
+  for (const bool at_the_end : {false, true}) {
+    auto comm = made();
+    static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never()));
+    group_failure = reason;
+    pycomm::testing::failAllocation(1);
+    if (at_the_end) {
+      comm.reset();
+    } else {
+      EXPECT_NO_THROW(comm->abort(reason));
+    }
+    EXPECT_TRUE(pycomm::testing::allocationFailed());
+    pycomm::testing::failAllocation(0);
+    EXPECT_EQ(journal.back(), "abort");
+    if (!at_the_end) {
+      ASSERT_TRUE(comm->failure());
+      EXPECT_EQ(comm->failure()->code, ErrorCode::Aborted);
+    }
+    group_failure.reset();
+  }
+}
+
 TEST_F(NcclOrder, ANoticeMayComeWhenTheCommunicatorHasGone) {
   auto comm = made();
   const auto operation = comm->start({allReduce()}, kCaller, Deadline::never());

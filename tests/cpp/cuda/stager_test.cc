@@ -327,5 +327,36 @@ TEST(Stager, WhatNeverEndsKeepsItsMemoryAndNobodyElse) {
   EXPECT_EQ(device.events, 0);
 }
 
+// An exception there would end the process.
+TEST(Stager, ClosingNeedsNoMemory) {
+  ManualDevice device;
+  std::promise<void> armed;
+  std::promise<std::pair<ErrorCode, bool>> ended;
+  int value = 0;
+  auto stager = std::make_unique<Stager>(device, 0, kOut, kIn);
+  const std::vector<Stager::Copy> copies = {{&value, stager->take(4), 4}};
+  stager->toHost(copies, kCaller, [&](size_t, const Verdict&) {
+    armed.set_value();
+    pycomm::testing::failAllocation(1); // of the stager's thread
+  });
+  stager->toHost(copies, kCaller, [&](size_t, const Verdict& failure) {
+    const bool struck = pycomm::testing::allocationFailed();
+    pycomm::testing::failAllocation(0);
+    ended.set_value({failure ? failure->code : ErrorCode::Ok, struck});
+  });
+  device.reach(1);
+  armed.get_future().get();
+  stager->stop(std::chrono::milliseconds(20));
+  stager.reset();
+  device.reachAll();
+  const auto [code, struck] = ended.get_future().get();
+  EXPECT_EQ(code, ErrorCode::ShutDown);
+  EXPECT_TRUE(struck);
+  for (int i = 0; i < 1000 && device.pinned != 0; ++i) { // the thread has ended then
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(device.pinned, 0);
+}
+
 } // namespace
 } // namespace pycomm::cuda

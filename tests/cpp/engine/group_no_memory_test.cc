@@ -36,9 +36,9 @@ std::vector<std::shared_ptr<Operation>> startAlone(Rank& self, std::vector<std::
   return started;
 }
 
-/// Whether the `nth` allocation that the loop makes once that event has begun was one that failed.
-bool endsTyped(Event event, bool on_data_loop, int64_t nth) {
-  bool struck = false;
+/// How many of these failed: the `nth` allocation that the loop makes once that event has begun, and the `second` one after it.
+int endsTyped(Event event, bool on_data_loop, int64_t nth, int64_t second = 0) {
+  int strikes = 0;
   std::promise<void> ended;
   std::shared_future<void> has_ended = ended.get_future().share();
   std::promise<void> under_way;
@@ -56,7 +56,7 @@ bool endsTyped(Event event, bool on_data_loop, int64_t nth) {
     memory.reserve(4);
     const auto operations = startAlone(self, memory);
     EventLoop& loop = on_data_loop ? self.engine.dataLoop() : self.engine.control();
-    loop.run([&] { failAllocation(nth); });
+    loop.run([&] { failAllocation(nth, second); });
     under_way.set_value();
     if (event == Event::Close) {
       self.group.close();
@@ -82,12 +82,12 @@ bool endsTyped(Event event, bool on_data_loop, int64_t nth) {
       EXPECT_FALSE(error->summary.empty());
     }
     loop.run([&] {
-      struck = allocationFailed();
+      strikes = failedAllocations();
       failAllocation(0);
     });
     ended.set_value();
   });
-  return struck;
+  return strikes;
 }
 
 // The first, the second, … allocation fails, until the event needs none of that number.
@@ -95,7 +95,7 @@ void failEachAllocation(Event event, bool on_data_loop) {
   int strikes = 0;
   int64_t nth = 1;
   for (int without = 0; without < 3 && nth < 200; nth += 1 + nth / 12) { // the heartbeat's may be among them
-    const bool struck = endsTyped(event, on_data_loop, nth);
+    const bool struck = endsTyped(event, on_data_loop, nth) > 0;
     strikes += struck ? 1 : 0;
     without = struck ? 0 : without + 1;
     if (::testing::Test::HasFailure()) {
@@ -139,6 +139,20 @@ TEST(NoMemory, OfTheThreadThatClosesTheGroup) {
 TEST(NoMemory, WhileTheGroupFails) {
   failEachAllocation(Event::Abort, true);
   failEachAllocation(Event::Abort, false);
+}
+
+// Nor is there any to report that.
+TEST(NoMemory, WhileTheControlLoopReportsThat) {
+  int strikes_of_two = 0;
+  for (int64_t nth = 1; nth <= 3; ++nth) {
+    for (int64_t second = 1; second <= 10; ++second) {
+      strikes_of_two += endsTyped(Event::Abort, false, nth, second) == 2 ? 1 : 0;
+      if (::testing::Test::HasFailure()) {
+        FAIL() << "allocations " << nth << " and " << nth + second;
+      }
+    }
+  }
+  EXPECT_GE(strikes_of_two, 10);
 }
 
 TEST(NoMemory, WhileAPeerLeaves) {

@@ -64,9 +64,12 @@ def a_sparse_sum(rank: int, tensor: torch.Tensor) -> Callable[[], bool]:
     return lambda: bool(work.is_completed())
 
 
-def ends_in_any_case(rank: int, size: int, folder: str, begin: Any, thread: str) -> None:
+def ends_in_any_case(
+    rank: int, size: int, folder: str, begin: Any, thread: str, least: int
+) -> None:
     """Rank 0 has begun before rank 1 does. A native thread ends what it waits for."""
     failing = failing_memory.Failing()
+    nth = 0
     for nth in rounds(rank, size, folder):
         tensor = torch.ones(1000)
         if rank == 0:
@@ -79,23 +82,24 @@ def ends_in_any_case(rank: int, size: int, folder: str, begin: Any, thread: str)
             the_store().wait(["begun"])
             with contextlib.suppress(dist.DistBackendError):  # the group has failed
                 until(begin(rank, tensor), f"allocation {nth} of the other rank: it never ended")
+    assert nth > least, "nearly nothing allocates there"
 
 
 @pytest.mark.parametrize(
-    ("begin", "thread"),
+    ("begin", "thread", "least"),
     [
-        (a_sum, "pycomm-host"),
-        (a_message, "pycomm-data"),
-        (a_sparse_sum, "pycomm-host"),
-        (a_sparse_sum, "pycomm-data"),
-        (a_sparse_sum, "pycomm-callback"),
+        (a_sum, "pycomm-host", 0),
+        (a_message, "pycomm-data", 0),
+        (a_sparse_sum, "pycomm-host", 0),
+        (a_sparse_sum, "pycomm-data", 0),
+        (a_sparse_sum, "pycomm-callback", 3),
     ],
 )
 def test_an_operation_ends_whatever_memory_is_lacking(
-    begin: Any, thread: str, tmp_path: Path
+    begin: Any, thread: str, least: int, tmp_path: Path
 ) -> None:
     environment = failing_memory.preloading(failing_memory.build(tmp_path))
-    args = (str(tmp_path), begin, thread)
+    args = (str(tmp_path), begin, thread, least)
     run_ranks(
         2, ends_in_any_case, args=args, init="none", env=environment, fresh=True, timeout_s=200
     )

@@ -166,13 +166,20 @@ def _begun_after_an_abort(rank: int, size: int, library: str) -> None:
     dist.all_reduce(tensor, group=group)
     dist.barrier()
     if rank == 0:
-        group._get_backend(torch.device("cuda")).abort()
+        backend = group._get_backend(torch.device("cuda"))
+        backend._start_coalescing()
+        collected = dist.all_reduce(tensor, group=group, async_op=True)
+        backend.abort()
+        future = collected.get_future()  # type: ignore[union-attr]
+        backend._end_coalescing()
         for begin in (
             lambda: dist.all_reduce(tensor, group=group),
             lambda: dist.all_reduce_coalesced([tensor, tensor], group=group),
         ):
             with pytest.raises(errors.PycommError):
                 begin()
+        with pytest.raises(errors.PycommError, match="aborted"):
+            future.wait()
     dist.barrier()
 
 
