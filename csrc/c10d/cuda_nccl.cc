@@ -307,7 +307,7 @@ void NcclGroup::look() noexcept {
       group_->abort(record);
     }
     if (polled) { // else the thread goes on, until poll() has ended the kernels
-      endAll(record);
+      endAll(std::move(record)); // a copy would need memory
     }
     return;
   }
@@ -327,7 +327,7 @@ void NcclGroup::look() noexcept {
   }
 }
 
-void NcclGroup::endAll(const ErrorRecord& why) noexcept {
+void NcclGroup::endAll(const std::optional<ErrorRecord>& why) noexcept {
   std::list<Pending> ended;
   {
     const std::lock_guard lock(mutex_);
@@ -357,9 +357,9 @@ void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   changed_.notify_all();
   thread.join();
   if (!idle) { // its kernels would wait for other ranks while the process ends
-    const ErrorRecord reason = recordInAnyCase(group_->identity(), closedInTheMiddle);
+    ErrorRecord reason = recordInAnyCase(group_->identity(), closedInTheMiddle);
     comm_->abort(reason);
-    endAll(reason);
+    endAll(std::move(reason));
   }
 }
 

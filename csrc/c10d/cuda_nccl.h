@@ -113,7 +113,7 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   /// False if there is no memory to find out whether NCCL, the device or the group has failed. NCCL's kernels may run on then.
   [[nodiscard]] bool poll() noexcept;
   void look() noexcept;
-  void endAll(const ErrorRecord& why) noexcept;
+  void endAll(const std::optional<ErrorRecord>& why) noexcept;
 
   [[nodiscard]] cuda::NcclUniqueId exchange(const cuda::NcclUniqueId* own, Deadline deadline);
   [[nodiscard]] std::optional<ErrorRecord> groupFailure() const;
