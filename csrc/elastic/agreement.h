@@ -326,7 +326,7 @@ class Agreement {
   uint32_t round_ = 0; ///< of the greatest ballot seen
   std::optional<Proposal> proposal_;
   TimePoint pause_until_ = TimePoint::max();
-  TimePoint too_few_until_ = TimePoint::max(); ///< or when rank 0 has answered since
+  TimePoint too_few_until_ = TimePoint::max(); ///< or when rank 0 has answered since, or the view has changed after it
 
   TimePoint now_; ///< of the last event
   std::deque<Message> own_; ///< to itself
