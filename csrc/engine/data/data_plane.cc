@@ -466,7 +466,7 @@ TimePoint DataPlane::nextTick() const noexcept {
        leaving::nextTick(tables_),
        links_.nextTick(),
        nextRefusedDeadline(),
-       say_at_});
+       unreported_.due()});
 }
 
 void DataPlane::tick(TimePoint now) {
@@ -493,11 +493,7 @@ void DataPlane::tick(TimePoint now) {
     links_.tick(now);
   });
   endRefusedLate(now);
-  if (say_at_ <= now) {
-    say_at_ = TimePoint::max();
-    const auto [peer, exception] = std::exchange(unsaid_, {});
-    thrown(peer, exception);
-  }
+  unreported_.tryAgain(now, [this](int peer, const std::exception_ptr& exception) { thrown(peer, exception); });
 }
 
 Loop::Ticker::Look DataPlane::look() {

@@ -24,6 +24,7 @@
 #include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
+#include "engine/operation/unreported.h"
 #include "engine/report/group_failure.h"
 
 namespace pycomm {
@@ -236,8 +237,7 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   std::vector<int> looked_; ///< scratch of look()
 
   // The end.
-  std::pair<int, std::exception_ptr> unsaid_; ///< what thrown() got, and had no memory to report
-  TimePoint say_at_ = TimePoint::max(); ///< when that is tried again
+  Unreported unreported_; ///< by thrown()
   std::vector<std::shared_ptr<Operation>> refused_; ///< operations that cannot begin, oldest first: see cannotBegin()
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};

@@ -46,8 +46,7 @@ void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
     notice(std::move(record));
   } catch (...) { // no memory even to report it: a later tick does
     tables_.failed = true;
-    unsaid_ = {peer, exception};
-    say_at_ = Clock::now() + kSayAgain;
+    unreported_.keep(peer, exception);
     for (const auto& operation : std::exchange(refused_, {})) {
       endRefused(*operation, exception);
     }
@@ -112,7 +111,7 @@ void DataPlane::endRow(OperationRow& row) noexcept {
 }
 
 // Everything that holds a view of an operation's memory lets go of it: frames on their way out, to other ranks and to this one, and the
-// places that arriving payloads go to. Links stay open, so that goodbyes are still sent and read.
+// places that arriving payloads go to. Sockets stay open: peers would take their end for this rank's.
 void DataPlane::stopTouchingMemory() noexcept {
   to_self_.clear();
   links_.stopTouchingMemory();

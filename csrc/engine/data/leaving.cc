@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "engine/data/point_to_point.h"
 #include "engine/monitor/membership.h"

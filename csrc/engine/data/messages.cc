@@ -1,7 +1,6 @@
 #include "engine/data/messages.h"
 
 #include <algorithm>
-#include <exception>
 #include <vector>
 
 #include "engine/data/credit.h"

@@ -51,7 +51,7 @@ class Messages {
   [[nodiscard]] bool arrived(int peer, const FrameHeader& header, bool running);
   /// There may be room at that peer.
   void beginQueued(int peer);
-  /// A message that had begun has ended.
+  /// A message that had begun has ended. Of a receive this need not be said.
   void ended(const Operation& message);
   void tick(TimePoint now);
   /// Every message that has not begun ends by `end`.

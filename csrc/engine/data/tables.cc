@@ -1,6 +1,5 @@
 #include "engine/data/tables.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "engine/data/matching.h"

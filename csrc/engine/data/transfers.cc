@@ -1,6 +1,5 @@
 #include "engine/data/transfers.h"
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 

@@ -43,7 +43,7 @@ namespace pycomm {
 class HostPlane {
  public:
   struct Events {
-    /// Any thread, with run_mutex_ or inbox_mutex_ held: must not block.
+    /// Any thread, and any of the plane's and its worker's mutexes but inbox_mutex_ may be held: must not block.
     std::function<void(ErrorRecord)> notice;
     /// Again each second while it waits. `lacking`: the ranks (bits, see inGroup()) whose slots do not show that they have entered it.
     std::function<void(std::shared_ptr<Operation>, uint64_t lacking)> stuck;

@@ -152,7 +152,7 @@ void ControlPlane::onThrown(const std::exception_ptr& exception) noexcept {
     membership_.noticed(recordInAnyCase(identity_, [&] { return ownTrouble(exception, identity_); }), Clock::now());
     act();
   } catch (...) { // no memory even to say so
-    unsaid_ = exception;
+    unreported_.keep(-1, exception);
   }
 }
 
@@ -313,12 +313,12 @@ void ControlPlane::act() {
     if (undone_.empty()) {
       undone_ = membership_.takeActions();
     }
-    if (undone_.empty()) {
-      return;
-    }
     if (const auto fail = std::find_if(undone_.begin(), undone_.end(), isFail); fail != undone_.end()) {
       untold_ = std::move(fail->record);
       undone_.erase(fail);
+    }
+    if (!untold_ && undone_.empty()) {
+      return;
     }
     tellFailure();
     while (!undone_.empty()) {
@@ -367,7 +367,10 @@ std::optional<ErrorRecord> ControlPlane::trouble() const {
 }
 
 TimePoint ControlPlane::nextTick() const noexcept {
-  TimePoint next = unsaid_ || untold_ || !undone_.empty() ? TimePoint::min() : membership_.nextTick();
+  TimePoint next = std::min(unreported_.due(), membership_.nextTick());
+  if (unreported_.due() == TimePoint::max() && (untold_ || !undone_.empty())) {
+    next = Loop::Ticker::kAtOnce; // what an exception left over that never came to onThrown()
+  }
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
   }
@@ -375,10 +378,8 @@ TimePoint ControlPlane::nextTick() const noexcept {
 }
 
 void ControlPlane::tick(TimePoint now) {
-  if (unsaid_) {
-    onThrown(std::exchange(unsaid_, nullptr));
-  }
-  tellFailure();
+  membership_.tick(now); // before all that throws, so that its next one lies in the future
+  unreported_.tryAgain(now, [this](int, const std::exception_ptr& exception) { onThrown(exception); });
   for (const auto& acceptor : acceptors_) {
     if (acceptor->nextDeadline() <= now) {
       poll();
@@ -389,7 +390,6 @@ void ControlPlane::tick(TimePoint now) {
       membership_.noticed(cannotAccept(*acceptor->trouble(), identity_), now);
     }
   }
-  membership_.tick(now);
   act();
 }
 

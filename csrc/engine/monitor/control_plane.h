@@ -15,6 +15,7 @@
 #include "engine/monitor/missing_neighbours.h"
 #include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
+#include "engine/operation/unreported.h"
 #include "transport/net/acceptor.h"
 
 namespace pycomm {
@@ -119,7 +120,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
   std::vector<Membership::Action> undone_; ///< of membership_, in order; without memory the next tick goes on
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
-  std::exception_ptr unsaid_; ///< what onThrown() got, and had no memory to report: the next tick tries again
+  Unreported unreported_; ///< by onThrown()
   MissingNeighbours missing_;
   bool open_ = false;
 };

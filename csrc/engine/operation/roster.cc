@@ -1,7 +1,6 @@
 #include "engine/operation/roster.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace pycomm {
 namespace {

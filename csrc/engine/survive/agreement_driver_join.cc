@@ -77,13 +77,16 @@ bool AgreementDriver::Inbox::knows(
   if (stranger.incarnation != from || (endpoint && *endpoint != stranger.endpoint)) {
     return false;
   }
+  const ProcessId at = stranger.endpoint;
+  if (!putLocked(Introduced{std::move(stranger)}, kMostMessages)) {
+    return false; // it comes again; in endpoints_ it would count as introduced
+  }
   if (strangers_.size() >= kMostStrangers) {
     endpoints_.erase(strangers_.front());
     strangers_.pop_front();
   }
-  endpoints_.emplace(from, stranger.endpoint);
   strangers_.push_back(from);
-  putLocked(Introduced{std::move(stranger)}, kMostMessages);
+  endpoints_.emplace(from, at);
   return true;
 }
 

@@ -105,11 +105,14 @@ class AgreementDriver::Inbox final : public Endpoint::Mailbox {
   }
 
  private:
-  void putLocked(Event event, size_t most) {
-    if (events_.size() < most) {
-      events_.push_back(std::move(event));
-      ring();
+  /// False if there are as many already.
+  bool putLocked(Event event, size_t most) {
+    if (events_.size() >= most) {
+      return false;
     }
+    events_.push_back(std::move(event));
+    ring();
+    return true;
   }
   void ring() const noexcept {
     const uint64_t one = 1;

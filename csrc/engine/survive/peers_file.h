@@ -23,7 +23,8 @@ class PeersFile final {
   void write(std::string text);
   /// Waits until nothing is to be written. False at the deadline.
   [[nodiscard]] bool flush(Deadline deadline);
-  /// From now on nothing begins to be written, and what is under way does not replace the file. Waits for its end until the deadline.
+  /// From now on nothing begins to be written. Waits until the deadline for the end of what is under way, which may still replace the file
+  /// then.
   void close(Deadline deadline) noexcept;
 
  private:

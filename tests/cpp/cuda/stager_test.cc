@@ -229,11 +229,11 @@ TEST(Stager, EachCopyOfACallIsToldApart) {
           "copy 4 out",
           "notify out"));
   device.reach(1);
-  for (int i = 0; i < 6000; ++i) {
+  const auto isTold = [&] {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (!told.empty()) {
-      break;
-    }
+    return !told.empty();
+  };
+  for (int i = 0; i < 6000 && !isTold(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   {

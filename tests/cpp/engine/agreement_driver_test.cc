@@ -621,7 +621,7 @@ TEST(AgreementDriver, AMemberThatStopsAfterItsAnswerIsFoundSilent) {
 
 // A member's last word may be as old as the time after which it sends the next one, when the pause begins.
 TEST(AgreementDriver, APauseThatIsShorterThanASilenceCostsNobodyItsPlace) {
-  const Members group(4, {}, 2000);
+  const Members group(4, {}, 4000);
   (void)group.begin();
   elastic::Message suspicion = suspicionIn(group.firstView());
   suspicion.from = group.name(0);
@@ -639,7 +639,7 @@ TEST(AgreementDriver, APauseThatIsShorterThanASilenceCostsNobodyItsPlace) {
     const Stopped stopped(group.engine(0));
     say();
     std::this_thread::sleep_for(
-        std::chrono::milliseconds(2400)); // the next word is due after 0.6 s, and the pause takes 1.8
+        std::chrono::milliseconds(4800)); // the next word is due after 1.2 s, and the pause takes 3.6
     say();
   }
   for (const AgreementDriver::Verdict& verdict : group.verdicts(1)) {
@@ -962,7 +962,10 @@ TEST(AgreementDriver, ARankThatSkipsAnEpochKnowsWhoCameAndWent) {
 bool nothingIsUnderWay(const Members& group, const std::function<void()>& end_epoch) {
   static std::mutex mutex;
   static std::string lines;
-  lines.clear();
+  {
+    const std::lock_guard<std::mutex> lock(mutex); // a sink of before may still run
+    lines.clear();
+  }
   setLogSink(
       [](LogLevel, const char* line) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -979,7 +982,8 @@ bool nothingIsUnderWay(const Members& group, const std::function<void()>& end_ep
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   setLogSink(nullptr, LogLevel::Warn);
-  const bool found = has(step + " is next");
+  const std::lock_guard<std::mutex> lock(mutex);
+  const bool found = lines.find(step + " is next") != std::string::npos;
   EXPECT_TRUE(found) << lines;
   return found;
 }

@@ -262,7 +262,8 @@ TEST(NoMemory, WhileThatFailsTheGroup) {
 TEST(NoMemory, OfTheThreadThatAbortsTheGroup) {
   bool struck = true;
   for (int64_t nth = 1; struck && nth < 100; ++nth) {
-    std::array<ErrorCode, 2> codes{}; // compared when both ranks have ended: rank 1 may hear of it before abort() returns
+    std::array<ErrorCode, 2>
+        codes{}; // compared when both have ended: rank 1's operation may end before abort() returns
     runRanks(2, [&](Rank& self) {
       std::vector<float> values(100, 1.0F);
       Group::Call call = allReduceCall(values, Deadline::after(120000));

@@ -692,7 +692,7 @@ TEST(Reconfigurable, AFirstMemberThatIsStoppedWhileOthersWaitInItIsNamedByAll) {
   const std::vector<std::string> handles = handlesOf(all);
   std::vector<Outcome> outcomes;
   std::thread meets([&] { outcomes = meetAll({all[0], all[1]}, 1, handles); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(1000)); // they wait for the third
+  std::this_thread::sleep_for(std::chrono::milliseconds(2000)); // they wait for the third
   stop(*all[0], 3000);
   meets.join();
   for (const Outcome& outcome : outcomes) {

@@ -94,7 +94,7 @@ def test_a_killed_process_with_another_rank_on_its_host(ranks_do: Any, megabytes
         took += exceptions(results, attempt % 3, "PEER_DEAD", struck_s)
     said = f"of {len(took)}: {figures(took)}"
     print(said)
-    bound_s = promised_s("a process that ends or is killed, with another rank on its host")
+    bound_s = promised_s("a process that is killed, with another rank on its host")
     assert_within(statistics.median(took), bound_s, said)
 
 

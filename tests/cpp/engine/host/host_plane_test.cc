@@ -133,8 +133,10 @@ class Host {
 
  private:
   void takeMemory() {
-    if (without_memory_ > 0) {
-      --without_memory_;
+    int times = without_memory_;
+    while (times > 0 && !without_memory_.compare_exchange_weak(times, times - 1)) {
+    }
+    if (times > 0) {
       throw std::bad_alloc();
     }
   }

@@ -140,8 +140,8 @@ TEST(EventLoop, DriversAndTheThreadShareTheWork) {
         loop.postQuietly([&] {
           overlap = overlap || inside.fetch_add(1) != 0;
           inside.fetch_sub(1);
-          mine = true;
           ++done;
+          mine = true; // last: its caller may end this test
         });
         if (!loop.drive([&] { return mine.load(); }, Deadline::after(20000))) {
           loop.nudge();

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <future>
 #include <map>
@@ -48,7 +49,13 @@ class Plane {
     membership.hosts = identity().hosts;
     membership.neighbours = {0, 2, 3};
     ControlPlane::Events events;
-    events.failed = [this](const ErrorRecord& record) { failed_.set_value(record); };
+    events.failed = [this](const ErrorRecord& record) {
+      if (without_memory) {
+        ++untold;
+        throw std::bad_alloc();
+      }
+      failed_.set_value(record);
+    };
     events.bulk_link = [this](const Hello&, std::unique_ptr<Link>) { ++bulk_links; };
     events.left = [](int) {};
     events.asked = [this](int from, const FrameHeader& question) { asked.emplace_back(from, question); };
@@ -76,10 +83,10 @@ class Plane {
   }
   /// What the group has failed with; code Ok if it has not within `timeout_ms`.
   ErrorRecord failure(int timeout_ms = 5000) {
-    auto future = failed_.get_future();
     ErrorRecord none;
     none.code = ErrorCode::Ok;
-    return future.wait_for(std::chrono::milliseconds(timeout_ms)) == std::future_status::ready ? future.get() : none;
+    return failure_.wait_for(std::chrono::milliseconds(timeout_ms)) == std::future_status::ready ? failure_.get()
+                                                                                                 : none;
   }
   void welcome(int rank, LinkPurpose purpose) {
     Accepted accepted;
@@ -110,6 +117,8 @@ class Plane {
   }
 
   std::unique_ptr<SocketLink> peer;
+  std::atomic<bool> without_memory{false}; ///< for a failure's record
+  std::atomic<int> untold{0}; ///< how often that was so
   int bulk_links = 0;
   std::vector<std::pair<int, FrameHeader>> asked; ///< of the loop's thread
 
@@ -117,6 +126,7 @@ class Plane {
   EventLoop loop_;
   std::unique_ptr<ControlPlane> plane_;
   std::promise<ErrorRecord> failed_;
+  std::shared_future<ErrorRecord> failure_ = failed_.get_future().share();
 };
 
 FrameHeader header(FrameType type) {
@@ -146,6 +156,20 @@ TEST(ControlPlane, BelievesAReportOfARankThatExists) {
   Plane plane;
   plane.send(header(FrameType::Heartbeat));
   plane.send(header(FrameType::Failure), report().serialize());
+  const ErrorRecord failure = plane.failure();
+  EXPECT_EQ(failure.code, ErrorCode::PeerDead);
+  EXPECT_EQ(failure.peer, 2);
+}
+
+// Nor does it take a core meanwhile.
+TEST(ControlPlane, AFailureThatFindsNoMemoryIsToldOnceThereIsSome) {
+  Plane plane;
+  plane.without_memory = true;
+  plane.send(header(FrameType::Failure), report().serialize());
+  EXPECT_EQ(plane.failure(300).code, ErrorCode::Ok);
+  EXPECT_GE(plane.untold, 1);
+  EXPECT_LE(plane.untold, 5);
+  plane.without_memory = false;
   const ErrorRecord failure = plane.failure();
   EXPECT_EQ(failure.code, ErrorCode::PeerDead);
   EXPECT_EQ(failure.peer, 2);

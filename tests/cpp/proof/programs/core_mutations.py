@@ -116,7 +116,7 @@ MUTATIONS = [
     _rule(
         "5: what cannot be reported is not tried again",
         "ends.cc",
-        "    say_at_ = Clock::now() + kSayAgain;\n",
+        "    unreported_.keep(peer, exception);\n",
         "",
         "DataPlaneRefused.WhatCannotBeReportedIsReportedOnceThereIsMemory",
     ),
