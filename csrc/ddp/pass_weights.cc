@@ -21,7 +21,7 @@ namespace pycomm {
 namespace {
 
 constexpr int64_t kWords = 6; // of a row
-constexpr double kFar = 1e6; // a ratio of weights: .grad in the unit of the smaller one would be so much larger
+constexpr double kFar = 1e6; // the sum's weight by a unit: .grad in this unit is at most so many gradients large
 
 bool batchesAlike(const PassWeights::Step& step) noexcept {
   return std::ranges::adjacent_find(step.rows, std::ranges::not_equal_to{}, &PassWeights::Row::batches) ==
@@ -235,7 +235,7 @@ void PassWeights::enter(Entered entered) {
   }
   if (drops_) {
     keepGradients();
-  } else if (sum_.unit > (narrow_ ? now : kFar * now)) {
+  } else if (sum_.unit > now && (narrow_ || sum_.weight > kFar * now)) {
     scale_ = now / sum_.unit;
     keepGradients();
   } else if (sum_.passes > 0 && sum_.unit != now) {

@@ -38,8 +38,8 @@ struct SaidWeight {
 ///     ratio = N * k * unit / W        W = sum(w_ri),  .grad = sum(w_ri * g_ri) / unit
 ///
 /// in place of 1, and everything behind that, wires and residuals included, is as without weights. `unit` is the weight of the rank's last pass,
-/// so that nothing is multiplied while it stays the same. It is the largest one's with fp16 parameters, and if the two are far apart: .grad in a
-/// small unit would leave the range of its dtype. A rank without weight packs zeros, whatever its gradients hold.
+/// so that nothing is multiplied while it stays the same. A pass that weighs less keeps the unit before it with fp16 parameters, and if it weighs
+/// less than a millionth of the sum: .grad in a small unit would leave the range of its dtype. A rank without weight packs zeros, whatever its gradients hold.
 ///
 /// zero_grad() between passes forgets them: this shows as no parameter of the sum having a .grad. So that it shows after passes without weight,
 /// too, these leave zeros in place of no .grad, which are gone before a reduction. Forgotten passes still count as batches that were trained,

@@ -67,7 +67,11 @@ class StepLog(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps on record since the model was wrapped. Equal on ranks that are at the same step."""
+        """Steps on record since the model was wrapped. Equal on ranks that are at the same step.
+
+        Raises:
+            UnsupportedError: The model's group now has other ranks, or the same in another order.
+        """
 
     @property
     def pending_passes(self) -> int:

@@ -39,13 +39,13 @@ _LEAST, _MOST = 1e-20, 1e20
 
 def check_samples(what: str, number: object) -> float:
     """The number; ValueError unless it is 0 or from ``_LEAST`` to ``_MOST``."""
-    given = number.item() if isinstance(number, torch.Tensor) else number
+    single = isinstance(number, torch.Tensor) and number.numel() == 1
+    given: Any = number.item() if single else number  # type: ignore[attr-defined]
     value = math.nan
-    if isinstance(given, numbers.Real) and not isinstance(given, bool):
-        value = float(given)
-    elif not isinstance(given, bool):
-        with contextlib.suppress(TypeError):
-            value = float(operator.index(given))  # type: ignore[arg-type]  # of an array, too
+    if not isinstance(given, bool):
+        with contextlib.suppress(TypeError, OverflowError):
+            real = isinstance(given, numbers.Real)
+            value = float(given if real else operator.index(given))  # index: of an array, too
     if not (value == 0 or _LEAST <= value <= _MOST):
         raise ValueError(
             f"{what}={number!r} is neither 0 nor a number from {_LEAST:g} to {_MOST:g}"
@@ -140,6 +140,8 @@ class _WrapperLog:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
+        self._group = wrapper.process_group
+        self._ranks = dist.get_process_group_ranks(self._group)
 
     @property
     def rank(self) -> int:
@@ -152,6 +154,16 @@ class _WrapperLog:
 
     @property
     def steps(self) -> int:
+        group = self._wrapper.process_group
+        if group is not self._group:
+            now = dist.get_process_group_ranks(group)
+            if now != self._ranks:
+                raise UnsupportedError(
+                    f"BalancedSampler deals to ranks {self._ranks}, and the model's group now has "
+                    f"{now}: some samples would be trained twice, and others never. Try: before "
+                    "_update_process_group() save the sampler's state_dict(), and after it load "
+                    "that into a new BalancedSampler"
+                )
         steps: int = self._wrapper.reducer.weighed_steps()
         return steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from ddp_rig import wrap
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -215,3 +217,58 @@ def test_a_hundred_steps_are_those_of_one_process() -> None:
     whole = torch.cat([each.detach().flatten() for each in net.parameters()])
     for mine in found.values():
         assert torch.allclose(mine, whole, rtol=0, atol=1e-9)
+
+
+# A model whose process group is another one
+
+
+CAN_PERMUTE = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""Older torch sorts the ranks of a group."""
+REGROUPED = ([1, 2], *([[2, 1, 0]] if CAN_PERMUTE else []), [0, 1, 2])
+
+
+def regrouped(rank: int, world_size: int) -> dict[str, tuple[str, int]]:
+    """The error in the third step, and the position after one more with a new sampler."""
+    import pycomm
+    from pycomm.errors import UnsupportedError
+
+    found = {}
+    for members in REGROUPED:
+        model = wrap(Slowed(0), weight="samples")
+        group = dist.new_group(members, **({"sort_ranks": False} if CAN_PERMUTE else {}))
+
+        def deals(model: Any = model) -> tuple[Any, Any]:
+            sampler = pycomm.BalancedSampler(Numbers(), global_batch=12, model=model)
+            return sampler, DataLoader(Numbers(), batch_sampler=sampler)
+
+        def step(batches: Any, model: Any = model) -> None:
+            inputs, targets = next(batches)
+            (model(inputs) - targets).square().mean().backward()
+
+        sampler, loader = deals()
+        batches = iter(loader)
+        step(batches), step(batches)
+        state = sampler.state_dict()
+        if rank not in members:
+            continue
+        model._update_process_group(group)
+        error = ""
+        try:
+            step(batches)
+        except UnsupportedError as caught:
+            error = str(caught)
+            sampler, loader = deals()
+            sampler.load_state_dict(state)
+            step(iter(loader))
+        found[str(members)] = error, sampler.stats().cursor
+    return found
+
+
+def test_other_ranks_than_those_a_sampler_deals_to_are_an_error_on_all() -> None:
+    found = ranks.run_ranks(3, regrouped, timeout_s=120, preload=ranks.TORCH_DDP)
+    for rank, results in enumerate(found.values()):
+        assert list(results) == [str(members) for members in REGROUPED if rank in members]
+        assert results.pop("[0, 1, 2]") == ("", 3)
+        for members, (error, cursor) in results.items():
+            assert f"deals to ranks [0, 1, 2], and the model's group now has {members}" in error
+            assert cursor == 3

@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 import operator
+import random
 import time
 from typing import Any
 
@@ -54,11 +55,11 @@ def share_of(net: nn.Module, loss: Any, *args: Any) -> torch.Tensor:
     return gradients(single)
 
 
-def mean_of(net: nn.Module, weights: Any) -> torch.Tensor:
-    """k * sum(w g) / sum(w), by pass and rank."""
+def mean_of(net: nn.Module, weights: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """k * sum(w g) / sum(w), by pass and rank, of a float64 net whose batches were rounded."""
     total = sum(map(sum, weights))
     return sum(
-        len(weights) * weight / total * share_of(net, loss_of, batch_of(rank, step))
+        len(weights) * weight / total * share_of(net, loss_of, batch_of(rank, step, dtype).double())
         for step, of_ranks in enumerate(weights)
         for rank, weight in enumerate(of_ranks)
     )
@@ -425,22 +426,47 @@ def test_other_dtypes_beside_fp16_keep_theirs() -> None:
             assert off < (5e-3 if name.startswith("narrow") else 1e-13), name
 
 
+FALLING = (tuple(1e20 / 1e5**step for step in range(9)), tuple(1e20 / 9e5**i for i in range(7)))
+"""A pass weighs little less than the one before, and far less than the first one."""
+
+
+def weights_at_random(sequences: int) -> list[Any]:
+    """By pass and rank: independent of each other, or falling in small steps."""
+    source = random.Random(8)
+    found = []
+    for number in range(sequences):
+        falls = number % 2 == 1
+        passes = source.randint(*((10, 16) if falls else (2, 10)))
+        columns = []
+        for _ in range(2):
+            size, column = source.uniform(19, 20), []
+            for _ in range(passes):
+                step = source.uniform(-5.9, 1) if falls else source.uniform(-40, 40)
+                size = min(max(size + step, -20.0), 20.0)
+                column.append(0.0 if source.random() < 0.1 else 10**size)
+            columns.append(column)
+        columns[0][0] = columns[0][0] or 1.0
+        found.append(tuple(zip(*columns, strict=True)))
+    return found
+
+
 def far_apart(rank: int, world_size: int) -> dict[str, float]:
     """.grad in the unit of the smaller weight would be infinite."""
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for weights in ((1e20, 1e-20), (1e-20, 1e20), (1e20, 1e-20, 1e20)):
-            net = make_net(dtype)
-            model = wrap(copy.deepcopy(net), weight="samples", accumulate=len(weights))
-            right = torch.zeros(1, dtype=torch.float64)
-            for step, weight in enumerate(weights):
-                model.samples = weight
-                loss_of(model, batch_of(rank, step, dtype)).backward()
-                for r in range(world_size):
-                    batch = batch_of(r, step, dtype).double()
-                    right = right + weight * share_of(net.double(), loss_of, batch)
-            right = len(weights) * right / (world_size * sum(weights))
-            found[f"{dtype} {weights}"] = off_by(gradients(model), right)
+    alike: Any = ((1e20, 1e-20), (1e-20, 1e20), (1e20, 1e-20, 1e20), *FALLING)
+    by_pass = [tuple((each, each) for each in weights) for weights in alike]
+    cases = [
+        *itertools.product((torch.float32, torch.bfloat16), by_pass),
+        *((torch.float32, weights) for weights in weights_at_random(40)),
+    ]
+    for dtype, weights in cases:
+        net = make_net(dtype)
+        model = wrap(copy.deepcopy(net), weight="samples", accumulate=len(weights))
+        for step, of_ranks in enumerate(weights):
+            model.samples = of_ranks[rank]
+            loss_of(model, batch_of(rank, step, dtype)).backward()
+        right = mean_of(net.double(), weights, dtype)
+        found[f"{dtype} {weights}"] = off_by(gradients(model), right)
     return found
 
 

@@ -213,5 +213,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for bad in (np.bool_(True), True, torch.tensor(True), np.float64("nan"), "3", None, 3j):
         with pytest.raises(ValueError, match="is neither 0 nor a number from 1e-20"):
             check_samples("samples", bad)
-    with pytest.raises(ValueError, match=r"samples=array\(\[1, 2\]\) is neither"):
-        check_samples("samples", np.array([1, 2]))
+    for bad, said in (
+        (np.array([1, 2]), r"array\(\[1, 2\]\)"),
+        (torch.ones(2), r"tensor\(\[1., 1.\]\)"),
+        (torch.ones(0), r"tensor\(\[\]\)"),
+        (10**400, "1000"),
+    ):
+        with pytest.raises(ValueError, match=f"samples={said}.* is neither"):
+            check_samples("samples", bad)
