@@ -227,9 +227,7 @@ void NcclGroup::launch(
         ErrorCode::ShutDown,
         "The process group is closed.",
         "destroy_process_group() was called before this operation was begun");
-    for (const auto& operation : operations) {
-      group_->followedEnded(operation, closed.record());
-    }
+    abandon(launch, operations, closed.record());
     interruptible.rethrow();
     throw closed;
   }
@@ -255,9 +253,7 @@ void NcclGroup::launch(
       record.peer = group_->identity().jobRank();
       group_->abort(record);
     }
-    for (const auto& operation : operations) {
-      group_->followedEnded(operation, record);
-    }
+    abandon(launch, operations, record);
     interruptible.rethrow();
     throw Error(record);
   }

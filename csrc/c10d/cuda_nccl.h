@@ -33,7 +33,7 @@ class NcclLaunch final : public CudaOrder {
 
   /// Throws Error(InvalidArgument) before NcclGroup::launch(): calls in a coalescing manager are launched when it ends.
   void requireLaunched() const;
-  /// NcclGroup::abandon() was called: its operations have failed, and wait() reports that.
+  /// Its launch has failed, or will never come. Its operations fail, at once or in a moment: wait() and the future report that.
   [[nodiscard]] bool abandoned() const noexcept {
     return abandoned_.load(std::memory_order_acquire);
   }
@@ -93,7 +93,7 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
       const std::vector<Group::Call>& calls,
       const std::vector<std::shared_ptr<Operation>>& operations);
 
-  /// Ends operations of a coalescing manager that will never be launched.
+  /// Ends operations that will never be launched.
   void abandon(NcclLaunch& launch, const std::vector<std::shared_ptr<Operation>>& operations, const ErrorRecord& why);
 
   static constexpr std::chrono::seconds kDrainFor{5};

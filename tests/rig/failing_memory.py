@@ -89,7 +89,13 @@ def build(folder: Path) -> Path:
 
 def preloading(library: Path) -> dict[str, str]:
     """The environment of a rank that uses ``Failing``."""
-    return {"LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')}:{library}".lstrip(":")}
+    # Before a sanitizer's library, whose operator new would hide this one. Its malloc stays in use.
+    return {
+        "LD_PRELOAD": f"{library}:{os.environ.get('LD_PRELOAD', '')}".rstrip(":"),
+        "ASAN_OPTIONS": f"{os.environ.get('ASAN_OPTIONS', '')}:verify_asan_link_order=0".lstrip(
+            ":"
+        ),
+    }
 
 
 class Failing:

@@ -65,9 +65,11 @@ def a_sparse_sum(rank: int, tensor: torch.Tensor) -> Callable[[], bool]:
 
 
 def ends_in_any_case(
-    rank: int, size: int, folder: str, begin: Any, thread: str, least: int
+    rank: int, size: int, folder: str, begin: Any, thread: str, least: int | None
 ) -> None:
-    """Rank 0 has begun before rank 1 does. A native thread ends what it waits for."""
+    """Rank 0 has begun before rank 1 does. A native thread ends what it waits for. At least so many
+    of its allocations fail; None: it may have none.
+    """
     failing = failing_memory.Failing()
     nth = 0
     for nth in rounds(rank, size, folder):
@@ -82,21 +84,21 @@ def ends_in_any_case(
             the_store().wait(["begun"])
             with contextlib.suppress(dist.DistBackendError):  # the group has failed
                 until(begin(rank, tensor), f"allocation {nth} of the other rank: it never ended")
-    assert nth > least, "nearly nothing allocates there"
+    assert least is None or nth > least, "nearly nothing allocates there"
 
 
 @pytest.mark.parametrize(
     ("begin", "thread", "least"),
     [
-        (a_sum, "pycomm-host", 0),
-        (a_message, "pycomm-data", 0),
-        (a_sparse_sum, "pycomm-host", 0),
-        (a_sparse_sum, "pycomm-data", 0),
-        (a_sparse_sum, "pycomm-callback", 3),
+        (a_sum, "pycomm-host", None),  # which allocates nothing
+        (a_message, "pycomm-data", 10),
+        (a_sparse_sum, "pycomm-host", None),
+        (a_sparse_sum, "pycomm-data", None),  # often the callback's thread does all of it
+        (a_sparse_sum, "pycomm-callback", 40),
     ],
 )
 def test_an_operation_ends_whatever_memory_is_lacking(
-    begin: Any, thread: str, least: int, tmp_path: Path
+    begin: Any, thread: str, least: int | None, tmp_path: Path
 ) -> None:
     environment = failing_memory.preloading(failing_memory.build(tmp_path))
     args = (str(tmp_path), begin, thread, least)

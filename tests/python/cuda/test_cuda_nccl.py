@@ -511,6 +511,41 @@ def test_a_coalescing_body_that_raises_leaves_nothing_behind(fake_cuda: Path, nc
             assert "never begun" in told["never"] and "coalescing manager" in told["never"]
 
 
+def _launch_fails(rank: int, size: int, library: str, why: str) -> list[str]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    backend = group._get_backend(torch.device("cuda"))
+    tensors = [device.tensor(np.ones(4, "int32")) for _ in range(2)]
+    dist.all_reduce(tensors[0], group=group)
+    op = dist.ReduceOp.BAND if why == "no kernel" else dist.ReduceOp.SUM
+    backend._start_coalescing()
+    waited, asked = (dist.all_reduce(each, op, group=group, async_op=True) for each in tensors)
+    assert waited is not None and asked is not None
+    if why == "captured":
+        device.library.fake_begin_capture()
+    elif why == "closed":
+        dist.destroy_process_group(group)
+    codes = []
+    for end in (backend._end_coalescing, waited.wait, lambda: asked.get_future().wait()):
+        with pytest.raises(errors.PycommError) as failed:
+            end()
+        codes.append(failed.value.record["code"])
+    if why == "captured":
+        device.library.fake_end_capture()
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("why", "code"),
+    [("captured", "UNSUPPORTED"), ("no kernel", "UNSUPPORTED"), ("closed", "SHUT_DOWN")],
+)
+def test_a_launch_that_fails_is_the_error_of_its_calls(
+    fake_cuda: Path, why: str, code: str
+) -> None:
+    (codes,) = run_ranks(1, _launch_fails, args=(str(fake_cuda), why)).values()
+    assert codes == [code] * 3
+
+
 def _manager_left_open(rank: int, size: int, library: str) -> tuple[str, float]:
     device = Device(Path(library), nccl=True)
     dist.barrier()
