@@ -133,8 +133,8 @@ class BalancedSampler(Sampler[list[int]]):
     The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
     the model makes more passes than batches were dealt, or if before the last batch ``set_epoch()``
     begins another epoch or ``iter(loader)`` another loop. If only some ranks drop a pass, it or the
-    next ``forward()`` does. It raises UnsupportedError if the model's process group was replaced by
-    one of other ranks.
+    next ``forward()`` does. It raises UnsupportedError, when it deals next, if the model's process
+    group was replaced by one of other ranks.
 
     Threads: use it from one, which is the loader's: workers do not call it.
 

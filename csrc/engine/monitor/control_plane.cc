@@ -378,7 +378,7 @@ TimePoint ControlPlane::nextTick() const noexcept {
 }
 
 void ControlPlane::tick(TimePoint now) {
-  membership_.tick(now); // before all that throws, so that its next one lies in the future
+  membership_.tick(now); // before act(), which may throw: its next one lies in the future then
   unreported_.tryAgain(now, [this](int, const std::exception_ptr& exception) { onThrown(exception); });
   for (const auto& acceptor : acceptors_) {
     if (acceptor->nextDeadline() <= now) {

@@ -94,7 +94,7 @@ def ends_in_any_case(
         (a_message, "pycomm-data", 10),
         (a_sparse_sum, "pycomm-host", None),
         (a_sparse_sum, "pycomm-data", None),  # often the callback's thread does all of it
-        (a_sparse_sum, "pycomm-callback", 40),
+        (a_sparse_sum, "pycomm-callback", 10),
     ],
 )
 def test_an_operation_ends_whatever_memory_is_lacking(
