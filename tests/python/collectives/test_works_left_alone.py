@@ -190,10 +190,14 @@ def tied_tensors(rank: int, size: int) -> None:
     cpu = torch.device("cpu")
     dist.group.WORLD._start_coalescing(cpu)  # type: ignore[union-attr]
     dist.all_reduce(whole)
+    for again in (whole[:50], whole):
+        with pytest.raises(Exception, match="share memory"):
+            dist.all_reduce(again)
+    twin = torch.ones(10)
     with pytest.raises(Exception, match="share memory"):
-        dist.all_reduce(whole[:50])
+        dist.all_reduce_coalesced([twin, twin])
     dist.group.WORLD._end_coalescing(cpu).wait()  # type: ignore[union-attr]
-    assert whole.eq(2).all()
+    assert whole.eq(2).all() and twin.eq(1).all()
     dist.barrier()
 
 

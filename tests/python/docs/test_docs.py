@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,11 +31,15 @@ DOCUMENTS = [
 ]
 
 
-def tool(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+def tool(name: str, folder: str = "tools") -> ModuleType:
+    path = str(ROOT / folder)
+    if path not in sys.path:
+        sys.path.insert(0, path)
     return importlib.import_module(name)
+
+
+def mutations(program: str) -> list[Any]:
+    return list(tool(program, "tests/cpp/proof/programs").MUTATIONS)
 
 
 # README
@@ -463,19 +468,28 @@ def test_the_wrappers_limits_are_those_of_the_code() -> None:
     assert names == {"group", "None", *WIRE_DTYPES, "float16", "bfloat16"}
 
 
-def test_attacks_name_tests_that_exist() -> None:
-    native = {
-        f"{suite}.{name}"
+def cpp_tests() -> set[str]:
+    """As file::Suite.Name."""
+    return {
+        f"{path.name}::{suite}.{name}"
         for path in (ROOT / "tests" / "cpp").rglob("*.cc")
         for suite, name in re.findall(
             r"^TEST(?:_F|_P)?\(\s*(\w+),\s*(\w+)\)", path.read_text(), re.MULTILINE
         )
     }
-    python = {
+
+
+def python_tests() -> set[str]:
+    """As file::name."""
+    return {
         f"{path.name}::{name}"
         for path in (ROOT / "tests" / "python").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
     }
+
+
+def test_attacks_name_tests_that_exist() -> None:
+    native, python = {test.partition("::")[2] for test in cpp_tests()}, python_tests()
     header = ("what was tried", "what happens", "test")
     _, *sections = re.split(r"^## ", read("docs/evidence/attacks.md"), flags=re.MULTILINE)
     rows = [row for text in sections if "\n|" in text for row in table(text, *header)]
@@ -485,7 +499,74 @@ def test_attacks_name_tests_that_exist() -> None:
         assert set(code(tests)) <= native | python, set(code(tests)) - native - python
 
 
+def test_promises_of_deleted_tests_name_the_tests_that_prove_them() -> None:
+    noticed_by = {each.name: set(each.tests.split(":")) for each in mutations("core_mutations")}
+    seeds_notice = {each.name for each in mutations("mutations")}
+    there = cpp_tests() | python_tests()
+    page = read("docs/evidence/deleted-tests.md")
+    _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    count = 0
+    for section in sections:
+        gone = re.findall(r"tests/[\w/]+\.\w+", section.partition("\n")[0])
+        assert gone and not any((ROOT / path).exists() for path in gone), gone
+        for promise, proof, broken in table(section, "promise", "proved by", "mutation"):
+            count += 1
+            tests = set(code(proof))
+            assert tests or proof.startswith(("nowhere", "gone")), promise
+            assert tests <= there, tests - there
+            for name in code(broken):
+                noticing = noticed_by.get(name, set()) & {test.partition("::")[2] for test in tests}
+                assert noticing or name in seeds_notice, f"{promise}: {name}"
+    assert count >= 60
+
+
 # Figures
+
+
+def lines_of(folder: str) -> int:
+    """Of the sources there, but for a library's."""
+    paths = [path for path in (ROOT / folder).rglob("*.*") if "third_party" not in path.parts]
+    sources = [path for path in paths if path.suffix in (".cc", ".h", ".cu", ".py", ".pyi")]
+    return sum(len(path.read_text().splitlines()) for path in sources)
+
+
+def test_the_map_has_as_many_lines_as_the_folders() -> None:
+    page = read("CONTRIBUTING.md")
+    words = r"(\S+) lines of C\+\+ in (\S+), (\S+) of Python in (\S+) and (\S+) of both in (\S+),"
+    (said,) = re.findall(words, page)
+    rows = [*zip(said[1::2], said[::2], strict=True)]
+    rows += [(row[1], row[2]) for row in table(page, "step", "folder", "lines", "read first")]
+    assert len(rows) == 14
+    for folders, figure in rows:
+        counted = sum(map(lines_of, code(folders)))
+        assert abs(int(figure.replace(",", "")) / counted - 1) < 0.15, f"{folders}: {counted}"
+
+
+def test_the_hours_of_the_last_rings_are_their_steps_guesses() -> None:
+    nightly = tool("nightly")
+    rings = (nightly.NIGHTLY, nightly.RELEASE)
+    hours = [sum(step.minutes for step in steps) / 60 for steps in rings]
+    guesses = r"(\S+) hours (?:more )?by its steps' guesses"
+    briefly = r"`make nightly` \((\d+) hours\) and `make release` \((\d+) more"
+    said = [re.findall(guesses, read("docs/development.md"))]
+    said += map(list, re.findall(briefly, read("CONTRIBUTING.md")))
+    assert len(said) == 2
+    for each in said:
+        for one, guess in zip(each, hours, strict=True):
+            assert abs(float(one) - guess) <= 0.5, (each, hours)
+
+
+def test_status_is_short_and_counts_what_there_is() -> None:
+    page = read("docs/status.md")
+    assert len(page.split()) <= 1000
+    targets = len(tool("fuzz").TARGETS)
+    assert f"11 of {targets} targets" in page
+    assert f"11 of {targets} ran to their end" in read("docs/evidence/attacks.md")
+    words = r"Of (\d+) mutations of the driver .*?, of (\d+) of joining .*?, of (\d+) of the core"
+    lists = ("driver_mutations", "joining_mutations", "core_mutations")
+    counts = tuple(str(len(mutations(each))) for each in lists)
+    assert re.findall(words, " ".join(page.split())) == [counts]
+
 
 FIGURES = [
     # document, what it says, the folder that decides, what stands there

@@ -376,7 +376,7 @@ MUTATIONS = [
         "HostPlane.WhatStopsThePlaneIsReportedOnceThereIsMemory",
     ),
     _rule(
-        "16: both ends of a message to oneself are one operation",
+        "17: both ends of a message to oneself are one operation",
         "data_plane.cc",
         "    header.op_id ^= PointToPoint::kSelfBit;\n",
         "",
