@@ -37,9 +37,9 @@ _CHECK_S = 60.0
 _SETTLE_S = 3.0
 """After a failure the other ranks have so long to report it themselves."""
 _ALIVE_S = 5
-"""ssh asks the other host after that many seconds of silence, and gives up after the third time."""
+"""ssh asks the other host after that many seconds of silence, three times, and then gives up."""
 _LEAVE_S = 25.0
-"""A host that does not answer is noticed within 3 x _ALIVE_S; then it need not be waited for."""
+"""A host that does not answer is noticed within 4 x _ALIVE_S; then it need not be waited for."""
 _CLOSE_S = 3.0
 
 _SSH_OPTIONS = {

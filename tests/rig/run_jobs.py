@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hosts import Host
@@ -31,15 +32,18 @@ class Job:
     """A launcher on node1, and the lines it has printed so far."""
 
     def __init__(self, hosts: SshHosts, folder: Path, *arguments: str, script: str) -> None:
+        """Without a script, the arguments say what each rank runs."""
         self.hosts = hosts
         self.go = folder / "go"
-        (folder / "train.py").write_text(script)
+        if script:
+            (folder / "train.py").write_text(script)
+            arguments = (*arguments, "train.py", str(self.go))
         if not any(word.startswith("--python=") for word in arguments):
             arguments = (*write_interpreter(folder), *arguments)
         self.process = subprocess.Popen(
             hosts.nodes[0].command(
                 *(sys.executable, "-m", "pycomm", "run", "--ssh", hosts.ssh),
-                *(f"--grace={GRACE_S}", *arguments, "train.py", str(self.go)),
+                *(f"--grace={GRACE_S}", *arguments),
             ),
             cwd=folder,
             env=child_environment(),
@@ -80,11 +84,20 @@ class Job:
             raise AssertionError(f"not ended after {limit_s} s\n{self.text}") from None
         return code
 
-    def all_gone(self, limit_s: float) -> None:
-        """Nothing of the job is on any host."""
+    def all_gone(
+        self, limit_s: float, *, on: Sequence[Host] = (), but_launcher: bool = False
+    ) -> None:
+        """Nothing of the job is on these hosts, or on any."""
         deadline = time.monotonic() + limit_s
+
+        def left_on(node: Host) -> dict[int, str]:
+            found = processes_of(node)
+            if but_launcher:
+                found.pop(self.process.pid, None)
+            return found
+
         while left := {
-            node.name: found for node in self.hosts.nodes if (found := processes_of(node))
+            node.name: found for node in on or self.hosts.nodes if (found := left_on(node))
         }:
             assert time.monotonic() < deadline, f"left after {limit_s} s: {left}\n{self.text}"
             time.sleep(0.05)

@@ -142,6 +142,15 @@ def test_silent_clients_do_not_hold_up_the_one_that_asks() -> None:
         listener.close()
 
 
+def test_a_host_without_an_ssh_client_says_what_to_install(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "-H", "nowhere.example", "--ssh=/nowhere/ssh", "train.py"]) == 1
+    why = "its process did not start (/nowhere/ssh: No such file or directory)"
+    hint = "Try: install the ssh client, or --ssh"
+    assert capsys.readouterr().err == f"pycomm run: nowhere.example: {why}. {hint}\n"
+
+
 # What the launcher makes of what the hosts report
 
 
@@ -254,6 +263,30 @@ def torchrun_did_not_start(job: Reports) -> None:
     job.end(job.b, 1)
     job.say(job.a, rank=0, code=1)
     job.end(job.a, 1)
+
+
+@pytest.mark.parametrize(
+    ("of_b", "address"),
+    [
+        (["10.77.0.1", "fd00::1"], "10.77.0.1"),
+        (["fd00::1"], "[fd00::1]"),
+        ([], ""),
+    ],
+)
+def test_the_first_address_that_all_hosts_reach_is_taken(of_b: list[str], address: str) -> None:
+    """Host a reaches itself at all candidates but the last; b reaches it there, and at `of_b`."""
+    job = Reports()
+    candidates = ["10.99.0.9", "10.77.0.1", "fd00::1", "10.88.0.8"]
+    of_b = [*of_b, candidates[-1]]
+    job.a.answers.update(port=29500, facts={"addresses": candidates})
+    for host, reached in ((job.a, candidates[:-1]), (job.b, of_b)):
+        found = {each: "" if each in reached else "timed out" for each in candidates}
+        host.answers["reached"] = found
+    reasons = job.launch._find_address()
+    assert [(host.name, why.partition(",")[0]) for host, why in reasons] == (
+        [] if address else [("a.example", "has no address that all other hosts reach")]
+    )
+    assert job.launch._address == (address or "127.0.0.1")
 
 
 VERDICTS: dict[Callable[[Reports], None], tuple[int, str]] = {

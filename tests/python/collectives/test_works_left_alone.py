@@ -190,7 +190,7 @@ def tied_tensors(rank: int, size: int) -> None:
     cpu = torch.device("cpu")
     dist.group.WORLD._start_coalescing(cpu)  # type: ignore[union-attr]
     dist.all_reduce(whole)
-    for again in (whole[:50], whole):
+    for again in (whole[:50], whole):  # an exact twin, too: the first one has begun
         with pytest.raises(Exception, match="share memory"):
             dist.all_reduce(again)
     twin = torch.ones(10)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from callback_programs import make_groups
 from ddp_rig import wrap
 from ranks import TORCH_DDP, run_ranks
+from test_ordered import powersgd_state, train
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,6 +134,37 @@ def test_a_hook_of_two_levels(whose: str, transport: str) -> None:
         env={"PYCOMM_TRANSPORT": transport},  # for rows and columns, too
         preload=TORCH_DDP,
     )
+
+
+def powersgd(rank: int, world_size: int, whose: str) -> list[str]:
+    """What a training gives, and what one gives where each collective of the hook begins late."""
+    paused: list[threading.Thread] = []
+    issue = dist.all_reduce
+
+    def issued(*args: Any, **kwargs: Any) -> Any:
+        if late:
+            paused.append(threading.current_thread())
+            pause()
+        return issue(*args, **kwargs)
+
+    dist.all_reduce = issued
+    digests = []
+    for late in (False, True):
+        make: Any = DistributedDataParallel if whose == "torch's" else wrap
+        model = make(five_buckets().float(), bucket_cap_mb=0.01)
+        model.register_comm_hook(powersgd_state(), powerSGD_hook.powerSGD_hook)
+        digests.append(train(model, rank, STEPS))
+    assert len(paused) >= 5 * 3 * (STEPS - 2)  # three for each bucket, once it compresses
+    return digests
+
+
+@pytest.mark.parametrize("transport", rings.first_of(["shm", "tcp"]))
+@pytest.mark.parametrize("whose", ["torch's", "ours"])
+def test_a_delay_within_powersgd_changes_no_bit(whose: str, transport: str) -> None:
+    found = run_ranks(
+        2, powersgd, args=(whose,), pg_options={"transport": transport}, preload=TORCH_DDP
+    ).values()
+    assert len({digest for digests in found for digest in digests}) == 1, found
 
 
 def over_gloo(rank: int, world_size: int, options: dict[str, Any]) -> None:

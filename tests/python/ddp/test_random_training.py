@@ -153,6 +153,8 @@ NAMED: dict[str, Program] = {
 }
 
 MOST_RANKS = 4
+LINES = 20
+"""The most that a printed random program has."""
 _SHORTENING_S = 60.0
 _FAILURES = 3
 """After so many the rest is not tried."""
@@ -199,6 +201,12 @@ def test_named_programs() -> None:
         for name, program in NAMED.items():
             wrong = ranks.wrong(program)
             assert not wrong, f"{name}\n{program}\n{wrong}"
+
+
+def test_a_random_training_program_is_short() -> None:
+    lines = [len(str(random_program(seed)).splitlines()) for seed in range(500)]
+    assert max(lines) <= LINES
+    assert sum(lines) > 10 * len(lines)
 
 
 def test_random_training(request: pytest.FixtureRequest) -> None:
