@@ -60,12 +60,14 @@ class Topic:
 TOPICS = [
     Topic(
         "allreduce-loopback",
-        12,
+        13,
         (
             "benchmarks/allreduce.py --backends pycomm,pycomm:arena,pycomm:tcp,deepspeed,gloo,raw "
             "--ranks 2,4 --sizes 4,4K,1M,25M,100M --seconds 0.3 --blocks 8",
             "benchmarks/allreduce.py --backends pycomm,pycomm:tcp,gloo,openmpi:shm,openmpi "
             "--ranks 2,4 --sizes 4,4K,1M,25M --seconds 0.3 --blocks 8 --timeout 400",
+            "benchmarks/allreduce.py --backends pycomm,torch_floor,gloo "
+            "--ranks 2 --sizes 4,4K --seconds 0.3 --blocks 8",
         ),
     ),
     Topic(
