@@ -229,7 +229,7 @@ class Result:
         return f"{step.name:<19} {took}  {how}: {self.summary}{again}"
 
 
-CODE = (".", *(f":(exclude){each}" for each in PAGES))
+CODE: tuple[str, ...] = (".", *(f":(exclude){each}" for each in PAGES))
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -250,7 +250,7 @@ def commit_of(root: Path = ROOT) -> str:
 def tree_of(pages: Sequence[str], root: Path = ROOT) -> str:
     """A hash of the code and these pages. If they differ from the commit, it has a mark and equals
     no other run's."""
-    read = [CODE, *((page,) for page in pages)]
+    read: list[tuple[str, ...]] = [CODE, *((page,) for page in pages)]
     listed = [_git(root, "ls-files", "--stage", "--", *paths) for paths in read]
     changed = any(_is_changed(root, paths) for paths in read)
     mark = f" with changes at {time.time():.0f}" if changed else ""

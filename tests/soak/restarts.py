@@ -542,9 +542,8 @@ def measure(options: argparse.Namespace, argv: Sequence[str]) -> int:
     facts = header("restarts", argv)
     facts["command"] = " ".join(["python", "tests/soak/restarts.py", *argv])
     asked = [options.python, "-c", _VERSIONS]
-    facts["ranks_have"] = subprocess.run(
-        asked, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    found = subprocess.run(asked, capture_output=True, text=True, check=True)
+    facts["ranks_have"] = found.stdout.strip()
     folder = Path(tempfile.mkdtemp(prefix="pycomm-restarts-"))
     with contextlib.ExitStack() as stack:
         watch = watch_torchrun if options.way == "torchrun" else watch_torchft

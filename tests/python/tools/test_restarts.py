@@ -17,7 +17,7 @@ sys.path.append(str(SOAK))
 import restarts  # noqa: E402
 
 
-def test_a_kind_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         restarts.main(["torchrun", "--kind", "kill,hang"])
     assert caught.value.code == 2
