@@ -33,8 +33,8 @@ from report import Floats, Report, Row, header, paired_ratio
 from world import World
 
 _MAX_BLOCK_LENGTH = 5000
-# Not process groups: modules beside this one, which import it.
-_BESIDE = {"raw": "raw", "deepspeed": "deepspeed_shm"}
+# Modules beside this one, which import it: World does not open these.
+_BESIDE = {"raw": "raw", "deepspeed": "deepspeed_shm", "torch_floor": "torch_floor"}
 _DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
 
 

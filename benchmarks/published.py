@@ -10,7 +10,9 @@ A second file of one topic and day is TOPIC-DATEb.txt: none is overwritten. A co
 named in the file and at the end; the others run, and the topic's file stays in build/published. A
 tree with changes is refused: figures belong to a commit.
 
-All of it took some 50 minutes on 2 cores; the minutes of a topic are an upper estimate.
+Each topic begins when the load of the last minute is below 0.3, or after ten minutes: then its
+header says so. All of it took some 50 minutes on 2 cores, without these waits; the minutes of a
+topic are an upper estimate.
 
 Not here, each with commands of its own in its file or in benchmarks/README.md: the rows of a
 machine with 4 cores (the same commands, there), two builds beside each other, the soak programs at
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import os
 import shlex
 import shutil
 import string
@@ -40,6 +43,8 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 SWITCH = "benchmarks/switch.py --hosts"
 CODECS = "pycomm,pycomm:fp16,pycomm:int8,gloo,raw"
+QUIET_LOAD = 0.3
+QUIET_WAIT_S, LOOK_S = 600.0, 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +60,14 @@ class Topic:
 TOPICS = [
     Topic(
         "allreduce-loopback",
-        12,
+        13,
         (
             "benchmarks/allreduce.py --backends pycomm,pycomm:arena,pycomm:tcp,deepspeed,gloo,raw "
             "--ranks 2,4 --sizes 4,4K,1M,25M,100M --seconds 0.3 --blocks 8",
             "benchmarks/allreduce.py --backends pycomm,pycomm:tcp,gloo,openmpi:shm,openmpi "
             "--ranks 2,4 --sizes 4,4K,1M,25M --seconds 0.3 --blocks 8 --timeout 400",
+            "benchmarks/allreduce.py --backends pycomm,torch_floor,gloo "
+            "--ranks 2 --sizes 4,4K --seconds 0.3 --blocks 8",
         ),
     ),
     Topic(
@@ -148,11 +155,28 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+def load() -> float:
+    """Of the last minute."""
+    return os.getloadavg()[0]
+
+
+def wait_until_quiet() -> str:
+    """Waits for a load below QUIET_LOAD, at most QUIET_WAIT_S; returns the header's words."""
+    waited_s = 0.0
+    while (last := load()) >= QUIET_LOAD:
+        if waited_s >= QUIET_WAIT_S:
+            return f"{last:.2f} (not below {QUIET_LOAD:g} in {waited_s:g} s)"
+        time.sleep(LOOK_S)
+        waited_s += LOOK_S
+    return f"{last:.2f}"
+
+
 def measure(topic: Topic, into: Path) -> list[str]:
     """Runs the commands of a topic; returns those that failed."""
     failed = []
     with into.open("x") as file:
-        print(text_facts(header(topic.name, [topic.name])), end="\n\n", file=file, flush=True)
+        facts = header(topic.name, [topic.name]) | {"load_at_start": wait_until_quiet()}
+        print(text_facts(facts), end="\n\n", file=file, flush=True)
         for command in topic.commands:
             print(f"$ python {command}", file=file, flush=True)
             begin, busy = time.monotonic(), busy_s()

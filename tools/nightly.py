@@ -1,14 +1,16 @@
 """Run what takes too long for every change, step by step: `make nightly` and `make release`.
 
-    make nightly                         # its steps that have not passed at this commit yet
+    make nightly                         # its steps that have not passed yet
     make release                         # the same, and those without a limit
     make nightly STEPS="fuzz tests"      # these, of either, whether or not they have passed
     make nightly ARGS=--list             # names, minutes and commands
+    make nightly ARGS=--record           # also writes what steps took to docs/evidence/nightly.json
 
 Each step's output goes to build/nightly/<step>.log, its result to build/nightly/summary.json, and
-all results to build/nightly/summary.txt. A step that passed at this commit is not repeated, so a
-run that was interrupted goes on where it was. A step that skipped everything, because the machine
-lacks something, has not passed.
+all results to build/nightly/summary.txt. A step that passed is not repeated until a file changes
+that can change its result; a page of docs/ counts for the steps that name it. So a run that was
+interrupted goes on where it was. A step that skipped everything, because the machine lacks
+something, has not passed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -25,9 +29,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+RECORD = ROOT / "docs" / "evidence" / "nightly.json"
+# A change here voids the pass of no step but those whose `pages` name the file.
+PAGES = ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results")
+SEEDS = "tests/cpp/proof/seeds.txt"  # the simulator adds those that fail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +45,49 @@ class Step:
 
     name: str
     command: str
-    minutes: int
-    """About how long it takes on 2 cores, where it was measured; else a guess. It is ended after
-    four times as long."""
+    guess: int
+    """Minutes on 2 cores, for a step without a record."""
+    pages: tuple[str, ...] = ()
+    """What its tests read or run of PAGES, as git's patterns; not what a step writes."""
+    measured_s: int | None = None
+    """Seconds that this command took, in the record."""
+
+    @property
+    def seconds(self) -> int:
+        """How long it is expected to take."""
+        return 60 * self.guess if self.measured_s is None else self.measured_s
+
+    @property
+    def minutes(self) -> int:
+        """The same in minutes, rounded up."""
+        return math.ceil(self.seconds / 60)
+
+    @property
+    def limit_s(self) -> int:
+        """When it is ended."""
+        return 4 * max(60 * self.guess, self.seconds)
+
+
+def recorded(path: Path = RECORD) -> dict[str, dict[str, Any]]:
+    """The rows of the record, by step."""
+    if not path.exists():
+        return {}
+    return {row["step"]: row for row in json.loads(path.read_text())}
+
+
+def is_of(row: Mapping[str, Any] | None, step: Step) -> bool:
+    """A row of another command says nothing about the step."""
+    return row is not None and row["command"] == step.command
+
+
+def measured(steps: Sequence[Step], rows: Mapping[str, Mapping[str, Any]]) -> list[Step]:
+    """The steps with their seconds in the record."""
+    return [
+        dataclasses.replace(step, measured_s=rows[step.name]["seconds"])
+        if is_of(rows.get(step.name), step)
+        else step
+        for step in steps
+    ]
 
 
 # Of bytes 0 to 31: for tests.
@@ -47,15 +96,16 @@ _SECRET = "pycomm-secret-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh86oZq"
 MUTATIONS = "{python} tests/cpp/proof/programs"
 SOAK = "{python} tests/soak"
 NIGHTLY_MINUTES = 180
+TESTED_PAGES = ("docs/errors.md", "docs/tour.md", "docs/two-machines.md")
 
 NIGHTLY = [
-    Step("tests", "{python} tools/python_tests.py --ring=nightly", 45),
+    Step("tests", "{python} tools/python_tests.py --ring=nightly", 45, TESTED_PAGES),
     Step("cpp_full", "{python} tools/cpp.py plain_full", 12),
     Step("asan_slow", "{python} tools/cpp.py asan --slow", 10),
     Step("tsan_slow", "{python} tools/cpp.py tsan --slow", 10),
-    Step("seam", "{make} seam ARGS=--listed", 15),
-    Step("tcp", "{make} tcp_all", 15),
-    Step("integrations", "{make} integrations", 10),
+    Step("seam", "{make} seam ARGS=--listed", 15, ("docs/shared-memory.md",)),
+    Step("tcp", "{make} tcp_all", 15, ("docs/support.md",)),
+    Step("integrations", "{make} integrations", 10, ("docs/launch.md",)),
     Step("simulator", "{python} tools/simulate.py --seeds 50000 --remember-failures", 8),
     Step("host_mutations", f"{MUTATIONS}/host_mutations.py", 8),
     Step("fuzz", "{make} fuzz", 18),
@@ -81,7 +131,7 @@ RELEASE = [
     Step("agreement_long", "{python} tools/simulate.py --agreement --seeds 1000000", 5),
     Step("simulator_long", "{python} tools/simulate.py --seeds 500000 --remember-failures", 75),
     Step("release_tests", "{python} tools/python_tests.py --ring=release", 15),
-    Step("faults", "{make} faults ARGS=--exact-bounds", 60),
+    Step("faults", "{make} faults ARGS=--exact-bounds", 60, ("docs/*.md",)),
     Step(
         "faults_tcp",
         "{make} faults TEST_TRANSPORT=tcp ARGS='--exact-bounds "
@@ -95,16 +145,21 @@ RELEASE = [
         "tests/python/faults/test_fault_networks.py'",
         16,
     ),
-    Step("tls", f"{{make}} tcp_all TEST_SECRET={_SECRET}", 25),
+    Step("tls", f"{{make}} tcp_all TEST_SECRET={_SECRET}", 25, ("docs/support.md",)),
     Step("fuzz_long", "{make} fuzz ARGS='--seconds 600'", 156),
     Step("asan_full", "{python} tools/cpp.py asan_full", 40),
     Step("tsan_full", "{python} tools/cpp.py tsan_full", 60),
-    Step("seam_all", "{make} seam ARGS=--all", 60),
-    Step("torchrec", "{make} torchrec", 15),
+    Step("seam_all", "{make} seam ARGS=--all", 60, ("docs/*.md",)),
+    Step("torchrec", "{make} torchrec", 15, ("docs/torchrec.md",)),
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
     # Each has a checkout of its own, so the torch of .venv does not matter.
     *(
-        Step(f"torch_{version.replace('.', '_')}", f"{{make}} other_torch TORCH={version}", 60)
+        Step(
+            f"torch_{version.replace('.', '_')}",
+            f"{{make}} other_torch TORCH={version}",
+            60,
+            ("docs/*.md", "docs/pictures", "README.md", "CONTRIBUTING.md", "benchmarks/results"),
+        )
         for version in ("2.14.1", "2.15.0")
     ),
     Step("deaths", f"{SOAK}/deaths.py --minutes 30 --faults 100", 35),
@@ -126,6 +181,7 @@ RELEASE = [
     Step("life", f"{SOAK}/life.py --repetitions 200", 20),
     Step("powersgd", f"{SOAK}/powersgd.py 50", 10),
 ]
+NIGHTLY, RELEASE = (measured(each, recorded()) for each in (NIGHTLY, RELEASE))
 STEPS = [*NIGHTLY, *RELEASE]
 
 _MAKES_OWN = re.compile(r"make(\[\d+\])?: ")
@@ -137,10 +193,14 @@ class Result:
     """What a step came to."""
 
     commit: str
+    tree: str
+    """A hash of the files that can change what it came to."""
     code: int
     seconds: int
     summary: str
     reruns: Sequence[str]
+    load: float
+    """Of the last minute when it began: after another step mostly that step's."""
 
     @property
     def failed(self) -> bool:
@@ -161,31 +221,51 @@ class Result:
         """The numbers that the summary names."""
         return {what: int(number.replace(",", "")) for number, what in _COUNT.findall(self.summary)}
 
-    def line(self, name: str) -> str:
+    def line(self, step: Step) -> str:
         """One line of the table."""
         how = "skipped" if self.skipped else "passed" if self.passed else f"FAILED ({self.code})"
         again = f"; run again: {', '.join(self.reruns)}" if self.reruns else ""
-        return f"{name:<19} {self.seconds:>6} s  {how}: {self.summary}{again}"
+        took = f"{self.seconds:>6} s, expected {step.seconds:>6} s"
+        return f"{step.name:<19} {took}  {how}: {self.summary}{again}"
 
 
-def commit(root: Path = ROOT) -> str:
-    """The commit; with a mark, which equals no other run's, if code differs from it."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    # Steps write these themselves: tables and records, and seeds that failed.
-    written = ["docs", "tests/cpp/proof/seeds.txt"]
-    written = [f":(exclude){each}" for each in written]
-    changed = git("status", "--porcelain", "--", ".", *written)
-    return git("rev-parse", "HEAD") + (f" with changes at {time.time():.0f}" if changed else "")
+CODE: tuple[str, ...] = (".", *(f":(exclude){each}" for each in PAGES))
 
 
-def run(step: Step, folder: Path, at: str) -> Result:
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _is_changed(root: Path, paths: Sequence[str]) -> bool:
+    return _git(root, "status", "--porcelain", "--", *paths, f":(exclude){SEEDS}") != ""
+
+
+def commit_of(root: Path = ROOT) -> str:
+    """The commit, and " with changes" if code differs from it."""
+    return _git(root, "rev-parse", "HEAD") + (" with changes" if _is_changed(root, CODE) else "")
+
+
+def tree_of(pages: Sequence[str], root: Path = ROOT) -> str:
+    """A hash of the code and these pages. If they differ from the commit, it has a mark and equals
+    no other run's."""
+    read: list[tuple[str, ...]] = [CODE, *((page,) for page in pages)]
+    listed = [_git(root, "ls-files", "--stage", "--", *paths) for paths in read]
+    changed = any(_is_changed(root, paths) for paths in read)
+    mark = f" with changes at {time.time():.0f}" if changed else ""
+    return hashlib.sha256("\n".join(listed).encode()).hexdigest() + mark
+
+
+def trees_of(steps: Sequence[Step], root: Path = ROOT) -> dict[str, str]:
+    """The hash for each step."""
+    by_pages = {pages: tree_of(pages, root) for pages in {step.pages for step in steps}}
+    return {step.name: by_pages[step.pages] for step in steps}
+
+
+def run(step: Step, folder: Path, commit: str, tree: str) -> Result:
     """Runs one step in a process group of its own, which ends with it."""
+    load = round(os.getloadavg()[0], 2)
     log, reruns = folder / f"{step.name}.log", folder / f"{step.name}.reruns"
     reruns.write_text("")
     command = step.command.format(python=PYTHON, make="make --no-print-directory")
@@ -201,9 +281,9 @@ def run(step: Step, folder: Path, at: str) -> Result:
             start_new_session=True,
         )
         try:
-            code = child.wait(step.minutes * 60 * 4)
+            code = child.wait(step.limit_s)
         except subprocess.TimeoutExpired:
-            print(f"{step.name}: not done after {4 * step.minutes} minutes", file=output)
+            print(f"{step.name}: not done after {step.limit_s} s", file=output)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -212,27 +292,34 @@ def run(step: Step, folder: Path, at: str) -> Result:
     told = (line for line in reversed(lines) if line and not _MAKES_OWN.match(line))
     last = next(told, "no output")
     seconds = round(time.monotonic() - began_s)
-    return Result(at, code, seconds, last, reruns.read_text().splitlines())
+    again = reruns.read_text().splitlines()
+    return Result(commit, tree, code, seconds, last, again, load)
 
 
 def load(folder: Path) -> dict[str, Result]:
-    """What earlier runs have left."""
+    """What earlier runs of this program have left."""
     path = folder / "summary.json"
     if not path.exists():
         return {}
     kept = json.loads(path.read_text())
-    names = [field.name for field in dataclasses.fields(Result)]
-    return {each["step"]: Result(**{name: each[name] for name in names}) for each in kept}
+    names = {field.name for field in dataclasses.fields(Result)}
+    return {
+        each["step"]: Result(**{name: each[name] for name in names})
+        for each in kept
+        if names <= each.keys()
+    }
 
 
 def table(results: Mapping[str, Result], steps: Sequence[Step]) -> str:
     """One line per step in the steps' order, and the totals."""
-    lines = [results[step.name].line(step.name) for step in steps if step.name in results]
+    lines = [results[step.name].line(step) for step in steps if step.name in results]
     failed = [step.name for step in steps if step.name in results and results[step.name].failed]
     skipped = [step.name for step in steps if step.name in results and results[step.name].skipped]
     missing = [step.name for step in steps if step.name not in results]
     ran = [results[step.name] for step in steps if step.name in results]
+    expected_s = sum(step.seconds for step in steps if step.name in results)
     reruns = sum(len(result.reruns) for result in ran)
+    lines.append(f"{'in all':<19} {sum(r.seconds for r in ran):>6} s, expected {expected_s:>6} s")
     lines.append(
         f"{len(ran) - len(failed) - len(skipped)} of {len(steps)} steps passed, "
         f"{reruns} tests run again"
@@ -253,21 +340,44 @@ def save(folder: Path, results: Mapping[str, Result], steps: Sequence[Step]) -> 
     (folder / "summary.txt").write_text(table(results, steps))
 
 
-def nightly(steps: Sequence[Step], chosen: Sequence[str], folder: Path, at: str) -> int:
-    """Runs the chosen steps, or else those that have not passed at this commit."""
+def record(path: Path, results: Mapping[str, Result], steps: Sequence[Step]) -> None:
+    """Writes a row per step that passed; a step that did not keeps the row that it has."""
+    rows = recorded(path)
+    for step in steps:
+        result = results.get(step.name)
+        if result is not None and result.passed:
+            rows[step.name] = {
+                "step": step.name,
+                "command": step.command,
+                "commit": result.commit,
+                "seconds": result.seconds,
+                "summary": result.summary,
+                "load": result.load,
+            }
+    kept = [rows[step.name] for step in steps if is_of(rows.get(step.name), step)]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def nightly(
+    steps: Sequence[Step],
+    chosen: Sequence[str],
+    folder: Path,
+    commit: str,
+    trees: Mapping[str, str],
+) -> dict[str, Result]:
+    """Runs the chosen steps, or else those that have not passed with these files."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = {name: result for name, result in load(folder).items() if result.commit == at}
+    results = {name: kept for name, kept in load(folder).items() if kept.tree == trees.get(name)}
     for step in steps:
         kept = results.get(step.name)
         if step.name not in chosen if chosen else kept is not None and kept.passed:
             continue
         print(f"::: {step.name}, about {step.minutes} minutes: {step.command}", flush=True)
-        results[step.name] = run(step, folder, at)
-        print(results[step.name].line(step.name), flush=True)
+        results[step.name] = run(step, folder, commit, trees[step.name])
+        print(results[step.name].line(step), flush=True)
         save(folder, results, steps)
     print("\n" + table(results, steps), end="", flush=True)
-    ran = {step.name for step in steps}
-    return 1 if any(each.failed for name, each in results.items() if name in ran) else 0
+    return results
 
 
 def main() -> int:
@@ -275,6 +385,8 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", help="names of steps; without any: all")
     parser.add_argument("--release", action="store_true", help="also the steps without a limit")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
+    written = RECORD.relative_to(ROOT)
+    parser.add_argument("--record", action="store_true", help=f"write what steps took to {written}")
     options = parser.parse_args()
     if unknown := set(options.steps) - {step.name for step in STEPS}:
         parser.error(f"no step is named {', '.join(sorted(unknown))}; --list prints them")
@@ -285,7 +397,12 @@ def main() -> int:
             print(f"{ring:<8} {'in all':<19} {sum(step.minutes for step in steps):>4} min")
         return 0
     steps = STEPS if options.release or options.steps else NIGHTLY
-    return nightly(steps, options.steps, ROOT / "build" / "nightly", commit())
+    folder = ROOT / "build" / "nightly"
+    results = nightly(steps, options.steps, folder, commit_of(), trees_of(STEPS))
+    if options.record:
+        record(RECORD, results, STEPS)
+    ran = {step.name for step in steps}
+    return 1 if any(each.failed for name, each in results.items() if name in ran) else 0
 
 
 if __name__ == "__main__":

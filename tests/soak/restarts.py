@@ -1,14 +1,20 @@
-"""What others take for a killed rank, of the same model on the same host: torchrun and torchft.
+"""What others take for a rank's fault, of the same model on the same host: torchrun and torchft.
 
     python tests/soak/restarts.py torchrun --kills 20 --every 100
     python tests/soak/restarts.py torchft --kills 20 --python VENV/bin/python
     python tests/soak/restarts.py torchft --kills 20 --backend pycomm
+    python tests/soak/restarts.py torchrun --kills 5 --kind kill,stop,term --out torchrun.txt
 
 torchrun ends all ranks when one has died and starts them again, from a checkpoint that rank 0 saves
 every so many steps. torchft (0.2.0 of PyPI, in VENV) goes on with the others. Each rank is a
 replica group, with a lighthouse as its README starts it, over gloo; or over pycomm, which VENV then
-has, too, and whose group gets its members by reconfigure(). Beside it: tests/soak/deaths.py
---kills.
+has, too, and whose group gets its members by reconfigure().
+
+The kinds of faults are those of tests/soak/deaths.py on one host: SIGKILL, SIGSTOP and SIGTERM to
+one rank. A stopped rank stays so until the others go on without it, and is then killed; torchrun
+does that, 30 s after its SIGTERM. gloo notices it by --timeout-s, pycomm by its heartbeat_timeout
+of 3 s, as in deaths.py, and torchft's lighthouse by --heartbeat-ms. Beside it: deaths.py --kills,
+and --only SIGSTOP.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +56,10 @@ ENVIRONMENT = {
     # store of torchrun, and gloo gives up: "connectFullMesh failed ... Connection refused".
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 START_S = 120.0
+AGENT_KILLS_S = 30.0
+"""How long torchrun waits after a rank's SIGTERM."""
 STEPS_AFTER = 10
 POLL_S = 0.02
 
@@ -109,7 +118,9 @@ def rank_of_torchrun(options: argparse.Namespace) -> None:
         step = state["step"]
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
-    model = nn.parallel.DistributedDataParallel(net)
+    # A group of its own for the timeout: that of the first one is also for ranks that start late.
+    group = dist.new_group(timeout=timedelta(seconds=options.timeout_s))
+    model = nn.parallel.DistributedDataParallel(net, process_group=group)
     while True:
         optimizer.zero_grad()
         loss_of(model, rank, step, options.pause_s).backward()
@@ -230,7 +241,7 @@ def serve_lighthouse(options: argparse.Namespace) -> None:
     signal.pause()
 
 
-# --- who kills ------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -326,10 +337,11 @@ def watch_torchrun(
     options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
 ) -> list[str]:
     dice = random.Random(options.seed)
+    kinds = planned(options, dice)
     launching = str(Path(__file__).parents[2] / "benchmarks")
     command = [
         *(options.python, "-c", _AGENT, launching, str(os.getpid()), "--standalone"),
-        *(f"--nproc-per-node={options.ranks}", f"--max-restarts={options.kills}"),
+        *(f"--nproc-per-node={options.ranks}", f"--max-restarts={len(kinds)}"),
         *this_as("rank", options, folder),
     ]
     watch = Watch(folder)
@@ -346,27 +358,27 @@ def watch_torchrun(
                 len(each.steps) > STEPS_AFTER and each.steps[-1][0] > until for each in ranks
             )
 
-        watch.wait(is_so, START_S, f"restart {generation} to end step {until}")
+        limit_s = START_S + options.timeout_s + AGENT_KILLS_S
+        watch.wait(is_so, limit_s, f"restart {generation} to end step {until}")
         return ranks
 
-    first, back, again = [], [], []
+    first, back, again = by_kind(options), by_kind(options), by_kind(options)
     ranks = train(0, 0)
-    for kill in range(options.kills):
+    for number, kind in enumerate(kinds):
         watch.sit(dice.uniform(1.0, 3.0))
-        killed_s = time.monotonic()
-        os.kill(dice.choice(ranks).pid, signal.SIGKILL)
+        struck_s = time.monotonic()
+        os.kill(dice.choice(ranks).pid, SIGNALS[kind])
         watch.sit(0.5)
         reached = max(each.steps[-1][0] for each in ranks)
-        ranks = train(kill + 1, reached)
-        first.append(max(each.steps[0][1] for each in ranks) - killed_s)
+        ranks = train(number + 1, reached)
+        first[kind].append(max(each.steps[0][1] for each in ranks) - struck_s)
         ends = [next(at for step, at, _ in each.steps if step > reached) for each in ranks]
-        back.append(max(ends) - killed_s)
-        again.append(reached + 1 - ranks[0].steps[0][0])
+        back[kind].append(max(ends) - struck_s)
+        again[kind].append(reached + 1 - ranks[0].steps[0][0])
     return [
-        row("SIGKILL to the end of the first step after it, on all", first),
-        row("SIGKILL to the end of the step that was under way, on all", back),
-        f"steps trained again per kill: median {statistics.median(again):g}, most {max(again)}; "
-        f"a checkpoint every {options.every} steps",
+        *rows("to the end of the first step after it, on all, seconds", first),
+        *rows("to the end of the step that was under way, on all, seconds", back),
+        *rows(f"steps trained again, with a checkpoint every {options.every} steps", again),
     ]
 
 
@@ -403,41 +415,54 @@ def watch_torchft(
 
         return is_so
 
-    goes_on, dropped = [], []
-    for _ in range(options.kills):
+    goes_on, dropped = by_kind(options), by_kind(options)
+    for kind in planned(options, dice):
         watch.wait(whole(STEPS_AFTER), START_S, "all ranks in one group")
         watch.sit(dice.uniform(0.2, 0.5))
         alive = [r for pid, r in watch.ranks.items() if processes[pid].poll() is None]
         victim = dice.choice(alive)
         others = [each for each in alive if each is not victim]
         before = sum(each.dropped for each in others)
-        killed_s = time.monotonic()
         watch.must_run.remove(processes[victim.pid])
-        processes[victim.pid].kill()
+        struck_s = time.monotonic()
+        processes[victim.pid].send_signal(SIGNALS[kind])
 
         def without() -> bool:
             return all(each.steps[-1][2] < options.ranks for each in others)  # noqa: B023
 
         watch.wait(without, START_S, "a step without it")
         ends = [
-            next(at for _, at, n in each.steps if at > killed_s and n < options.ranks)
+            next(at for _, at, n in each.steps if at > struck_s and n < options.ranks)
             for each in others
         ]
-        goes_on.append(max(ends) - killed_s)
-        dropped.append((sum(each.dropped for each in others) - before) / len(others))
+        goes_on[kind].append(max(ends) - struck_s)
+        dropped[kind].append((sum(each.dropped for each in others) - before) / len(others))
+        processes[victim.pid].kill()  # if it was stopped
         begin(victim.rank)
     watch.wait(whole(STEPS_AFTER), START_S, "all ranks in one group")
     return [
-        row("SIGKILL to the end of the first step without it, on all", goes_on),
-        f"steps dropped by the others per kill: mean {statistics.mean(dropped):.2f}",
+        *rows("to the end of the first step without it, on all, seconds", goes_on),
+        *rows("steps dropped by each of the others", dropped),
     ]
 
 
-def row(name: str, seconds: Sequence[float]) -> str:
-    ordered = sorted(seconds)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    cells = f"{statistics.median(ordered):.2f} p99 {p99:.2f} max {ordered[-1]:.2f}"
-    return f"{name}, {len(ordered)} kills, seconds: p50 {cells}"
+def planned(options: argparse.Namespace, dice: random.Random) -> list[str]:
+    """As many faults of each kind, in rounds of all kinds."""
+    kinds: list[str] = options.kind
+    return [kind for _ in range(options.kills) for kind in dice.sample(kinds, len(kinds))]
+
+
+def by_kind(options: argparse.Namespace) -> dict[str, list[float]]:
+    return {kind: [] for kind in options.kind}
+
+
+def rows(what: str, values: Mapping[str, Sequence[float]]) -> list[str]:
+    """A line per kind."""
+    return [
+        f"{SIGNALS[kind].name}, {what}: {len(mine)} faults, "
+        f"p50 {statistics.median(mine):.2f} max {max(mine):.2f}"
+        for kind, mine in values.items()
+    ]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -450,11 +475,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def kinds_of(text: str) -> list[str]:
+    kinds = list(dict.fromkeys(text.split(",")))
+    if unknown := set(kinds) - set(SIGNALS):
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(sorted(unknown))}: the kinds are {', '.join(SIGNALS)}"
+        )
+    return kinds
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=("torchrun", "torchft"))
     parser.add_argument("--backend", choices=("gloo", "pycomm"), default="gloo")
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=10, help="faults of each kind")
+    parser.add_argument("--kind", type=kinds_of, default="kill", help="some of kill, stop, term")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model-mb", type=float, default=1.0)
     parser.add_argument("--pause-ms", type=float, default=2.0)
@@ -467,9 +502,10 @@ def main(argv: Sequence[str]) -> int:
         help="of torchft's lighthouse",
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=10.0, help="torchft: the timeout of its all_reduce"
+        "--timeout-s", type=float, default=10.0, help="of an all_reduce, with which steps sum"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for the table")
     for name in ("--role", "--folder", "--lighthouse", "--number", "--parent-pid"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -494,16 +530,29 @@ def as_part(options: argparse.Namespace) -> int:
     return 0
 
 
+_VERSIONS = """
+from importlib.metadata import distributions
+names = ("torch", "torchft", "torch-pycomm")
+print(*sorted({f"{d.name} {d.version}" for d in distributions() if d.name in names}), sep=", ")
+"""
+
+
 def measure(options: argparse.Namespace, argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = header("restarts", argv)
     facts["command"] = " ".join(["python", "tests/soak/restarts.py", *argv])
+    asked = [options.python, "-c", _VERSIONS]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True)
+    facts["ranks_have"] = found.stdout.strip()
     folder = Path(tempfile.mkdtemp(prefix="pycomm-restarts-"))
     with contextlib.ExitStack() as stack:
         watch = watch_torchrun if options.way == "torchrun" else watch_torchft
         lines = watch(options, folder, stack)
     facts["load_at_end"] = round(os.getloadavg()[0], 2)
-    print("\n".join([*(f"{name}: {value}" for name, value in facts.items()), *lines]))
+    text = "\n".join([*(f"{name}: {value}" for name, value in facts.items()), *lines])
+    print(text, flush=True)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
     shutil.rmtree(folder)
     return 0
 

@@ -178,6 +178,16 @@ def test_commands_name_what_exists(name: str) -> None:
         assert (ROOT / "pycomm" / "cli" / f"{command}.py").is_file(), f"{name}: {command}"
 
 
+def test_every_result_is_quoted_by_a_page() -> None:
+    linked = {
+        target.rpartition("/")[2]
+        for name in DOCUMENTS
+        for target in re.findall(r"\]\(([^)\s]*results/[^)\s]+)\)", read(name))
+    }
+    results = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert results and results - linked == set(), "no page quotes these: link or delete them"
+
+
 def without_code(text: str) -> str:
     return re.sub(r"^(```+).*?^\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
 

@@ -21,6 +21,7 @@ from time_bound import assert_within
 BENCHMARKS = RIG.parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import torch_floor  # noqa: E402
 from exact import (  # noqa: E402
     PERIOD,
     REDOPS,
@@ -30,6 +31,7 @@ from exact import (  # noqa: E402
     pattern,
     reduced_pattern,
 )
+from harness import Place  # noqa: E402
 from options import make_parser, size_of  # noqa: E402
 from report import paired_ratio  # noqa: E402
 
@@ -130,6 +132,33 @@ def test_a_wrong_operation_is_counted(tmp_path: Path) -> None:
     # there the next operation has spread the fault to both ranks.
     assert wrong["one_element_of_one_rank"] == 2 * (4 + 2)
     assert f"{sum(wrong.values())} wrong" in done.stdout
+
+
+def test_torchs_own_floor_is_below_a_backend_that_sums(tmp_path: Path) -> None:
+    flags = ["--backends", "gloo,torch_floor", "--ranks", "2", "--sizes", "4,4K"]
+    done, table = run_table(tmp_path, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table["rows"]
+    expected = [(name, size) for size in (4, 4096) for name in ("gloo", "torch_floor")]
+    assert [(row["backend"], row["size_bytes"]) for row in rows] == expected
+    for gloo, floor in zip(rows[::2], rows[1::2], strict=True):
+        assert floor["wrong"] == 0 and floor["checked"] > 0
+        assert floor["p50_us"] < gloo["p50_us"]
+
+
+@pytest.mark.parametrize("added", [0, 1])
+def test_the_floor_must_leave_the_values(added: int) -> None:
+    class Adds(torch_floor.Untouched):
+        def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
+            output.add_(added)
+
+    group: Any = None
+    case = Adds().prepare(Place("torch_floor", group, 1, 2, 4096, torch.float32, "sum"))
+    case.arm(3)
+    case.burst()
+    wrong, checked = case.wrong()
+    assert wrong == added * 4 * 1024  # of four checked operations; the timed buffer was not used
+    assert checked == 5 * 1024
 
 
 @pytest.mark.nightly

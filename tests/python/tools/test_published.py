@@ -7,7 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import RIG, child_environment
@@ -18,6 +20,12 @@ sys.path.append(str(BENCHMARKS))
 import published  # noqa: E402
 
 pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(autouse=True)
+def load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is idle."""
+    monkeypatch.setattr(published, "load", lambda: 0.0)
 
 
 def scripts_of(command: str) -> list[list[str]]:
@@ -101,6 +109,37 @@ def test_a_command_that_fails_is_kept_and_the_next_one_runs(tmp_path: Path) -> N
     assert "# cores " in text.partition("\n\n")[0]
     assert "# FAILED (1)\nno such card" in text
     assert f"$ python {good} --fast\na row\n# it took" in text
+
+
+@pytest.mark.parametrize(
+    ("loads", "looks", "said"),
+    [
+        ([0.29, 5.0], 0, "0.29"),
+        ([2.0, 0.3, 0.12, 5.0], 2, "0.12"),
+        ([1.5] * 61, 60, "1.50 (not below 0.3 in 600 s)"),
+        ([1.0] * 60 + [0.2], 60, "0.20"),
+    ],
+    ids=["idle", "busy at first", "busy", "busy for ten minutes"],
+)
+def test_a_topic_begins_on_an_idle_machine_or_says_that_it_is_not(
+    loads: list[float],
+    looks: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    slept: list[float] = []
+    found = iter(loads)
+    monkeypatch.setattr(published, "load", lambda: next(found))
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(published, "time", clock)
+    (good := tmp_path / "good.py").write_text("print('a row')")
+    into = tmp_path / "topic.txt"
+    assert published.measure(published.Topic("topic", 1, (str(good),)), into) == []
+    head, _, rest = into.read_text().partition("\n\n")
+    assert re.findall(r"^# load_at_start +(.*)$", head, re.M) == [said]
+    assert "\na row\n" in rest
+    assert slept == [10.0] * looks
 
 
 def test_a_tree_with_changes_is_refused(
