@@ -159,6 +159,8 @@ def test_the_readmes_table_of_syncs_is_computed_and_near_what_was_measured() -> 
     added = [seconds[way] - seconds["no_sync"] for way in ("pycomm", "pycomm#fp16", "pycomm#int8")]
     assert last == ["25 M, measured", "10", *(f"{each:.2f}" for each in added), ""]
     assert all(each > by for each, by in zip(added, predicted_s(25e6, 10), strict=False))
+    (gain,) = re.findall(r"at 10 Gbit/s fp16 \(\[(\S+) %\]", readme)
+    assert gain == f"{(seconds['gloo@4'] / seconds['pycomm#fp16'] - 1) * 100:.0f}"
     four = published(BETWEEN_HOSTS, "benchmarks/switch.py --hosts 0,1,2,3 ")
     times = four["pycomm:int8", 4, 25 << 20][0] / found["pycomm:int8", 2, 25 << 20][0]
     assert f"In int8 four took {times:.1f} times as long" in read("docs/which-split.md")
