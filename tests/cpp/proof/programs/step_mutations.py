@@ -111,7 +111,7 @@ MUTATIONS = [
         "deal.py",
         "        self._put(batch, Rest(back))\n        self._carried = ()\n",
         "        self._put(batch, Rest(back))\n",
-        _WALKS,
+        f"{_RESUMED}[2]",
     ),
     Mutation(
         "D1: a rank that has joined trains others' samples",
