@@ -155,32 +155,34 @@ CASES = """<testsuites><testsuite>
 
 
 @pytest.mark.parametrize(
-    ("what", "passed", "failed", "trouble", "found"),
+    ("what", "passed", "fails", "trouble", "found"),
     [
-        ("", 2, (), "", ""),
-        ('<failure message="1 | 2&#10;and">x</failure>', 1, ("tests/python/a.py::test_b",), "", "1 / 2"),
-        ('<error message="at teardown"/>', 1, ("tests/python/a.py::test_b",), "", "at teardown"),
-        ("<skipped/>", 1, (), "skipped: test_b[2]", ""),
+        ("", 2, False, "", ""),
+        ('<failure message="1 | 2&#10;and">x</failure>', 1, True, "", "1 / 2"),
+        ('<error message="at teardown"/>', 1, True, "", "at teardown"),
+        ("<skipped/>", 1, False, "skipped: test_b[2]", ""),
     ],
 )
 def test_what_pytest_reports(
-    what: str, passed: int, failed: tuple[str, ...], trouble: str, found: str, tmp_path: Path
+    what: str, passed: int, fails: bool, trouble: str, found: str, tmp_path: Path
 ) -> None:
-    report = tmp_path / "report.xml"
+    report, test = tmp_path / "report.xml", "tests/python/a.py::test_b"
     report.write_text(CASES.format(what))
-    ran = package.read_report(report, "tests/python/a.py::test_b")
+    failed = (test,) if fails else ()
+    ran = package.read_report(report, test)
     assert ran == machinery.Ran(passed, failed, trouble, found=found)
     other = package.read_report(report, "tests/python/c.py::test_d")
     assert other.trouble == "test_b[2]: no test of tests/python/c.py" and not other.failed
     report.write_text("<testsuites/>")
-    assert package.read_report(report, "tests/python/a.py::test_b").trouble == "no test test_b ran"
+    assert package.read_report(report, test).trouble == "no test test_b ran"
 
 
 def test_pytest_runs_in_the_copy_and_is_ended(tmp_path: Path) -> None:
     (tmp_path / "pycomm.py").write_text("value = 1\n")
     # Where the repository's conftest is not, its option is unknown.
     (tmp_path / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--require-native', action='store_true')\n"
+        "def pytest_addoption(parser):\n"
+        "    parser.addoption('--require-native', action='store_true')\n"
     )
     (tmp_path / "test_a.py").write_text(
         "import time\nimport pycomm\n\n\ndef test_b():\n    assert pycomm.value == 2\n\n\n"

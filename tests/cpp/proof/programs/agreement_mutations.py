@@ -644,9 +644,7 @@ def attempt(copy: Path, chosen: Sequence[Mutation], options: argparse.Namespace)
     try_seeds(copy, chosen, options.seeds, tally)
     if tested := with_tests(chosen):
         print()
-        mutated_tests.try_all(
-            mutated_tests.GoogleTests(copy, with_tests(MUTATIONS)), tested, tally
-        )
+        mutated_tests.try_all(mutated_tests.GoogleTests(copy, with_tests(MUTATIONS)), tested, tally)
     return tally
 
 

@@ -213,14 +213,14 @@ def try_all(workshop: Workshop, mutations: Sequence[Tested], tally: Tally) -> No
         if built is None:
             tally.wrong.append(f"{name}: its tests do not compile without a mutation")
             return
-    unbroken: dict[tuple[str, ...], Ran] = {}
+    unbroken: dict[tuple[str, str], Ran] = {}
     for each in mutations:
-        if (key := (each.program, *each.names)) not in unbroken:
+        if (key := (each.program, ":".join(each.names))) not in unbroken:
             unbroken[key] = workshop.run(programs[each.program], each, LIMIT_S)
     workshop.objects.keep()
     by_time = []
     for each in sorted(mutations, key=lambda each: list(programs).index(each.program)):
-        without = unbroken[each.program, *each.names]
+        without = unbroken[each.program, ":".join(each.names)]
         with mutated.broken(workshop.path_of(each), each, workshop.objects):
             built = workshop.build(each.program)
             ran = workshop.run(built, each, limit_of(without)) if built else None
