@@ -75,14 +75,15 @@ def test_a_job_that_is_resumed_deals_it_at_once_or_in_the_next_epoch(trained: in
     job = Job(1)
     (resumed,) = samplers_of(job, 8, global_batch=4, lookahead=4, shuffle=False)
     resumed.load_state_dict(state)
-    epochs: list[list[list[int]]] = [[], []]
+    epochs: list[list[list[int]]] = [[], [], []]
     for epoch, dealt in enumerate(epochs):
         resumed.set_epoch(epoch)
         for batch in resumed:
             dealt.append(batch)
             train(job, [4])
     whole = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert epochs == ([[[2, 3, 4, 5]], whole] if trained == 1 else [[], [[2, 3, 6, 7], *whole]])
+    first = [[[2, 3, 4, 5]], whole] if trained == 1 else [[], [[2, 3, 6, 7], *whole]]
+    assert epochs == [*first, whole]
 
 
 @pytest.mark.parametrize("restarts", ["", "before set_epoch", "after set_epoch"])

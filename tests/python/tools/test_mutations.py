@@ -73,4 +73,8 @@ def test_what_is_not_as_expected_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert complaint(plain, None) == "does not compile"
     seen = lost
     assert complaint(plain) == ""
-    assert complaint(unchanged) == "violations without a mutation"
+    assert complaint(unchanged) == "violations"
+    noticed = [mutations.verdict(each, tmp_path, 10).noticed for each in (plain, unchanged)]
+    assert noticed == [True, False]
+    seen = none
+    assert not mutations.verdict(plain._replace(survives="nothing asks"), tmp_path, 10).noticed

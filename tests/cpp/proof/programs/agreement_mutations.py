@@ -1,30 +1,34 @@
-"""Break the agreement of survivors on purpose, one rule at a time; count the seeds that notice.
+"""Break the agreement of survivors on purpose, one rule at a time; seeds or a test must notice.
 
 Each mutation is compiled in a copy of csrc and run over seeds of pycomm_agree, until one notices it
 or all have run. docs/evidence/agreement.md has the promises. A mutation that no seed notices is a
-hole in the simulation, or a line that does nothing: its entry says which, or the program fails. It
-also fails, before it builds anything, if the text of a mutation no longer stands exactly once in
-its file.
+hole in the simulation, or a line that does nothing: its entry says which and names C++ tests that
+must notice it, as those of mutated_tests.py, or the program fails. It also fails, before it builds
+anything, if the text of a mutation no longer stands exactly once in its file.
 
     python tests/cpp/proof/programs/agreement_mutations.py --check
     python tests/cpp/proof/programs/agreement_mutations.py [--seeds 20000] [--only NAME ...]
 
-Prints a table: how many seeds fail, and of which promise. Only the few files that pycomm_agree
-needs are compiled, so a mutation takes seconds.
+Prints two tables: how many seeds fail, and of which promise; and the tests that fail. Only the few
+files that pycomm_agree needs are compiled for the first, so a mutation takes seconds there.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
+import concurrent.futures
+import hashlib
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import mutated
+import mutated_tests
+from mutated import Tally, Verdict
 
 SOURCES = Path("csrc")
 FOLDERS = ("csrc/elastic", "csrc/proof/elastic")
@@ -48,6 +52,8 @@ class Mutation(NamedTuple):
     new: str
     survives: str = ""
     """Why no seed is expected to notice it."""
+    tests: str = ""
+    """Of tests/cpp/elastic, as in mutated_tests.Mutation: what notices it."""
 
 
 _SEND_ACCEPTED = (
@@ -90,8 +96,8 @@ MUTATIONS = [
         "  friend constexpr auto operator<=>(const Ballot& a, const Ballot& b) {\n"
         "    return (a.number_ & 0xffffffffffff) <=> (b.number_ & 0xffffffffffff);\n  }\n",
         survives="two proposers that know of different deaths, whose quorums do not meet; "
-        "ElasticBallot.TheOneWithMoreVotesOfTheDeadIsGreater and "
-        "ElasticQuorum.ALaterBallotMeetsEveryDecision say why it matters",
+        "ElasticQuorum.ALaterBallotMeetsEveryDecision says why it matters",
+        tests="ElasticBallot.TheOneWithMoreVotesOfTheDeadIsGreater",
     ),
     Mutation(
         "M1",
@@ -156,8 +162,8 @@ MUTATIONS = [
         "agreement.cc",
         "view_.has(message.from) &&\n        message.epoch <= view_.epoch) {\n",
         "view_.has(message.from)) {\n",
-        survives="no process gets one: the members of an epoch have promised in the one before; "
-        "Agreement.AGoodbyeOfALaterEpochDoesNotCountItsSenderOut notices it",
+        survives="no process gets one: the members of an epoch have promised in the one before",
+        tests="Agreement.AGoodbyeOfALaterEpochDoesNotCountItsSenderOut",
     ),
     Mutation(
         "M1",
@@ -166,7 +172,8 @@ MUTATIONS = [
         "  goodbye.accepted = accepted_;\n",
         "",
         survives="a process would have to accept, miss the decision and raise, and only then be "
-        "counted out; Agreement.AGoodbyeSaysWhatWasAccepted notices it",
+        "counted out",
+        tests="Agreement.AGoodbyeSaysWhatWasAccepted",
     ),
     Mutation(
         "M1",
@@ -174,8 +181,8 @@ MUTATIONS = [
         "agreement.cc",
         "next.parent != view_id_ || next.epoch != view_.epoch + 1) {\n",
         "next.epoch <= view_.epoch) {\n",
-        survives="decisions come from members of the epoch before; "
-        "Agreement.AViewThatDoesNotFollowIsNotLearned notices it",
+        survives="decisions come from members of the epoch before",
+        tests="Agreement.AViewThatDoesNotFollowIsNotLearned",
     ),
     Mutation(
         "M3",
@@ -190,8 +197,8 @@ MUTATIONS = [
         "agreement.cc",
         "  Message excluded = make(Kind::Excluded);\n",
         "  return;\n  Message excluded = make(Kind::Excluded);\n",
-        survives="the others would have to go through nine epochs meanwhile; "
-        "Agreement.WhoAsksInAnEpochOfLongAgoIsNotified notices it",
+        survives="the others would have to go through nine epochs meanwhile",
+        tests="Agreement.WhoAsksInAnEpochOfLongAgoIsNotified",
     ),
     Mutation(
         "M5",
@@ -206,8 +213,8 @@ MUTATIONS = [
         "agreement.cc",
         "    if (phase_ == Phase::Agreeing && message.nonce == nonce_) {\n",
         "    if (phase_ == Phase::Agreeing) {\n",
-        survives="a cut would have to begin while a pong of the epoch before is under way; "
-        "Agreement.APongOfAnEarlierEpochDoesNotCount notices it",
+        survives="a cut would have to begin while a pong of the epoch before is under way",
+        tests="Agreement.APongOfAnEarlierEpochDoesNotCount",
     ),
     Mutation(
         "M6",
@@ -259,8 +266,8 @@ MUTATIONS = [
         "agreement.cc",
         "    deaf_.insert(message.from);\n",
         "    rumours_.insert(message.from);\n",
-        survives="one agreement after another of a group that is cut in one direction; "
-        "Agreement.AProposerThatThisProcessCannotReachIsNotWaitedFor notices it",
+        survives="one agreement after another of a group that is cut in one direction",
+        tests="Agreement.AProposerThatThisProcessCannotReachIsNotWaitedFor",
     ),
     Mutation(
         "M8",
@@ -268,8 +275,8 @@ MUTATIONS = [
         "agreement.cc",
         "      accuse(peer, are_told ? std::vector<Incarnation>{peer} : others());\n",
         "",
-        survives="the next repetition says it, which the promised time allows; "
-        "Agreement.WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce notices it",
+        survives="the next repetition says it, which the promised time allows",
+        tests="Agreement.WhoIsFoundSilentDuringTheAgreementIsNotifiedAtOnce",
     ),
     Mutation(
         "M8",
@@ -284,8 +291,9 @@ MUTATIONS = [
         "agreement.cc",
         "reachesQuorum() ? longestWait() : milliseconds",
         "milliseconds",
-        survives="the simulation's detector finds a member that stops after it has answered; "
-        "Agreement.AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing has none",
+        survives="the simulation's detector finds a member that stops after it has answered; the "
+        "test has none",
+        tests="Agreement.AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing",
     ),
     Mutation(
         "M8",
@@ -294,6 +302,7 @@ MUTATIONS = [
         "  if (!proposal_ && !repeats && !isLowest()) {\n",
         "  if (!repeats && false) {\n",
         survives="the same",
+        tests="Agreement.AMemberThatStopsRightAfterADeathCostsALivingQuorumNothing",
     ),
     Mutation(
         "M8",
@@ -316,8 +325,8 @@ MUTATIONS = [
         "agreement.cc",
         "patience(other, began_, window() / 2)",
         "patience(other, began_, window())",
-        survives="a cut excuses who is left behind; "
-        "Agreement.TwoThatFallSilentAtOnceTakeNobodyWithThem notices it",
+        survives="a cut excuses who is left behind",
+        tests="Agreement.TwoThatFallSilentAtOnceTakeNobodyWithThem",
     ),
     Mutation(
         "M9",
@@ -333,7 +342,8 @@ MUTATIONS = [
         "return other != of && !reaches(other, of); });",
         "return other != of && !(reaches(of, other) && reaches(other, of)); });",
         survives="a member has to die between its promise and another one's, of which seed 126659 "
-        "is an example; ElasticProposal.OfAPairTheOneThatWasNotHeardIsDropped notices it",
+        "is an example",
+        tests="ElasticProposal.OfAPairTheOneThatWasNotHeardIsDropped",
     ),
     Mutation(
         "M9",
@@ -341,8 +351,8 @@ MUTATIONS = [
         "proposal.cc",
         "    if (promise.leaving == leaving && dead.count(position) == 0) {\n",
         "    if (promise.leaving == leaving) {\n",
-        survives="the next epoch ends at once, without it; "
-        "ElasticProposal.WhoHasEndedSinceItsPromiseIsNoMember notices it",
+        survives="the next epoch ends at once, without it",
+        tests="ElasticProposal.WhoHasEndedSinceItsPromiseIsNoMember",
     ),
     Mutation(
         "M9",
@@ -400,8 +410,8 @@ MUTATIONS = [
         "step_ledger.cc",
         "  const bool counts = !sealed_ && epoch == epoch_ && round_.has_value();\n",
         "  const bool counts = epoch == epoch_ && round_.has_value();\n",
-        survives="the planes have failed all operations by then; "
-        "StepLedger.NothingCountsAfterTheSeal notices it",
+        survives="the planes have failed all operations by then",
+        tests="StepLedger.NothingCountsAfterTheSeal",
     ),
     Mutation(
         "S8",
@@ -439,6 +449,16 @@ MUTATIONS = [
         "world.cc",
         "      ops.all.admits = ops.all.admits && wish->admits;\n",
         "      ops.all.admits = (ops.entered.size() > 1 && ops.all.admits) || wish->admits;\n",
+    ),
+    Mutation(
+        "J4",
+        "a newcomer that is not admitted in time founds a group",
+        "agreement.cc",
+        "      raise(Action::Error::NotAdmitted);\n      phase_ = Phase::Over;\n      return;\n"
+        "    }\n    if (now >= retry_at_) {",
+        "      View alone;\n      alone.epoch = 1;\n      alone.members = {config_.self};\n"
+        "      install(alone, now);\n      return;\n    }\n    if (now >= retry_at_) {",
+        tests="Agreement.ANewcomerThatNobodyAnswersFoundsNoGroup",
     ),
     Mutation(
         "R1",
@@ -511,25 +531,34 @@ MUTATIONS = [
         "proposal.cc",
         "  bool counts = all_finished(with(members, leavers));\n",
         "  bool counts = all_finished(members.empty() ? leavers : members);\n",
-        survives="a process has finished its last step when it says that it leaves; "
-        "ElasticProposal.WhoLeavesDoesSoWithItsStepAndStaysIfThatIsSummedAgain notices it",
+        survives="a process has finished its last step when it says that it leaves",
+        tests="ElasticProposal.WhoLeavesDoesSoWithItsStepAndStaysIfThatIsSummedAgain",
     ),
 ]
 
 
 def misplaced(tree: Path) -> list[str]:
-    """The mutations that do not apply to this tree, in words."""
-    return mutated.misplaced(tree, SOURCES, MUTATIONS)
+    """The mutations that do not apply to this tree, and tests that it does not have, in words."""
+    found = mutated.misplaced(tree, SOURCES, MUTATIONS)
+    return found + mutated_tests.missing_tests(tree, with_tests(MUTATIONS))
+
+
+def with_tests(mutations: Sequence[Mutation]) -> list[mutated_tests.Mutation]:
+    """Those that C++ tests notice."""
+    return [
+        mutated_tests.Mutation(each.name, each.file, each.old, each.new, each.tests, "elastic")
+        for each in mutations
+        if each.tests
+    ]
 
 
 class Build:
-    """The program's objects, of which only those that a mutation changes are made again."""
+    """pycomm_agree. An object is kept by what it is made of, so that it is made once."""
 
     def __init__(self, copy: Path) -> None:
         self._copy = copy
         self._objects = copy / "objects"
         self._objects.mkdir(exist_ok=True)
-        self._texts: dict[Path, str] = {}
 
     def _sources(self) -> list[Path]:
         found = [path for folder in FOLDERS for path in sorted((self._copy / folder).glob("*.cc"))]
@@ -539,22 +568,24 @@ class Build:
         """The program, or None if it does not compile."""
         headers = "".join(
             path.read_text()
-            for folder in FOLDERS
+            for folder in (*FOLDERS, "csrc/base", "csrc/proof/sim")
             for path in sorted((self._copy / folder).glob("*.h"))
         )
-        objects = []
-        for source in self._sources():
-            target = self._objects / f"{source.parent.name}_{source.stem}.o"
-            objects.append(str(target))
-            text = source.read_text() + headers
-            if self._texts.get(source) == text:
-                continue
+
+        def compiled(source: Path) -> Path | None:
+            digest = hashlib.sha256((source.read_text() + headers).encode()).hexdigest()[:16]
+            target = self._objects / f"{source.parent.name}_{source.stem}_{digest}.o"
             command = [*COMPILE, "-c", str(source), "-o", str(target)]
-            if subprocess.run(command, cwd=self._copy, check=False).returncode != 0:
+            if not target.exists() and subprocess.run(command, cwd=self._copy).returncode != 0:
                 return None
-            self._texts[source] = text
+            return target
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compiled, self._sources()))
+        if None in objects:
+            return None
         program = self._objects / "agree"
-        subprocess.run(["g++", *objects, "-o", str(program), "-lpthread"], check=True)
+        subprocess.run(["g++", *map(str, objects), "-o", str(program), "-lpthread"], check=True)
         return program
 
 
@@ -570,7 +601,7 @@ def run_seeds(program: Path, seeds: int) -> Found:
     first, last = 1, min(seeds, 2000)
     while True:
         limits = f"ulimit -v {MEMORY_KIB}; exec timeout {LIMIT_S}"
-        command = f"{limits} {program} --seeds {first}:{last} --most-failures 0"
+        command = f"{limits} {program} --seeds {first}:{last} --jobs 2 --most-failures 0"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):
             return Found(last, 1, "", f"ended with {done.returncode}")
@@ -581,52 +612,46 @@ def run_seeds(program: Path, seeds: int) -> Found:
         first, last = last + 1, min(seeds, 8 * last)
 
 
-def verdict(mutation: Mutation, found: Found | None) -> tuple[str, str]:
-    """The row of the table, and the complaint about it: empty if it is as expected."""
+def verdict(mutation: Mutation, found: Found | None) -> Verdict:
+    """Of the seeds."""
     start = f"| {mutation.promise} | {mutation.name} |"
     if found is None:
-        return f"{start} does not compile | |", "does not compile"
-    row = f"{start} {found.count} of {found.seeds:,} | {found.promises or found.trouble} |"
-    if not found.count and mutation.survives:
-        return f"{start} 0 of {found.seeds:,} | {mutation.survives} |", ""
-    return row, "" if found.count else "no seed notices it"
+        return Verdict(f"{start} does not compile | |", "does not compile", False)
+    told = found.promises or found.trouble
+    if found.count:
+        return Verdict(f"{start} {found.count} of {found.seeds:,} | {told} |")
+    complaint = "" if mutation.survives else "no seed notices it"
+    return Verdict(f"{start} 0 of {found.seeds:,} | {mutation.survives} |", complaint, False)
 
 
-def try_all(copy: Path, mutations: Sequence[Mutation], seeds: int) -> list[str]:
-    wrong = []
+def try_seeds(copy: Path, mutations: Sequence[Mutation], seeds: int, tally: Tally) -> None:
+    mutated.copy_sources(copy)
+    print("| promise | broken rule | seeds that notice it | what they say |\n|---|---|---|---|")
     build = Build(copy)
     plain = build.program()
     found = run_seeds(plain, min(seeds, 2000)) if plain else None
     if found is None or found.count:
-        return ["violations without a mutation, or it does not compile"]
+        tally.wrong.append("violations without a mutation, or it does not compile")
+        return
     for mutation in mutations:
         with mutated.broken(mutated.path_of(copy / SOURCES, mutation), mutation):
             program = build.program()
-            found = run_seeds(program, seeds) if program else None
-        row, complaint = verdict(mutation, found)
-        print(row, flush=True)
-        if complaint:
-            wrong.append(f"{mutation.name}: {complaint}")
-    return wrong
+            tally.add(mutation, verdict(mutation, run_seeds(program, seeds) if program else None))
+
+
+def attempt(copy: Path, chosen: Sequence[Mutation], options: argparse.Namespace) -> Tally:
+    tally = Tally()
+    try_seeds(copy, chosen, options.seeds, tally)
+    if tested := with_tests(chosen):
+        print()
+        mutated_tests.try_all(mutated_tests.GoogleTests(copy, with_tests(MUTATIONS)), tested, tally)
+    return tally
 
 
 def main() -> int:
-    parser = mutated.parser((__doc__ or "").splitlines()[0])
+    parser = mutated.parser(__doc__ or "")
     parser.add_argument("--seeds", type=int, default=100000, help="at most, for each mutation")
-    options = parser.parse_args()
-    wrong = misplaced(mutated.ROOT)
-    if wrong or options.check:
-        print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")
-        return 1 if wrong else 0
-    with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
-        copy = options.work or Path(scratch)
-        for part in ("csrc/base", *FOLDERS, "csrc/proof/sim", "tests/cpp/proof/programs"):
-            mutated.copy_folder(mutated.ROOT / part, copy / part)
-        print("| promise | broken rule | seeds that notice it | what they say |\n|---|---|---|---|")
-        chosen = mutated.chosen(MUTATIONS, options.only)
-        wrong = try_all(copy, chosen, options.seeds)
-    print("\n".join([*wrong, f"{len(chosen)} mutations, {len(wrong)} not as expected"]))
-    return 1 if wrong else 0
+    return mutated.main(parser, MUTATIONS, misplaced, attempt)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""Remove one condition at a time; a named C++ test must fail: security_mutations.py and its kind.
+"""Remove one condition at a time; named tests must fail: security_mutations.py and its kind.
 
 The tests that should notice a mutation run without it, where they must pass, and with it, where
 each must fail, die, or not end in ten times as long as without it. A program fails if that is
 otherwise, if a test is skipped, and, before it builds anything, if the text of a mutation no longer
 stands exactly once in its file. It prints a table: the tests that failed, what the first of them
-says if it says it in words, and the seconds. Its last line names the mutations that a test noticed
-only because it did not end.
+says if it says it in words, and the seconds. The line behind it names the mutations that a test
+noticed only because it did not end.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mutated
+from mutated import Tally, Verdict
 
 SOURCES = Path("csrc")
 LIMIT_S = 300  # of tests without a mutation
@@ -43,18 +44,27 @@ class Mutation(NamedTuple):
     program: str = "transport"
     """The folder of tests/cpp that has them."""
 
+    @property
+    def names(self) -> list[str]:
+        """Of the tests."""
+        return self.tests.split(":")
+
 
 def misplaced(tree: Path, mutations: Sequence[Mutation]) -> list[str]:
     """Mutations that do not apply to this tree, and tests that it does not have, in words."""
-    found = mutated.misplaced(tree, SOURCES, mutations)
+    return mutated.misplaced(tree, SOURCES, mutations) + missing_tests(tree, mutations)
+
+
+def missing_tests(tree: Path, mutations: Sequence[Mutation]) -> list[str]:
+    """Tests that the tree does not have, in words."""
     programs = {mutation.program for mutation in mutations}
     there = {program: "".join(map(Path.read_text, tests_of(tree, program))) for program in programs}
-    for mutation in mutations:
-        for test in mutation.tests.split(":"):
-            suite, _, name = test.partition(".")
-            if f"({suite}, {name})" not in there[mutation.program]:
-                found.append(f"{mutation.name}: there is no test {test}")
-    return found
+    return [
+        f"{mutation.name}: there is no test {test}"
+        for mutation in mutations
+        for test in mutation.names
+        if f"({test.replace('.', ', ', 1)})" not in there[mutation.program]
+    ]
 
 
 def tests_of(tree: Path, program: str) -> list[Path]:
@@ -64,8 +74,8 @@ def tests_of(tree: Path, program: str) -> list[Path]:
 def keep_only_wanted_tests(copy: Path, mutations: Sequence[Mutation]) -> None:
     """Compiling the others would take most of the time."""
     for program in {mutation.program for mutation in mutations}:
-        names = [each.tests for each in mutations if each.program == program]
-        suites = {test.partition(".")[0] for tests in names for test in tests.split(":")}
+        names = [name for each in mutations if each.program == program for name in each.names]
+        suites = {test.partition(".")[0] for test in names}
         for path in tests_of(copy, program):
             if not any(f"({suite}, " in path.read_text() for suite in suites):
                 path.unlink()
@@ -149,72 +159,128 @@ def hung(output: str, tests: str) -> Ran:
     return Ran(passed, failed, hung=running, unrun=unrun, found=found_in(output))
 
 
-def verdict(mutation: Mutation, without: Ran, broken: Ran | None) -> tuple[str, str]:
-    """The row of the table, and the complaint about it: empty if it is as expected."""
+class Tested(mutated.Change, Protocol):
+    """A mutation that tests notice."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the tests. Each must fail."""
+
+    @property
+    def program(self) -> str:
+        """That has them."""
+
+
+def verdict(mutation: Tested, without: Ran, broken: Ran | None) -> Verdict:
     if broken is None:
-        return f"| {mutation.name} | does not compile | | |", "does not compile"
+        return Verdict(f"| {mutation.name} | does not compile | | |", "does not compile", False)
     told = ", ".join(broken.failed)
     if broken.hung:
         told += f": {broken.seconds:.0f} s; without the mutation {without.seconds:.1f} s"
     row = f"| {mutation.name} | {told} | {broken.found} | {broken.seconds:.1f} |"
-    if without.failed or without.trouble:
-        return row, f"without it: {without.trouble or 'failed: ' + ', '.join(without.failed)}"
-    if broken.trouble:
-        return row, broken.trouble
-    blind = set(mutation.tests.split(":")) - {name.partition(" ")[0] for name in broken.failed}
+    blind = set(mutation.names) - {name.partition(" ")[0] for name in broken.failed}
     blind -= broken.unrun
-    return row, f"{', '.join(sorted(blind))} does not notice it" if blind else ""
+    complaint = broken.trouble
+    if without.failed or without.trouble:
+        complaint = f"without it: {without.trouble or 'failed: ' + ', '.join(without.failed)}"
+    elif blind and not complaint:
+        complaint = f"{', '.join(sorted(blind))} does not notice it"
+    return Verdict(row, complaint, not complaint)
 
 
-def build(copy: Path, program: str) -> Path | None:
-    configure = [*CONFIGURE, f"-DPYCOMM_WALKED={copy / WALKED}"]
-    return mutated.build(copy, copy / "build" / "cpp-plain", f"{program}_test", configure)
+class Workshop(Protocol):
+    """A copy of the tree in which mutations are tried."""
+
+    objects: mutated.Objects
+
+    def path_of(self, mutation: Any) -> Path:
+        """The file that it changes."""
+
+    def build(self, program: str) -> Path | None:
+        """What runs the program's tests; None if it does not compile."""
+
+    def run(self, built: Path, mutation: Any, limit_s: float) -> Ran:
+        """Runs the mutation's tests."""
 
 
-def try_all(copy: Path, mutations: Sequence[Mutation]) -> tuple[list[str], list[str]]:
-    """Print the table's rows; return the complaints, and the mutations noticed by time alone."""
-    wrong = []
+def try_all(workshop: Workshop, mutations: Sequence[Tested], tally: Tally) -> None:
+    """Prints the table, one program's mutations after the other's."""
+    print("| condition that is left out | tests that fail | what they found | seconds |")
+    print("|---|---|---|---|", flush=True)
+    programs = {}
+    for name in dict.fromkeys(each.program for each in mutations):
+        built = programs[name] = workshop.build(name)
+        if built is None:
+            tally.wrong.append(f"{name}: its tests do not compile without a mutation")
+            return
+    unbroken: dict[tuple[str, str], Ran] = {}
+    for each in mutations:
+        if (key := (each.program, ":".join(each.names))) not in unbroken:
+            unbroken[key] = workshop.run(programs[each.program], each, LIMIT_S)
+    workshop.objects.keep()
     by_time = []
-    unbroken = {}
-    for name in sorted({mutation.program for mutation in mutations}):
-        program = build(copy, name)
-        if program is None:
-            return [f"{name}_test does not compile without a mutation"], []
-        for tests in {each.tests for each in mutations if each.program == name}:
-            unbroken[name, tests] = run_tests(program, tests)
-    for mutation in sorted(mutations, key=lambda each: each.program):
-        folder = copy / (WALKED if mutation.program == WALK else SOURCES)
-        with mutated.broken(mutated.path_of(folder, mutation), mutation):
-            program = build(copy, mutation.program)
-        without = unbroken[mutation.program, mutation.tests]
-        ran = run_tests(program, mutation.tests, limit_of(without)) if program else None
-        row, complaint = verdict(mutation, without, ran)
-        print(row, flush=True)
-        if complaint:
-            wrong.append(f"{mutation.name}: {complaint}")
-        elif ran and ran.hung:
-            by_time.append(mutation.name)
-    return wrong, by_time
+    for each in sorted(mutations, key=lambda each: list(programs).index(each.program)):
+        without = unbroken[each.program, ":".join(each.names)]
+        with mutated.broken(workshop.path_of(each), each, workshop.objects):
+            built = workshop.build(each.program)
+            ran = workshop.run(built, each, limit_of(without)) if built else None
+        found = verdict(each, without, ran)
+        tally.add(each, found)
+        if found.noticed and ran and ran.hung:
+            by_time.append(each.name)
+    tally.notes.append(f"noticed by time alone: {', '.join(by_time) or 'none'}")
 
 
-def main(about: str, mutations: Sequence[Mutation]) -> int:
-    """Do what the command line asks for; `about` begins with what the program is for."""
-    options = mutated.parser(about.splitlines()[0]).parse_args()
-    wrong = misplaced(mutated.ROOT, mutations)
-    if wrong or options.check:
-        print("\n".join(wrong) or f"all {len(mutations)} mutations apply")
-        return 1 if wrong else 0
-    with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
-        copy = options.work or Path(scratch)
+class GoogleTests:
+    """The programs of tests/cpp, less the tests that these mutations do not need.
+
+    The files that they break are compiled alone. The others are in units, each of which takes a
+    compiler up to half a minute.
+    """
+
+    _BUILD = "build/cpp-plain"
+
+    def __init__(self, copy: Path, mutations: Sequence[Mutation]) -> None:
+        self.objects = mutated.Objects(copy, self._BUILD)
+        self._copy = copy
         mutated.copy_sources(copy)
         host = SOURCES / "engine" / "host"
         mutated.copy_folder(copy / host, copy / WALKED / "engine" / "host")
         keep_only_wanted_tests(copy, mutations)
-        print("| condition that is left out | tests that fail | what they found | seconds |")
-        print("|---|---|---|---|", flush=True)
-        chosen = mutated.chosen(mutations, options.only)
-        wrong, by_time = try_all(copy, chosen)
-    last = f"{len(chosen)} mutations, {len(wrong)} not as expected"
-    last += f"; noticed by time alone: {', '.join(by_time) or 'none'}"
-    print("\n".join([*wrong, last]))
-    return 1 if wrong else 0
+        files = {self.path_of(each) for each in mutations if each.file.endswith(".cc")}
+        listed = "".join(f"  {file}\n" for file in sorted(files))
+        self._alone = copy / "alone.cmake"
+        text = (
+            f"set_source_files_properties(\n{listed}  PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)\n"
+        )
+        if not self._alone.exists() or self._alone.read_text() != text:
+            self._alone.write_text(text)
+
+    def path_of(self, mutation: Mutation) -> Path:
+        folder = self._copy / (WALKED if mutation.program == WALK else SOURCES)
+        return mutated.path_of(folder, mutation)
+
+    def build(self, program: str) -> Path | None:
+        configure = [
+            *CONFIGURE,
+            f"-DPYCOMM_WALKED={self._copy / WALKED}",
+            f"-DCMAKE_PROJECT_pycomm_INCLUDE={self._alone}",
+        ]
+        return mutated.build(self._copy, self._copy / self._BUILD, f"{program}_test", configure)
+
+    def run(self, built: Path, mutation: Mutation, limit_s: float) -> Ran:
+        return run_tests(built, mutation.tests, limit_s)
+
+
+def main(about: str, mutations: Sequence[Mutation]) -> int:
+    """Does what the command line asks for; `about` begins with what the program is for."""
+
+    def attempt(copy: Path, chosen: Sequence[Mutation], _: argparse.Namespace) -> Tally:
+        tally = Tally()
+        try_all(GoogleTests(copy, mutations), chosen, tally)
+        return tally
+
+    def wrong(tree: Path) -> list[str]:
+        return misplaced(tree, mutations)
+
+    return mutated.main(mutated.parser(about), mutations, wrong, attempt)

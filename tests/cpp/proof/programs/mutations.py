@@ -7,25 +7,26 @@ fails, before it builds anything, if the text of a mutation no longer stands exa
 file.
 
     python tests/cpp/proof/programs/mutations.py --check
-    python tests/cpp/proof/programs/mutations.py --work FOLDER [--seeds 10000] [--only NAME …]
+    python tests/cpp/proof/programs/mutations.py [--seeds 10000] [--only NAME …] [--out FILE]
 
 Prints a table: how many seeds of each kind fail, the first of them, and the promise that it breaks.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import mutated
+from mutated import Tally, Verdict
 
-ROOT = mutated.ROOT
 ENGINE = Path("csrc", "engine")
+BUILD = "build/cpp-plain"
 KINDS = {
     "one group": 0,
     "messages, codecs": 1_000_000_000_000,
@@ -472,9 +473,11 @@ def misplaced(tree: Path) -> list[str]:
     return mutated.misplaced(tree, ENGINE, MUTATIONS)
 
 
-def build(copy: Path, folder: Path) -> Path | None:
+def build(copy: Path) -> Path | None:
     """Build pycomm_simulate of `copy`: the path of the program, or None if it does not compile."""
-    return mutated.build(copy, folder, "pycomm_simulate")
+    # File by file, as a mutation changes one. As deep as the C++ tests' build in the repository:
+    # ccache then finds what that has made with PYCOMM_UNITY=0.
+    return mutated.build(copy, copy / BUILD, "pycomm_simulate")
 
 
 class Found(NamedTuple):
@@ -504,21 +507,10 @@ def run_seeds(program: Path, first: int, last: int) -> Found:
     )
 
 
-def mutants(
-    copy: Path, folder: Path, mutations: Sequence[Mutation]
-) -> Iterator[tuple[Mutation, Path | None]]:
-    """The unchanged program, then each mutation's; None for one that does not compile."""
-    yield Mutation("none", "", "", ""), build(copy, folder)
-    for mutation in mutations:
-        with mutated.broken(path_of(copy, mutation), mutation):
-            program = build(copy, folder)
-        yield mutation, program
-
-
-def verdict(mutation: Mutation, program: Path | None, seeds: int) -> tuple[str, str]:
-    """The row of the table, and the complaint about it: empty if it is as expected."""
+def verdict(mutation: Mutation, program: Path | None, seeds: int) -> Verdict:
     if program is None:
-        return f"| {mutation.name} | does not compile | | | | |", "does not compile"
+        row = f"| {mutation.name} | does not compile | | | | |"
+        return Verdict(row, "does not compile", False)
     found = []
     for base in KINDS.values():
         found.append(run_seeds(program, base + 1, base + seeds))
@@ -532,35 +524,31 @@ def verdict(mutation: Mutation, program: Path | None, seeds: int) -> tuple[str, 
     told = f"{noticed.first or ''} | {noticed.broken}" if noticed else f"| {mutation.survives}"
     row = f"| {mutation.name} | {counts} | {told} |"
     if not mutation.file:
-        return row, "violations without a mutation" if noticed else ""
-    return row, "" if noticed or mutation.survives else "no seed notices it"
+        return Verdict(row, "violations" if noticed else "", False)
+    complaint = "" if noticed or mutation.survives else "no seed notices it"
+    return Verdict(row, complaint, noticed is not None)
+
+
+def attempt(copy: Path, chosen: Sequence[Mutation], options: argparse.Namespace) -> Tally:
+    mutated.copy_sources(copy)
+    heads = " | ".join(KINDS)
+    print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|---|")
+    tally, none = Tally(), Mutation("without a mutation", "", "", "")
+    tally.add(none, verdict(none, build(copy), options.seeds))
+    if tally.wrong:
+        return tally
+    objects = mutated.Objects(copy, BUILD)
+    objects.keep()
+    for mutation in chosen:
+        with mutated.broken(path_of(copy, mutation), mutation, objects):
+            tally.add(mutation, verdict(mutation, build(copy), options.seeds))
+    return tally
 
 
 def main() -> int:
-    parser = mutated.parser((__doc__ or "").splitlines()[0])
+    parser = mutated.parser(__doc__ or "")
     parser.add_argument("--seeds", type=int, default=10000, help="of each kind")
-    options = parser.parse_args()
-    wrong = misplaced(ROOT)
-    if wrong or options.check:
-        print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")
-        return 1 if wrong else 0
-    with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
-        work = options.work or Path(scratch)
-        # As deep as the C++ tests' build in the repository: ccache then finds what that has made
-        # with PYCOMM_UNITY=0. A mutation changes one file, so files are compiled one by one here.
-        copy, folder = work, work / "build" / "cpp-plain"
-        mutated.copy_sources(copy)
-        heads = " | ".join(KINDS)
-        print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|")
-        tried = 0
-        for mutation, program in mutants(copy, folder, mutated.chosen(MUTATIONS, options.only)):
-            row, complaint = verdict(mutation, program, options.seeds)
-            print(row, flush=True)
-            tried += bool(mutation.file)
-            if complaint:
-                wrong.append(f"{mutation.name}: {complaint}")
-    print("\n".join([*wrong, f"{tried} mutations, {len(wrong)} not as expected"]))
-    return 1 if wrong else 0
+    return mutated.main(parser, MUTATIONS, misplaced, attempt)
 
 
 if __name__ == "__main__":
