@@ -815,8 +815,13 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       }
     }
     content.unpack = [works = std::move(window.works)] {
+      std::optional<ErrorRecord> failure;
       for (const auto& part : works) {
         part->finish();
+        failure = failure ? failure : part->copyError();
+      }
+      if (failure) {
+        throw Error(*failure);
       }
     };
     const auto made = work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);
