@@ -108,7 +108,11 @@ PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable>
     : Backend(rank, size),
       reconfigurable_(std::move(reconfigurable)),
       settings_(std::move(settings)),
-      hooks_(std::make_shared<AbortHooks>()) {}
+      hooks_(std::make_shared<AbortHooks>()) {
+  if (settings_.starts_world.value_or(false)) {
+    GroupRole::startWorld();
+  }
+}
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the data loop may hold.
