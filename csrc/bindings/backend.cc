@@ -454,6 +454,18 @@ void bindBackend(py::module_& m) {
       py::arg("backend"),
       py::arg("hook_id"));
   m.def(
+      "job_ranks", // of the group's members, in order
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        const std::shared_ptr<Group> group = groupOf(backend);
+        const GroupIdentity& identity = group->identity();
+        std::vector<int> ranks;
+        for (int rank = 0; rank < identity.size; ++rank) {
+          ranks.push_back(identity.job.of(rank));
+        }
+        return ranks;
+      },
+      py::arg("backend"));
+  m.def(
       "group_number",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) {
         return raising([&] { return asPycomm(backend).groupNumber(); });

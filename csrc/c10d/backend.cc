@@ -108,7 +108,11 @@ PycommBackend::PycommBackend(int rank, int size, std::unique_ptr<Reconfigurable>
     : Backend(rank, size),
       reconfigurable_(std::move(reconfigurable)),
       settings_(std::move(settings)),
-      hooks_(std::make_shared<AbortHooks>()) {}
+      hooks_(std::make_shared<AbortHooks>()) {
+  if (settings_.starts_world.value_or(false)) {
+    GroupRole::startWorld();
+  }
+}
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the data loop may hold.
@@ -815,8 +819,13 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       }
     }
     content.unpack = [works = std::move(window.works)] {
+      std::optional<ErrorRecord> failure;
       for (const auto& part : works) {
         part->finish();
+        failure = failure ? failure : part->copyError();
+      }
+      if (failure) {
+        throw Error(*failure);
       }
     };
     const auto made = work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);

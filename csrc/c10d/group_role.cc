@@ -33,6 +33,11 @@ std::shared_ptr<GroupRole> GroupRole::next(const c10d::Backend& backend, std::op
   return g_last;
 }
 
+void GroupRole::startWorld() noexcept {
+  const std::lock_guard lock(g_job_mutex);
+  g_last = nullptr;
+}
+
 std::shared_ptr<GroupRole> GroupRole::ofMeeting(const std::string& name, uint32_t number) {
   std::shared_ptr<GroupRole> role(new GroupRole(nullptr, 0, number));
   role->hash_ = mixText(0, name);

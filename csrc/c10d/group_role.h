@@ -40,6 +40,9 @@ class GroupRole {
   /// job. `backend` calls settle() before it ends.
   [[nodiscard]] static std::shared_ptr<GroupRole> next(const c10d::Backend& backend, std::optional<bool> starts_world);
 
+  /// As next() with `starts_world`, for a default group that has no role yet: the next one is the job's first.
+  static void startWorld() noexcept;
+
   /// Of a group that was reconfigured: its members have had other groups before, so its role is the name of their meeting, which is no
   /// other group's. `number`: of the group that it was at first.
   [[nodiscard]] static std::shared_ptr<GroupRole> ofMeeting(const std::string& name, uint32_t number);

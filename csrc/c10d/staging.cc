@@ -4,6 +4,8 @@
 #include <ATen/core/TensorBody.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace pycomm {
@@ -26,8 +28,15 @@ int64_t totalNumel(const std::vector<at::Tensor>& parts) {
   return total;
 }
 
-/// Whether the parts are one run of memory, in order.
+/// Of those that have elements; an empty one may have any memory. If none has any, the first of all.
+const at::Tensor& firstOf(const std::vector<at::Tensor>& parts) {
+  const auto found = std::find_if(parts.begin(), parts.end(), [](const at::Tensor& part) { return part.numel() > 0; });
+  return found == parts.end() ? parts.front() : *found;
+}
+
+/// Whether the parts are one run of memory, in order: that of firstOf().
 bool areOneRun(const std::vector<at::Tensor>& parts) {
+  const at::Tensor& first = firstOf(parts);
   const std::byte* next = nullptr;
   for (const at::Tensor& part : parts) {
     if (!isPlain(part)) {
@@ -37,21 +46,12 @@ bool areOneRun(const std::vector<at::Tensor>& parts) {
       continue;
     }
     const BufferView bytes = bytesOf(part, part.numel());
-    if (next != nullptr && (bytes.ptr != next || !part.is_alias_of(parts.front()))) {
+    if (next != nullptr && (bytes.ptr != next || !part.is_alias_of(first))) {
       return false;
     }
     next = bytes.ptr + bytes.nbytes;
   }
   return true;
-}
-
-BufferView viewOfRun(const std::vector<at::Tensor>& parts) {
-  for (const at::Tensor& part : parts) {
-    if (part.numel() > 0) {
-      return bytesOf(part, totalNumel(parts));
-    }
-  }
-  return {};
 }
 
 /// Moves bytes and nothing else: no gradients, no version counters, and tensors made in inference mode are welcome, as they are to a
@@ -133,7 +133,7 @@ BufferView Staging::output(const at::Tensor& tensor, bool read) {
 
 ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
   if (areOneRun(parts)) {
-    return onHost(parts.front(), viewOfRun(parts), true, false);
+    return onHost(firstOf(parts), bytesOf(firstOf(parts), totalNumel(parts)), true, false);
   }
   const at::Tensor made = temporary(parts.front(), totalNumel(parts));
   int64_t begin = 0;
@@ -147,7 +147,7 @@ ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
 
 BufferView Staging::out(const std::vector<at::Tensor>& parts) {
   if (areOneRun(parts)) {
-    return onHost(parts.front(), viewOfRun(parts), false, true);
+    return onHost(firstOf(parts), bytesOf(firstOf(parts), totalNumel(parts)), false, true);
   }
   for (const at::Tensor& part : parts) {
     oneDevice(part);

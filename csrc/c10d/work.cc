@@ -182,7 +182,11 @@ struct PycommWork::State {
         countOverflows(*content.operations.front(), content.cuda->codec(), content.cuda->overflows());
       }
     } else if (content.unpack && !error()) {
-      content.unpack();
+      try {
+        content.unpack();
+      } catch (const Error& of_a_part) {
+        copy_error = of_a_part.record();
+      }
     }
     if (profiling_end) {
       profiling_end();
@@ -344,6 +348,10 @@ bool PycommWork::poll() {
 
 void PycommWork::finish() {
   state_->finish();
+}
+
+std::optional<ErrorRecord> PycommWork::copyError() const {
+  return state_->copyError();
 }
 
 bool PycommWork::isSuccess() const {

@@ -47,7 +47,8 @@ class PycommWork final : public c10d::Work {
         storages; ///< the memory that the engine works in: tensors get another one by `x.data = y`
     std::vector<at::Tensor> outputs; ///< the future's value
     std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with one list per rank
-    std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
+    /// Copies staging to outputs after success; may be empty. Throws Error if a part's outputs could not be copied to their device.
+    std::function<void()> unpack;
     std::shared_ptr<CudaCopies> cuda; ///< this work's own; null for tensors on the CPU
     std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null if the engine runs it
     std::vector<std::shared_ptr<const CudaOrder>> order_after; ///< wait() makes the caller's stream wait for these
@@ -89,6 +90,8 @@ class PycommWork final : public c10d::Work {
   void cancel();
   /// Copies the outputs, if nobody has. All operations have ended.
   void finish();
+  /// Why the outputs could not be copied to their device, after finish().
+  [[nodiscard]] std::optional<ErrorRecord> copyError() const;
   /// Of a synchronous collective: does what can be done now on this thread, its caller's, and wakes no other for the rest, as the caller
   /// will come back or wait(). Whether all has ended; then finish() has been called.
   [[nodiscard]] bool poll();

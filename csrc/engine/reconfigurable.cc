@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <map>
 #include <thread>
 #include <utility>
 
@@ -36,6 +37,8 @@ namespace {
 constexpr int kLookMs = kOneStepMs / 2; // for one member, as others wait behind it
 constexpr int kLastReadyPauseMs = 20; // between two looks at who is ready
 
+constexpr const char* kOneJob =
+    "pass handles of groups that new_group() has made in one job, or of default groups alone, which may be of several jobs";
 constexpr const char* kNewUuid = "pass a uuid that no earlier call for this group had: count up, for example";
 
 /// The store of one meeting, with a seal on every value if there is a secret. Keeps what it consists of.
@@ -144,6 +147,30 @@ class Search final {
   throw Error(ErrorCode::InvalidArgument, "reconfigure(): " + what + ".", hint);
 }
 
+// torch names the members of such a group by these numbers: src=, dst=.
+JobRanks jobRanksIn(const std::vector<MemberHandle>& members) {
+  std::map<int, const MemberHandle*> known;
+  std::vector<int> numbers;
+  for (const MemberHandle& member : members) {
+    const auto [other, is_new] = known.emplace(member.job_rank, &member);
+    if (!is_new && member.job_rank >= 0) {
+      refuse(
+          "two members have rank " + std::to_string(member.job_rank) + " of their jobs (" + other->second->who() +
+              "; " + member.who() + ")",
+          kOneJob);
+    }
+    numbers.push_back(member.job_rank);
+  }
+  const auto without = known.find(-1);
+  if (without == known.end()) {
+    return JobRanks(std::move(numbers));
+  }
+  if (known.size() > 1) {
+    refuse("a handle is of a default group (" + without->second->who() + "), and another is not", kOneJob);
+  }
+  return {};
+}
+
 // Returns when all members are ready. Throws what a store does, and Error(RendezvousTimeout).
 void waitForAll(
     Place& place,
@@ -183,6 +210,8 @@ Reconfigurable::Reconfigurable(Engine& engine, Group::Config config, const Socke
         MemberHandle self;
         self.incarnation = incarnation_;
         self.watch_name = engine_.localPeers().name();
+        const RendezvousConfig& made = config_.rendezvous;
+        self.job_rank = made.job.numbers().empty() ? -1 : made.job.of(made.rank);
         return endpoint_->addressed(std::move(self));
       }()) {
   endpoint_->add(incarnation_);
@@ -267,7 +296,10 @@ std::vector<Endpoint::Offer> Reconfigurable::offer(const FixedPort& port, Deadli
       secret == nullptr ? nullptr : std::make_shared<const TlsContext>(secret, FixedPort::kProcess));
 }
 
-Reconfigurable::Plan Reconfigurable::plan(int64_t uuid, const std::vector<std::string>& handles) {
+Reconfigurable::Plan Reconfigurable::plan(
+    int64_t uuid,
+    const std::vector<std::string>& handles,
+    std::optional<JobRanks> called) {
   if (handles.empty()) {
     refuse("the list of handles is empty", "pass one handle for each member, this one's among them");
   }
@@ -304,32 +336,15 @@ Reconfigurable::Plan Reconfigurable::plan(int64_t uuid, const std::vector<std::s
         "this process's own handle is not among the " + std::to_string(handles.size()),
         "only members of the new group call reconfigure(); a handle is of one group, and not of a later one of that process");
   }
+  if (!called) {
+    called = jobRanksIn(members);
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!used_.insert(uuid).second) {
     refuse("uuid " + std::to_string(uuid) + " was already used by this group", kNewUuid);
   }
-  JobRanks job = jobRanksOf(members, plan.rank);
-  plan.instance = std::make_shared<Instance>(uuid, std::move(members), std::move(job));
+  plan.instance = std::make_shared<Instance>(uuid, std::move(members), *std::move(called));
   return plan;
-}
-
-JobRanks Reconfigurable::jobRanksOf(const std::vector<MemberHandle>& members, int rank) {
-  const RendezvousConfig& made = config_.rendezvous;
-  const std::vector<int>& numbers = made.job.numbers();
-  if (job_ranks_.empty() && members.size() == numbers.size() && rank == made.rank) {
-    for (size_t i = 0; i < members.size(); ++i) {
-      job_ranks_.emplace(members[i].incarnation, numbers[i]);
-    }
-  }
-  std::vector<int> by_rank;
-  for (const MemberHandle& member : members) {
-    const auto known = job_ranks_.find(member.incarnation);
-    if (known == job_ranks_.end()) {
-      return {};
-    }
-    by_rank.push_back(known->second);
-  }
-  return JobRanks(std::move(by_rank));
 }
 
 // A rendezvous over torch's store speaks of that.

@@ -1,15 +1,16 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/job_ranks.h"
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "engine/join_abort.h"
@@ -80,10 +81,14 @@ class Reconfigurable {
       return instance->job().of(rank);
     }
   };
-  /// Checks the arguments, and from now on the uuid counts as used. `handles`: in the order of ranks. If the group was made of ranks of the
-  /// job, the first list of all of them, in their order, says which member is which; later records call each by that number. Else members
-  /// are called by their places in the list. Nothing else happens yet, so a group that is there goes on if this throws Error(InvalidArgument | VersionMismatch | ConfigMismatch).
-  [[nodiscard]] Plan plan(int64_t uuid, const std::vector<std::string>& handles);
+  /// Checks the arguments, and from now on the uuid counts as used. `handles`: in the order of ranks. `called`: what records call the members;
+  /// by default their ranks in the job, as the handles say, which have to differ then, or, if no handle says one, their places in the
+  /// list. Nothing else happens yet, so a group that is there goes on if this throws
+  /// Error(InvalidArgument | VersionMismatch | ConfigMismatch).
+  [[nodiscard]] Plan plan(
+      int64_t uuid,
+      const std::vector<std::string>& handles,
+      std::optional<JobRanks> called = std::nullopt);
 
   struct Met {
     std::shared_ptr<Store> store; ///< outlives the group
@@ -97,8 +102,6 @@ class Reconfigurable {
 
  private:
   [[nodiscard]] std::shared_ptr<Endpoint> openEndpoint(const SocketAddress& known);
-  /// With mutex_.
-  [[nodiscard]] JobRanks jobRanksOf(const std::vector<MemberHandle>& members, int rank);
   [[nodiscard]] ErrorRecord explained(ErrorRecord record, const Instance& instance) const;
 
   Engine& engine_;
@@ -106,9 +109,8 @@ class Reconfigurable {
   const ProcessId incarnation_;
   const std::shared_ptr<Endpoint> endpoint_;
   const MemberHandle self_;
-  std::mutex mutex_; ///< guards the rest
+  std::mutex mutex_; ///< guards used_
   std::set<int64_t> used_;
-  std::map<ProcessId, int> job_ranks_; ///< by incarnation: the members' numbers in the job, once they are known
 };
 
 } // namespace pycomm

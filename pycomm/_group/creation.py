@@ -423,7 +423,14 @@ def _options_of(group: Any, pg_options: object) -> Options:
     # holds for them.
     if dist.is_initialized():
         with contextlib.suppress(ValueError):  # it is another library's
-            return group_options(dist.distributed_c10d._get_default_group())
+            of_default = group_options(dist.distributed_c10d._get_default_group())
+            # Not its class: a group whose members can change is asked for.
+            return Options(
+                **{
+                    each.name: getattr(of_default, each.name)
+                    for each in dataclasses.fields(Options)
+                }
+            )
     return Options()
 
 

@@ -121,7 +121,17 @@ def host_group(group: Any) -> Any:
     """A group of the ranks of ``group`` that share this rank's host. Collective over ``group``.
 
     It has the group's backend, options and timeout.
+
+    Raises:
+        UnsupportedError: The members of ``group`` can change.
     """
+    backend = pycomm_backend(group)
+    if backend is not None and loader.native.is_reconfigurable(backend):
+        raise UnsupportedError(
+            "sync_every above 1 needs a group of each host's ranks, which meet in a store, and the "
+            "members of a group that can be reconfigured need not share one. Try: sync_every=1, or "
+            "a group of new_group()"
+        )
     hosts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, averaging.host_identity(), group=group)
     ranks: Sequence[int] = dist.get_process_group_ranks(group)

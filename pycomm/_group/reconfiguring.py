@@ -58,9 +58,10 @@ def reconfigure(
     """Gives a group new members: those of the list, in its order. All of them call this alike.
 
     This process leaves the members that the group has now, and meets the new ones. No member needs
-    the store of ``init_process_group``, nor the former rank 0. Afterwards ``dist.get_rank()`` is
-    the place in the list, and collectives run among the new members. A process that is not in the
-    list just does not call this.
+    the store of ``init_process_group``, nor the former rank 0. Afterwards ``dist.get_rank(group)``
+    is the place in the list, and collectives run among the new members. What ``src=`` and ``dst=``
+    call the members are these places in the default group, and in any other group the ranks that
+    they have in the job. A process that is not in the list just does not call this.
 
         handles = exchange(pycomm.reconfigure_handle())  # by a means of yours
         pycomm.reconfigure(uuid=1, handles=handles)
@@ -108,10 +109,10 @@ def reconfigure(
     else:
         limit_ms = None if seconds is None else max(1, round(seconds * 1000))
         loader.native.reconfigure(backend, group, uuid, ordered, limit_ms)
-    if group is dist.distributed_c10d._get_default_group():
-        # The ranks of the default group are the job's; torch leaves its list as it was.
-        world: Any = dist.distributed_c10d._world
-        world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    # torch leaves its table as it was, and takes from it what src=, dst= and get_rank(group) mean.
+    world: Any = dist.distributed_c10d._world
+    ranks = loader.native.job_ranks(backend)
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
 
 
 def register_abort_hook(

@@ -396,16 +396,11 @@ class Weighed(TorchDDP):
         self._forward_began()
         return prepared
 
-    def _update_process_group(self, new_process_group: Any) -> None:
-        before = dist.get_process_group_ranks(self.process_group)
-        super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
-        if dist.get_process_group_ranks(self.process_group) != before:
-            _READERS.pop(self, None)  # each raises when it deals next: see _WrapperLog.steps
-
     def _forward_began(self) -> None:
         if self.reducer.forward_began():
             for reader in _READERS.get(self, ()):
-                reader.read_steps()
+                with contextlib.suppress(UnsupportedError):  # of another group: when it deals next
+                    reader.read_steps()
 
     def _only_reader(self) -> StepReader | None:
         """The sampler, of a wrapper that others may join."""

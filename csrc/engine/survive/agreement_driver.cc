@@ -271,7 +271,6 @@ std::vector<int> AgreementDriver::numbersOf(const View& view) const {
   return ranks;
 }
 
-// As Reconfigurable::plan() calls them.
 JobRanks AgreementDriver::jobRanksOf(const View& view) const {
   std::vector<int> by_rank;
   for (const Incarnation& member : view.members) {
@@ -1074,7 +1073,8 @@ void AgreementDriver::meetNow(const Job& job) {
   bool closes = false;
   Epoch made;
   try {
-    const Reconfigurable::Plan plan = members_.plan(static_cast<int64_t>(job.view.epoch), job.handles);
+    const Reconfigurable::Plan plan =
+        members_.plan(static_cast<int64_t>(job.view.epoch), job.handles, jobRanksOf(job.view));
     made.number = job.view.epoch;
     const TimePoint began = Clock::now();
     made.members = job.members;

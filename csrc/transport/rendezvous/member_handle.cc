@@ -68,7 +68,7 @@ void readAddresses(MemberHandle& handle, std::string_view list, const std::strin
 std::string MemberHandle::text() const {
   std::string out = std::string(kBegin) + "v=" + std::to_string(version) + ";i=" + incarnation + ";d=" + endpoint +
       ";n=" + hexText(nonce) + ";k=" + key_id + ";h=" + host.wireText() + ";p=" + std::to_string(pid) +
-      ";u=" + unix_socket + ";w=" + watch_name + ";a=";
+      (job_rank < 0 ? "" : ";r=" + std::to_string(job_rank)) + ";u=" + unix_socket + ";w=" + watch_name + ";a=";
   for (size_t i = 0; i < addresses.size(); ++i) {
     out += (i == 0 ? "" : ",") + addresses[i].wireText();
   }
@@ -134,6 +134,12 @@ MemberHandle MemberHandle::parse(const std::string& text) {
       }
       case 'p':
         handle.pid = numberIn<int32_t>(value, 10).value_or(0);
+        break;
+      case 'r':
+        handle.job_rank = numberIn<int32_t>(value, 10).value_or(-1);
+        if (handle.job_rank < 0) {
+          refuse(text, "a part of it is missing or was changed");
+        }
         break;
       case 'u':
         handle.unix_socket = value;

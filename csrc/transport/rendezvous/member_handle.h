@@ -15,7 +15,7 @@ namespace pycomm {
 ///
 /// It holds the process's own addresses and nothing of a store, so it is valid for as long as that process has the group. ASCII, one line:
 ///
-///   pycomm1:v=6;i=<incarnation>;d=<endpoint>;n=<nonce>;k=<key id>;h=<host identity>;p=<pid>;u=<Unix socket>;w=<watch>;a=10.0.0.1:4711,127.0.0.1:4711;
+///   pycomm1:v=6;i=<incarnation>;d=<endpoint>;n=<nonce>;k=<key id>;h=<host identity>;p=<pid>;r=<rank>;u=<Unix socket>;w=<watch>;a=10.0.0.1:4711,127.0.0.1:4711;
 ///
 /// Unknown fields are passed over, so that a later version may add some.
 struct MemberHandle {
@@ -29,6 +29,7 @@ struct MemberHandle {
   std::string key_id; ///< of the secret; empty: none
   HostIdentity host;
   int64_t pid = 0;
+  int job_rank = -1; ///< of the process; -1: this is of a default group, whose ranks are the job's
   std::string unix_socket; ///< name; empty: none
   std::string watch_name; ///< LocalPeers::name(): where processes of its host find its record; empty: none
   std::vector<SocketAddress> addresses; ///< TCP, the best first; empty: only this host reaches it

@@ -757,13 +757,35 @@ TEST(Reconfigurable, RanksOfAJobKeepItsNumbersWhenMembersGo) {
   EXPECT_EQ(error->rank, 5) << error->text();
   EXPECT_EQ(error->peer, 7) << error->text();
   EXPECT_NE(error->summary.find("rank 7 of the new group"), std::string::npos) << error->text();
-  // A process that was not among the first has no number in that job, so members are called by their places.
-  Process late;
-  const std::vector<Process*> with_late = {all[2], &late};
-  for (const Outcome& outcome : meetAll(with_late, 4, handlesOf(with_late))) {
-    ASSERT_FALSE(outcome.error) << outcome.error->text();
+}
+
+TEST(Reconfigurable, RanksOfAJobHaveItsNumbersInAnyOrder) {
+  const auto made = processesOfJob({2, 5, 7});
+  const std::vector<Process*> all = {made[0].get(), made[2].get(), made[1].get()};
+  expectMet(meetAll(all, 1, handlesOf(all)));
+  for (const Process* member : all) {
+    EXPECT_EQ(member->group->identity().job.numbers(), (std::vector<int>{2, 7, 5}));
   }
-  EXPECT_EQ(all[2]->group->identity().jobRank(), 0);
+}
+
+TEST(Reconfigurable, MembersOfOtherJobsWhoseNumbersSayNothingAreRefused) {
+  const auto made = processesOfJob({2, 5});
+  const auto others = processesOfJob({5});
+  Process without;
+  const std::string mine = made[1]->members->handle();
+  for (const Process* stranger : std::array<const Process*, 2>{others[0].get(), &without}) {
+    const auto error = made[1]->meet(1, {mine, stranger->members->handle()});
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ErrorCode::InvalidArgument) << error->text();
+    // An agreement has its own names for them.
+    const auto plan =
+        made[1]->members->plan(stranger == &without ? 2 : 3, {mine, stranger->members->handle()}, JobRanks());
+    EXPECT_EQ(plan.jobRank(), 0);
+  }
+  const auto free = processesOfJob({0}); // of a job of its own, with a number that nobody has
+  const std::vector<Process*> members = {made[1].get(), free[0].get()};
+  expectMet(meetAll(members, 4, handlesOf(members)));
+  EXPECT_EQ(free[0]->group->identity().jobRank(), 0);
 }
 
 } // namespace

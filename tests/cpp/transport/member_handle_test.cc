@@ -23,6 +23,7 @@ MemberHandle example(const std::string& host = "alpha") {
   handle.host.network_namespace = 4026531840;
   handle.host.hostname = host;
   handle.pid = 77;
+  handle.job_rank = 65535;
   handle.unix_socket = "0011223344556677";
   handle.addresses = {SocketAddress::parse("10.0.0.1", 4711), SocketAddress::parse("127.0.0.1", 4712)};
   return handle;
@@ -47,6 +48,7 @@ TEST(MemberHandle, IsReadAsItWasWritten) {
   EXPECT_EQ(read.nonce, handle.nonce);
   EXPECT_EQ(read.key_id, handle.key_id);
   EXPECT_EQ(read.host, handle.host);
+  EXPECT_EQ(read.job_rank, 65535);
   EXPECT_EQ(read.unix_socket, handle.unix_socket);
   EXPECT_EQ(read.addresses, handle.addresses);
   EXPECT_EQ(read.who(), "host alpha, pid 77");
@@ -74,6 +76,9 @@ TEST(MemberHandle, RefusesWhatNobodyWrote) {
   for (const std::string& wrong :
        {text + " ", text + "\n", text + "\xc3\xa4", "gloo:" + text, text + std::string(1024, 'x')}) {
     EXPECT_EQ(codeOf(wrong), ErrorCode::InvalidArgument) << wrong;
+  }
+  for (const char* rank : {"r=;", "r=-1;", "r=x;", "r=99999999999;"}) {
+    EXPECT_EQ(codeOf(text + rank), ErrorCode::InvalidArgument) << rank;
   }
   std::string other = text;
   other.replace(other.find("v=") + 2, 1, "9");

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from callback_programs import LINES, RANKS, random_program, run_programs, text
 from ranks import run_ranks, start_ranks
 
+import pycomm
+
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 TIMES = 12
@@ -368,6 +370,34 @@ def second_world(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_process_that_joins_counts_its_groups_from_there(tmp_path: Any) -> None:
     run_ranks(2, second_world, args=(str(tmp_path),), init="none")
+
+
+def second_world_of_changing_members(rank: int, world_size: int, folder: str) -> None:
+    """As before, and the default group of the new job has no members yet."""
+    if rank == 0:
+        dist.init_process_group("pycomm", f"file://{folder}/0", rank=0, world_size=1)
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "pycomm",
+        f"file://{folder}/1",
+        rank=rank,
+        world_size=world_size,
+        pg_options=pycomm.Reconfigurable(timeout=20.0),
+    )
+    group = dist.new_group()
+    future = dist.irecv(torch.zeros(3), 1 - rank, group=group).get_future()
+
+    def total(done: Any) -> torch.Tensor:
+        dist.all_reduce(done.value()[0], group=group)
+        return done.value()[0]
+
+    result = future.then(total)
+    dist.send(torch.ones(3), 1 - rank, group=group)
+    assert result.wait().eq(2).all()
+
+
+def test_a_default_group_without_members_counts_groups_anew(tmp_path: Any) -> None:
+    run_ranks(2, second_world_of_changing_members, args=(str(tmp_path),), init="none")
 
 
 def promises(rank: int, world_size: int) -> None:

@@ -146,6 +146,33 @@ def other_storage(rank: int, size: int) -> None:
                 assert kept.eq(2).all() and tensor.eq(5).all()
 
 
+def other_storage_behind_an_empty_part(rank: int, size: int) -> None:
+    """The same for a list whose first tensor is empty: its own memory is not what moves."""
+    store = dist.distributed_c10d._get_default_store()
+    for what in ("sent", "received"):
+        tensor = torch.full((1 << 20,), 2.0)
+        kept = torch.ones(0).set_(tensor.untyped_storage(), 0, tensor.shape)
+        nothing = [torch.empty(0), torch.empty(0)]
+        if rank == 0:
+            storage = kept.untyped_storage()
+            before = torch._C._storage_Use_Count(storage._cdata)
+            lists = ([torch.empty(0), tensor], nothing)
+            given, taken = lists if what == "sent" else lists[::-1]
+            work = dist.all_to_all(taken, given, async_op=True)
+            tensor.data = torch.empty(0)
+            uses = torch._C._storage_Use_Count(storage._cdata)
+            assert uses >= before, f"nothing but this program holds the memory that is {what}"
+            store.set(f"empty {what}", "")
+        else:
+            until(lambda key=f"empty {what}": store.check([key]))
+            tensor.fill_(5.0)
+            lists = (nothing, [tensor, torch.empty(0)])
+            given, taken = lists if what == "sent" else lists[::-1]
+            work = dist.all_to_all(taken, given, async_op=True)
+        work.wait()
+        assert kept.eq(2 if what == "sent" else 5).all(), what
+
+
 def too_small_storage(rank: int, size: int) -> None:
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(rank * 400)
@@ -223,6 +250,7 @@ def sources_that_are_no_ranks(rank: int, size: int) -> None:
         interrupted_before_wait,
         starts_processes,
         other_storage,
+        other_storage_behind_an_empty_part,
         too_small_storage,
         tied_tensors,
         sources_that_are_no_ranks,

@@ -546,6 +546,44 @@ def _breaks_elsewhere(rank: int, size: int, library: str, when: str) -> list[str
     return told
 
 
+def _breaks_on_a_part(rank: int, size: int, library: str) -> list[str]:
+    """Rank 0's device is broken only while the sums of a coalescing manager go back to it."""
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    tensors = [device.tensor(np.full(1000, 1.0 + rank, "float32")) for _ in range(3)]
+    dist.broadcast(tensors[0], src=1, group=group)
+    device.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0's device is broken"], timedelta(seconds=30))
+    with dist._coalescing_manager(group, torch.device("cuda"), async_ops=True) as manager:
+        parts = [dist.broadcast(each, src=1, group=group, async_op=True) for each in tensors[1:]]
+    if rank == 0:
+        device.library.fake_break_down()
+        store.set("rank 0's device is broken", "")
+        give_up_s = time.monotonic() + 30
+        while not all(part.is_completed() for part in parts):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+        device.library.fake_mend()
+    (work,) = manager.works
+    told = []
+    for wait in (work.wait, work.get_future().wait):
+        try:
+            wait()
+        except Exception as error:
+            told.append(str(error))
+    assert work.is_success() is not bool(told)
+    dist.barrier()
+    return told
+
+
+def test_a_coalesced_copy_that_failed_is_the_error_of_the_whole(fake_cuda: Path) -> None:
+    zero, one = run_ranks(2, _breaks_on_a_part, args=(str(fake_cuda),)).values()
+    assert len(zero) == 2 and all("cudaErrorLaunchFailure" in text for text in zero)
+    assert one == []
+
+
 def _breaks_before_the_last_drop(rank: int, size: int, library: str) -> None:
     device = Device(Path(library))
     group = dist.new_group(list(range(size)))

@@ -140,7 +140,7 @@ SHORT = {
     "streaming_diloco.py": [rf"16\d\d bytes per step instead of 76840, {PERCENT}"],
     "unequal_machines.py": [
         r"epoch 0: \d\.\d\d s, shares \[\d+, \d+\]",
-        r"epoch 2: \d\.\d\d s, shares \[4\d, 1\d\]",
+        r"epoch 2: \d\.\d\d s, shares \[[45]\d, 1?\d\]",  # of 60; 48 and 12 by the speeds
         rf"the weights count all samples alike: {PERCENT}",
     ],
     "wire_dtype.py": [

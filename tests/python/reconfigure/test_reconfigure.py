@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import signal
 import threading
 import time
@@ -26,7 +27,7 @@ from thread_state import state_in
 from time_bound import assert_within
 
 import pycomm
-from pycomm._group.creation import native_backend
+from pycomm._group.creation import group_options, native_backend
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.ci]
 
@@ -273,6 +274,99 @@ def rejoins(rank: int, world_size: int, path: str, excluded: int) -> None:
 @pytest.mark.parametrize("excluded", rings.first_of([0, 1, 2]))
 def test_a_member_leaves_and_comes_again(tmp_path: Path, excluded: int) -> None:
     run_ranks(WORLD, rejoins, init="none", args=(str(tmp_path / "met"), excluded))
+
+
+# --- groups of new_group --------------------------------------------------------------------------
+
+
+def all_handles(group: Any) -> list[str]:
+    handles = [""] * dist.get_world_size()
+    dist.all_gather_object(handles, pycomm.reconfigure_handle(group))
+    return handles
+
+
+def keeps_the_ranks_of_the_job(rank: int, world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)), pg_options=pycomm.Reconfigurable())
+    handles = all_handles(group)
+    for uuid, members in enumerate(([1, 2], [0, 1, 2], [2, 0])):
+        if rank in members:
+            pycomm.reconfigure(uuid, [handles[each] for each in members], group=group)
+            assert dist.get_rank(group) == members.index(rank)
+            assert dist.get_world_size(group) == len(members)
+            assert dist.get_process_group_ranks(group) == members
+            for src in members:
+                tensor = torch.tensor([rank])
+                dist.broadcast(tensor, src=src, group=group)
+                assert tensor.item() == src
+        dist.barrier()
+
+
+def test_another_group_s_members_keep_their_ranks_of_the_job() -> None:
+    run_ranks(WORLD, keeps_the_ranks_of_the_job)
+
+
+def names_ranks_of_the_job(rank: int, world_size: int) -> dict[str, Any]:
+    group = dist.new_group(list(range(world_size)), pg_options=pycomm.Reconfigurable())
+    zero, one, two = all_handles(group)
+    pycomm.reconfigure(1, [zero, two, one], group=group)
+    absent = rank == 1
+    failed = (
+        {}
+        if absent
+        else outcome(lambda: pycomm.reconfigure(2, [zero, two, one], group=group, timeout=2))
+    )
+    dist.barrier()
+    return failed
+
+
+def test_errors_name_ranks_of_the_job_whatever_the_order(tmp_path: Path) -> None:
+    zero, _, two = run_ranks(WORLD, names_ranks_of_the_job).values()
+    for failed in (zero, two):
+        assert failed["type"] == "RendezvousTimeoutError", failed
+        assert failed["record"]["peer"] == 1 and "rank 1 of the new group" in failed["text"], failed
+
+
+def mixes_jobs(rank: int, world_size: int) -> None:
+    group, other = (dist.new_group([0, 1], pg_options=pycomm.Reconfigurable()) for _ in range(2))
+    handles = all_handles(group)
+    pycomm.reconfigure(1, handles, group=group)
+    twice = [*handles, all_handles(other)[0]]
+    no_rank = [handles[rank], re.sub(r";r=[0-9]+", "", handles[1 - rank])]
+    for wrong, words in ((twice, "two members have rank 0"), (no_rank, "of a default group")):
+        failed = outcome(lambda each=wrong: pycomm.reconfigure(2, each, group=group))
+        assert failed["type"] == "InvalidArgumentError" and words in failed["text"], failed
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor, group=group)  # as it was
+    assert tensor.eq(2).all()
+
+
+def test_members_whom_torch_could_not_tell_apart_are_refused() -> None:
+    run_ranks(2, mixes_jobs)
+
+
+def makes_an_ordinary_group(rank: int, world_size: int, path: str) -> None:
+    dist.init_process_group(
+        "pycomm",
+        store=dist.FileStore(path, world_size),
+        rank=rank,
+        world_size=world_size,
+        pg_options=pycomm.Reconfigurable(segment_nbytes=65536),
+    )
+    group = dist.new_group()
+    assert not pycomm.supports_reconfigure(group)
+    assert type(group_options(group)) is pycomm.Options
+    assert group_options(group).segment_nbytes == 65536
+    model = pycomm.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group, sync_every=2)
+    model(torch.ones(1, 2)).sum().backward()
+    handles = [""] * world_size
+    dist.all_gather_object(handles, pycomm.reconfigure_handle(), group=group)
+    pycomm.reconfigure(1, handles)
+    with pytest.raises(pycomm.errors.UnsupportedError, match="sync_every"):
+        pycomm.DistributedDataParallel(torch.nn.Linear(2, 2), sync_every=2)
+
+
+def test_sync_every_needs_an_ordinary_group(tmp_path: Path) -> None:
+    run_ranks(2, makes_an_ordinary_group, init="none", args=(str(tmp_path / "met"),))
 
 
 # --- as torchft reconfigures a group --------------------------------------------------------------

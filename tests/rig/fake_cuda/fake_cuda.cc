@@ -176,6 +176,10 @@ FAKE_EXPORT int fake_end_capture(void) {
 FAKE_EXPORT void fake_break_down(void) {
   fake_cuda::breakDown();
 }
+/// They work again. What was queued meanwhile has not happened.
+FAKE_EXPORT void fake_mend(void) {
+  fake_cuda::mend();
+}
 /// 1: the host has no memory left when another stream is made the current one, until 0.
 FAKE_EXPORT void fake_run_out_of_memory(int out) {
   FakeGuard::out_of_memory = out != 0;
