@@ -488,6 +488,7 @@ class _Launch:
             )
         code = Path(remote_end.__file__).read_text()
         for host in self._hosts:
+            prefix = f"[${{rank}}@{host.name}] "
             job = {
                 "code": code,
                 "word": self._word,
@@ -495,6 +496,7 @@ class _Launch:
                 "program": self._arguments.script,
                 "module": self._arguments.module,
                 "no_python": self._arguments.no_python,
+                "variables": {**self._variables, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix},
                 "silence_s": remote_end.SILENCE_S,
                 "grace_s": self._arguments.grace,
             }
@@ -529,7 +531,6 @@ class _Launch:
             return self._refuse(why)
         secret = make_secret() if self._arguments.secret else ""
         for host in self._hosts:
-            prefix = f"[${{rank}}@{host.name}] "
             host.begun = True
             host.send(
                 act="start",
@@ -537,7 +538,6 @@ class _Launch:
                 count=host.count,
                 # Not looked for in torchrun's command there, which has the script's options, too.
                 keeps_logs=any(word.startswith("--log-dir=") for word in self._arguments.torchrun),
-                variables={**self._variables, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix},
                 secret=secret,
             )
         return 0

@@ -370,15 +370,60 @@ def test_ranks_are_done_when_the_last_of_each_is_known_to_have_ended_with_0() ->
             child.wait()
 
 
+def test_torchrun_inherits_no_rank() -> None:
+    # Until a child of torchrun begins, its variables are torchrun's.
+    old = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "HOME": "/root"}
+    found = remote_end._environment(old, {"RANK": "1", "MINE": "a"})
+    assert found == {"HOME": "/root", "MINE": "a"}
+
+
+@pytest.mark.parametrize(
+    ("program", "variables", "why"),
+    [
+        ("in_lib", {"PYTHONPATH": "{0}/lib:/nowhere"}, ""),
+        ("in_lib", {"PYTHONPATH": "lib"}, ""),
+        ("in_lib", {}, "there is no module in_lib"),
+        ("in_own", {}, ""),
+        ("in_own", {"PYTHONPATH": "{0}/lib"}, "there is no module in_own"),
+        ("a_tool", {"PATH": "{0}/bin"}, ""),
+        ("a_tool", {}, "there is no file {0}/a_tool"),
+    ],
+)
+def test_a_host_is_checked_with_the_variables_of_the_job(
+    program: str, variables: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    for folder, name in (("lib", "in_lib.py"), ("own", "in_own.py"), ("bin", "a_tool")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch(0o700)
+    job = {
+        "folder": str(tmp_path),
+        "program": program,
+        "module": program != "a_tool",
+        "no_python": program == "a_tool",
+        "variables": {name: text.format(tmp_path) for name, text in variables.items()},
+    }
+    ask = f"{Path(remote_end.__file__).read_text()}\nprint(why_not(json.loads(input())))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        input=json.dumps(job),
+        env={"PYTHONPATH": str(tmp_path / "own"), "PATH": "/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout.partition(" for ")[0].rstrip(), done.stderr) == (why.format(tmp_path), "")
+
+
 def test_a_host_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
 
-    host = remote_end._Host({"silence_s": 1.0, "grace_s": 1.0, "word": ""})
+    host = remote_end._Host({"silence_s": 1.0, "grace_s": 1.0, "word": "", "variables": {}})
     reports: list[dict[str, Any]] = []
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    # close() ignores signals for the rest of its process, and of those that it starts.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(host, "_report", lambda **values: reports.append(values))
-    host._obey("start", torchrun=[], count=1, keeps_logs=False, variables={}, secret="")
+    host._obey("start", torchrun=[], count=1, keeps_logs=False, secret="")
     host.close()
     why = "[Errno 28] No space left on device: '/tmp/x'"
     assert reports == [{"not_started": why}, {"exit": 1}]
