@@ -207,7 +207,10 @@ def _path_or_off(allowed: str) -> Callable[[str, object], str]:
             raise _bad(where, value, f"{allowed}, or 'off'")
         if str(value).strip().lower() == OFF:
             return OFF
-        return os.path.abspath(os.path.expanduser(str(value).strip()))
+        path = os.path.abspath(os.path.expanduser(str(value).strip()))
+        # torch's variables are the beginning of a file's path: of /data/fr/ its name is empty.
+        is_beginning = where.startswith("TORCH_") and str(value).strip().endswith(os.sep)
+        return os.path.join(path, "") if is_beginning else path
 
     return parse
 

@@ -51,10 +51,11 @@ class Options:
     """Settings of one process group, passed as ``init_process_group("pycomm", pg_options=...)``.
 
     A field left at None is read from the environment when a group is made. Groups made later by
-    ``new_group`` without options of their own take those of the default group. All ranks of a group
-    must have the same ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
-    ``cuda_mode``, ``heartbeat_timeout``, ``check_call_sites`` and ``security``; the others may
-    differ. Immutable, so any thread may use one for any number of groups.
+    ``new_group`` without options of their own take those of the default group;
+    ``new_group(timeout=...)`` wins over their ``timeout``. All ranks of a group must have the same
+    ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``, ``cuda_mode``,
+    ``heartbeat_timeout``, ``check_call_sites`` and ``security``; the others may differ. Immutable,
+    so any thread may use one for any number of groups.
 
     Example::
 

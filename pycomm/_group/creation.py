@@ -420,18 +420,18 @@ def _options_of(group: Any, pg_options: object) -> Options:
     if pg_options is not None:
         return pg_options
     # Libraries make groups of their own without options: what the user said of the default group
-    # holds for them.
+    # holds for them, but for a timeout that is passed for this very group.
+    inherited = Options()
     if dist.is_initialized():
         with contextlib.suppress(ValueError):  # it is another library's
             of_default = group_options(dist.distributed_c10d._get_default_group())
             # Not its class: a group whose members can change is asked for.
-            return Options(
-                **{
-                    each.name: getattr(of_default, each.name)
-                    for each in dataclasses.fields(Options)
-                }
+            inherited = Options(
+                **{each.name: getattr(of_default, each.name) for each in dataclasses.fields(Options)}
             )
-    return Options()
+    if inherited.timeout is not None and _is_wished(group.timeout):
+        return dataclasses.replace(inherited, timeout=group.timeout)
+    return inherited
 
 
 def _is_another_backends(group: Any, pg_options: object) -> bool:
@@ -457,15 +457,18 @@ def _reason_of(error: BaseException) -> str:
 
 def effective_timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
     """The timeout of a group with these settings, for which torch has passed ``from_torch``."""
-    # torch always passes a timeout; only one that differs from its default was set by
-    # the program, and the program's goes before a variable.
-    wished = from_torch != default_pg_timeout
     explicit = resolved.origins["timeout"].startswith("Options.")
-    if (wished and not explicit) or resolved.is_default("timeout"):
+    if (_is_wished(from_torch) and not explicit) or resolved.is_default("timeout"):
         seconds = from_torch.total_seconds()
     else:
         seconds = resolved.timeout
     return max(1, round(seconds * 1000))
+
+
+def _is_wished(from_torch: timedelta) -> bool:
+    """Whether the program has set it, whose word goes before a variable's: torch always passes
+    one, and without a wish its default."""
+    return from_torch != default_pg_timeout
 
 
 def _set_up_logging(extension: ModuleType, resolved: ResolvedOptions, rank: int | None) -> None:

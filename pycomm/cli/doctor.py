@@ -116,6 +116,7 @@ def _write_hostfile(report: Report, arguments: argparse.Namespace) -> None:
     lines = []
     for host in sorted(report.hosts, key=lambda host: min(host.ranks)):
         name = arguments.hosts[min(host.ranks)] if arguments.hosts else host.name
+        name = f"[{name}]" if ":" in name else name
         count = arguments.ranks_per_host if by_hand else len(host.ranks)
         lines.append(f"{name}:{count}" + (f"  # {host.address}" if host.address else ""))
     Path(arguments.hostfile).write_text("".join(f"{line}\n" for line in lines))

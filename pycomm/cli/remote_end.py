@@ -51,6 +51,7 @@ _STARTING_S = 0.005  # a rank that ends within it is not seen
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _EXIT_CODE = 52 - 3  # of /proc/PID/stat, of the fields that stand behind the name: see proc(5)
 _ADDRESS_LIST = 0x8912  # SIOCGIFCONF: see netdevice(7)
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")  # torchrun sets them for each
 
 
 def main(job: dict[str, Any]) -> None:
@@ -76,22 +77,33 @@ def _raise_asked(*_: object) -> None:
 
 
 def why_not(job: dict[str, Any]) -> str:
-    """Goes to the job's folder. Why the program cannot be started there; "" if it can."""
-    folder, program = job["folder"], job["program"]
+    """Goes to the job's folder, and sets sys.path as a rank will find it.
+
+    Returns why the program cannot be started there; "" if it can.
+    """
+    folder, program, variables = job["folder"], job["program"], job["variables"]
+    own = os.environ.get("PYTHONPATH", "")
+    others = [one for one in sys.path if one not in _folders(own)]
     try:
         os.chdir(folder)
     except OSError as error:
         return f"there is no folder {folder}: {error.strerror}"
     # As Python does for a file or a module, so that its imports are found, or not, as in a rank.
-    sys.path.insert(0, folder if job["module"] else str(Path(program).absolute().parent))
+    first = folder if job["module"] else str(Path(program).absolute().parent)
+    sys.path[:] = [first, *_folders(variables.get("PYTHONPATH", own)), *others]
     if job["module"]:
         with contextlib.suppress(ImportError):
             if importlib.util.find_spec(program.partition(".")[0]):
                 return ""
         return f"there is no module {program} for {sys.executable}"
-    if not Path(program).exists() and not (job["no_python"] and shutil.which(program)):
+    in_path = job["no_python"] and shutil.which(program, path=variables.get("PATH"))
+    if not Path(program).exists() and not in_path:
         return f"there is no file {Path(program).absolute()}"
     return ""
+
+
+def _folders(python_path: str) -> list[str]:
+    return [os.path.abspath(one) for one in python_path.split(os.pathsep)] if python_path else []
 
 
 def versions() -> dict[str, str]:
@@ -368,13 +380,12 @@ class _Host:
         torchrun: list[str],
         count: int,
         keeps_logs: bool,
-        variables: dict[str, str],
         secret: str,
     ) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        environment = _environment(os.environ, variables)
+        environment = _environment(os.environ, self._job["variables"])
         if secret:
             environment.pop("PYCOMM_SECRET", None)
             environment["PYCOMM_SECRET_FILE"] = _hold_in_memory(secret)
@@ -440,7 +451,9 @@ class _Host:
 
 
 def _environment(own: Any, variables: dict[str, str]) -> dict[str, str]:
-    return {**own, **variables}
+    """Of torchrun. Until a rank's program begins, the rank has it, too: see _rank_of."""
+    merged = {**own, **variables}
+    return {name: merged[name] for name in merged if name not in _OF_A_RANK}
 
 
 def _hold_in_memory(secret: str) -> str:

@@ -3,13 +3,14 @@
 Each host runs ``remote_end``, over ssh or, if it is this host, directly. The launcher first checks
 all hosts, then finds an address of the first host that all others reach, then starts torchrun on
 each with a static rendezvous there. Two threads per host read what it prints, one writes the
-heartbeats, and the main thread prints and decides.
+heartbeats, two print, and the main thread decides: it waits for no reader of the output.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,8 @@ _ALIVE_S = 5
 _LEAVE_S = 25.0
 """A host that does not answer is noticed within 4 x _ALIVE_S; then it need not be waited for."""
 _CLOSE_S = 3.0
+_UNPRINTED_NBYTES = 4 << 20
+"""So much may wait for a slow reader of the output, per stream."""
 
 _SSH_OPTIONS = {
     "BatchMode": "yes",  # a question would stop the job, and several at once cannot be answered
@@ -432,12 +435,13 @@ class _Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Event:
-    """A line that a host has printed, its end, or a signal to this process."""
+    """A line that a host has printed, its end, a signal to this process, or why it cannot print."""
 
     host: Host | None
     stream: int = 0
     line: bytes = b""
     signal: int = 0
+    error: OSError | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,6 +459,72 @@ class _End:
         return self.lost or self.code not in (0, None)
 
 
+class _Printer:
+    """Prints to a descriptor in a thread of its own."""
+
+    def __init__(self, descriptor: int, fail: Callable[[OSError], None]) -> None:
+        self._descriptor = descriptor
+        self._fail = fail
+        self._changed = threading.Condition()
+        """Guards the rest."""
+        self._texts: collections.deque[tuple[bytes, int]] = collections.deque()
+        """Each with what it adds to _nbytes, until it is printed."""
+        self._nbytes = 0
+        self._hurried = False
+        self._complete = True
+        threading.Thread(target=self._print, daemon=True).start()
+
+    def admit(self, nbytes: int, *, wait: bool) -> bool:
+        """Counts a line for which ``put`` will be called, as soon as there is room, or at once.
+
+        Returns False for one that is to be left out.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not wait or self._hurried or self._has_room())
+            if wait and not self._has_room():
+                self._complete = False
+                return False
+            self._nbytes += nbytes
+            return True
+
+    def put(self, text: bytes, nbytes: int = 0) -> None:
+        """Does not wait. ``nbytes``: as ``admit`` has counted it."""
+        with self._changed:
+            self._texts.append((text, nbytes))
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """From now on a line for which there is no room is left out."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
+
+    def finish(self, timeout_s: float | None) -> bool:
+        """Waits until all is printed; whether it is, and nothing was left out."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._texts, timeout_s)
+            return done and self._complete
+
+    def _has_room(self) -> bool:
+        return self._nbytes < _UNPRINTED_NBYTES
+
+    def _print(self) -> None:
+        """In the thread. Not by sys.stdout, whose lock would be held when this process ends."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._texts)
+                text, nbytes = self._texts[0]
+            try:
+                while text:
+                    text = text[os.write(self._descriptor, text) :]
+            except OSError as error:
+                self._fail(error)
+            with self._changed:
+                self._texts.popleft()
+                self._nbytes -= nbytes
+                self._changed.notify_all()
+
+
 class _Launch:
     """The processes of all hosts, and one queue of their events."""
 
@@ -467,6 +537,10 @@ class _Launch:
         # A line of a remote end begins with it, and a rank cannot know it.
         self._word = f"pycomm-run-{secrets.token_hex(8)}:"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._printers = {
+            stream: _Printer(stream, lambda error: self._events.put(_Event(None, error=error)))
+            for stream in (1, 2)
+        }
         self._ends: list[_End] = []
         """In the order of the reports."""
         self._blamed: dict[int, int] = {}
@@ -488,6 +562,7 @@ class _Launch:
             )
         code = Path(remote_end.__file__).read_text()
         for host in self._hosts:
+            prefix = f"[${{rank}}@{host.name}] "
             job = {
                 "code": code,
                 "word": self._word,
@@ -495,6 +570,7 @@ class _Launch:
                 "program": self._arguments.script,
                 "module": self._arguments.module,
                 "no_python": self._arguments.no_python,
+                "variables": {**self._variables, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix},
                 "silence_s": remote_end.SILENCE_S,
                 "grace_s": self._arguments.grace,
             }
@@ -529,7 +605,6 @@ class _Launch:
             return self._refuse(why)
         secret = make_secret() if self._arguments.secret else ""
         for host in self._hosts:
-            prefix = f"[${{rank}}@{host.name}] "
             host.begun = True
             host.send(
                 act="start",
@@ -537,7 +612,6 @@ class _Launch:
                 count=host.count,
                 # Not looked for in torchrun's command there, which has the script's options, too.
                 keeps_logs=any(word.startswith("--log-dir=") for word in self._arguments.torchrun),
-                variables={**self._variables, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": prefix},
                 secret=secret,
             )
         return 0
@@ -549,23 +623,24 @@ class _Launch:
         while not all(host.ended for host in self._hosts):
             self._take(min(end_at, self._give_up_at) - time.monotonic())
             now = time.monotonic()
-            ending = self._give_up_at < float("inf")
-            if ending and now >= self._give_up_at:
-                self._ends += [_End(host, lost=True) for host in self._hosts if not host.ended]
-                break
+            if self._give_up_at < float("inf"):  # all are asked to end
+                end_at = float("inf")
+                if now >= self._give_up_at:
+                    self._ends += [_End(host, lost=True) for host in self._hosts if not host.ended]
+                    break
+                continue
             failed = [host for host in self._hosts if host.failed]
             if self._arguments.elastic:
                 for host in failed:
-                    if host.name not in reported and not ending:
+                    if host.name not in reported:
                         reported.add(host.name)
-                        _say(f"{self._first_failure([host])[0]}; the other hosts go on")
+                        self._say(f"{self._first_failure([host])[0]}; the other hosts go on")
                 # Their torchruns would wait five minutes for that of a host that is gone.
                 if failed and all(one.went_well for one in self._hosts if one not in failed):
                     end_at = min(end_at, now)
             elif failed or self._a_rank_failed():
                 end_at = min(end_at, now + _SETTLE_S)
-            if now >= end_at and not ending:
-                end_at = float("inf")
+            if now >= end_at:
                 self._end(signal.SIGTERM)
         return 128 + self._signal if self._signal else self._verdict()
 
@@ -590,21 +665,28 @@ class _Launch:
                 host.process.wait()
                 late.append(host.name)
         if late and begun:
-            _say(f"{', '.join(late)} did not answer; what runs there ends by itself")
+            self._say(f"{', '.join(late)} did not answer; what runs there ends by itself")
         for number, handler in self._restore.items():
             signal.signal(number, handler)
+        # After a signal this process ends, too; else a reader of the output has all time.
+        wait_s = _CLOSE_S if self._signal else None
+        if not self._printers[1].finish(wait_s):
+            self._say("some output is left out: it was not read")
+        self._printers[2].finish(wait_s)
 
     # Events
 
     def _read(self, host: Host, stream: int, lines: IO[bytes]) -> None:
         """In a thread per stream."""
+        word = self._word.encode()
         with contextlib.suppress(OSError, ValueError):
             for line in lines:
-                self._events.put(_Event(host, stream, line))
+                if self._printers[stream].admit(len(line), wait=word not in line):
+                    self._events.put(_Event(host, stream, line))
         self._events.put(_Event(host, stream))
 
     def _beat(self) -> None:
-        """In a thread: the main one may wait for the reader of its output."""
+        """In a thread: a line to a host may be long, and the host slow to read it."""
         while not self._over.wait(remote_end.BEAT_S):
             for host in self._hosts:
                 host.beat()
@@ -615,6 +697,8 @@ class _Launch:
             event = self._events.get(timeout=min(max(timeout_s, 0.0), 60.0))
         except queue.Empty:
             return
+        if event.error is not None:
+            raise event.error
         if event.signal:
             self._interrupt(event.signal)
         elif event.host is not None and event.line:
@@ -634,12 +718,14 @@ class _Launch:
                 code = values.get("code", values.get("exit"))
                 self._ends.append(_End(host, values.get("rank"), code))
             host.answers.update(values)
+        shown = b""
         if before and host.begun:
-            _print(host, stream, before)
+            shown = _shown(host, before)
             if named := _ERROR.match(before):
                 self._blamed[int(named[1])] = int(named[2])
         elif before.strip():
             host.errors.append(before.decode(errors="replace").strip())
+        self._printers[stream].put(shown, len(line))
 
     def _forget(self, host: Host) -> None:
         """How its ranks ended and who was to blame: torchrun has started them again."""
@@ -668,7 +754,9 @@ class _Launch:
             self._end(signal.SIGKILL, 0.0)
             return
         self._signal = number
-        _say(f"{signal.Signals(number).name}: ending all hosts; once more kills the ranks")
+        for printer in self._printers.values():
+            printer.hurry()
+        self._say(f"{signal.Signals(number).name}: ending all hosts; once more kills the ranks")
         self._end(number)
 
     def _end(self, number: int, grace_s: float | None = None) -> None:
@@ -678,11 +766,14 @@ class _Launch:
             host.asked_to_end = host.asked_to_end or "exit" not in host.answers
             host.send(act="end", signal=int(number), grace_s=grace_s)
 
+    def _say(self, text: str) -> None:
+        self._printers[2].put(_said(text).encode(errors="backslashreplace"))
+
     # Reasons
 
     def _refuse(self, reasons: list[tuple[Host, str]]) -> int:
         for host, why in reasons:
-            _say(f"{host.name}: {why}")
+            self._say(f"{host.name}: {why}")
         return 1 if reasons else 0
 
     def _why_not(self, host: Host, own: Mapping[str, str]) -> str:
@@ -831,7 +922,8 @@ class _Launch:
             return 0
         clause, code = self._first_failure(failed)
         others = "no host has finished" if self._arguments.elastic else "all hosts were ended"
-        _say(f"{clause}; {others}" if len(self._hosts) > 1 else clause)
+        self._printers[1].finish(_SETTLE_S)  # on a terminal the verdict comes last
+        self._say(f"{clause}; {others}" if len(self._hosts) > 1 else clause)
         return code if code > 0 else 128 - code
 
 
@@ -852,17 +944,21 @@ def _is_loopback(address: str) -> bool:
     return False
 
 
-def _print(host: Host, stream: int, line: bytes) -> None:
+def _shown(host: Host, line: bytes) -> bytes:
     """A rank's line has its prefix from torchrun; torchrun's own lines get the host's name."""
-    out = (sys.stdout if stream == 1 else sys.stderr).buffer
     if not re.match(rb"\[\d+@", line):
         line = f"[{host.name}] ".encode() + line
-    out.write(line if line.endswith(b"\n") else line + b"\n")
-    out.flush()
+    return line if line.endswith(b"\n") else line + b"\n"
+
+
+def _said(text: str) -> str:
+    return f"pycomm run: {text}\n"
 
 
 def _say(text: str) -> None:
-    print(f"pycomm run: {text}", file=sys.stderr, flush=True)
+    """Where there is no job."""
+    sys.stderr.write(_said(text))
+    sys.stderr.flush()
 
 
 def _interpreter(given: str | None, folder: str) -> str:

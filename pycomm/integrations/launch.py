@@ -33,6 +33,8 @@ PORT_COUNT = 19000
 _LOOPBACK = "127.0.0.1"
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _JOB_KEY = "pycomm/integrations/job"
+_found: Launch | None = None
+"""By the last call of env_from_launcher(): the variables that it has set look like torchrun's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,8 @@ def _is_srun(environ: Mapping[str, str]) -> bool:
 def env_from_launcher() -> Launch | None:
     """Sets the variables that torch reads, where a launcher other than torchrun started this.
 
-    Variables that are there already stay as they are. Call it before ``init_process_group``.
+    Variables that are there already stay as they are. Call it before ``init_process_group``. A
+    later call returns the same as long as the variables are unchanged.
 
     Returns:
         What was found; None, and nothing is set, where no launcher is known.
@@ -176,7 +179,11 @@ def env_from_launcher() -> Launch | None:
     Raises:
         ValueError: As ``find_launch``.
     """
-    return _set_missing(os.environ)
+    global _found
+    launch = _set_missing(os.environ)
+    if launch is None or _found is None or launch.variables() != _found.variables():
+        _found = launch
+    return _found
 
 
 def init_process_group(backend: str = "pycomm", **options: Any) -> Launch | None:
@@ -237,6 +244,7 @@ def _open_store(launch: Launch, timeout: timedelta) -> Any:
             is_master=launch.rank == 0,
             timeout=timeout,
             wait_for_workers=False,
+            multi_tenant=True,  # a former group of this process may still hold its store
         )
     except dist.DistNetworkError as error:
         if launch.rank != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import os
 import sys
 import types
 from datetime import timedelta
@@ -157,6 +158,43 @@ def test_only_what_is_missing_is_set() -> None:
     launch._set_missing(environ)
     assert environ["MASTER_ADDR"] == "192.0.2.7"
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("1", "2", "1")
+
+
+def test_variables_that_were_set_here_are_not_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = dict(OPEN_MPI)
+    monkeypatch.setattr(os, "environ", environ)
+    first = launch.env_from_launcher()
+    assert first is not None and (first.launcher, first.rank) == ("Open MPI", 1)
+    assert launch.env_from_launcher() == first
+    assert found(environ).launcher == "torchrun"  # what a process that this one starts would find
+    environ["MASTER_PORT"] = "29500"
+    other = launch.env_from_launcher()
+    assert other is not None and (other.launcher, other.port) == ("torchrun", 29500)
+
+
+def join_twice(rank: int, size: int) -> list[str]:
+    jobs = []
+    for _ in range(2):
+        joined = launch.init_process_group(timeout=timedelta(seconds=30))
+        assert joined is not None
+        store = dist.distributed_c10d._get_default_store()
+        while not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+            store = store.underlying_store
+        jobs.append(store.get(launch._JOB_KEY).decode() if joined.launcher != "torchrun" else "")
+        dist.destroy_process_group()
+    return jobs
+
+
+@pytest.mark.needs_native
+def test_each_group_of_a_process_checks_its_store() -> None:
+    env: dict[str, str | None] = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "1",
+        "PMIX_NAMESPACE": "1853751297",
+        "MASTER_PORT": str(free_port()),
+    }
+    jobs = run_ranks(1, join_twice, init="none", env=lambda rank: env).values()
+    assert jobs == [["Open MPI 1853751297"] * 2]
 
 
 # Node lists

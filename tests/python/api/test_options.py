@@ -131,6 +131,8 @@ def test_flight_records_are_named_as_torch_names_them_or_in_a_folder() -> None:
     assert Options(flight_recorder_dir="/x").resolve({}).flight_recorder_prefix.startswith("/x/")
     torchs = Options().resolve({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/fr/trace_"})
     assert torchs.flight_recorder_prefix == "/tmp/fr/trace_"
+    of_no_name = Options().resolve({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/fr/"})
+    assert of_no_name.flight_recorder_prefix == "/tmp/fr/"
     assert Options().resolve({"TORCH_FR_BUFFER_SIZE": "7"}).flight_recorder_size == 7
 
 

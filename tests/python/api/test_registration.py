@@ -335,6 +335,32 @@ def test_a_function_hides_no_module() -> None:
     assert pycomm.GroupRecord.__name__ == "GroupRecord"
 
 
+def groups_with_inherited_options(rank: int, size: int) -> list[tuple[float, object]]:
+    from pycomm._group import creation
+
+    members = list(range(size))
+    groups = [
+        dist.group.WORLD,
+        dist.new_group(members),
+        dist.new_group(members, timeout=timedelta(seconds=5)),
+        dist.new_group(members, timeout=timedelta(seconds=5), pg_options=pycomm.Options(timeout=7)),
+    ]
+    made = [(creation.group_timeout(each), creation.group_options(each)) for each in groups]
+    return [(timeout.total_seconds(), options.timeout) for timeout, options in made]
+
+
+@pytest.mark.parametrize("given", [600.0, None])
+def test_a_groups_own_timeout_wins_over_inherited_options(given: float | None) -> None:
+    options = {} if given is None else {"timeout": given}
+    own = 20.0 if given is None else given
+    later = 1800.0 if given is None else given
+    found = run_ranks(
+        2, groups_with_inherited_options, init_timeout_s=20.0, pg_options=options
+    ).values()
+    expected = [(own, given), (later, given), (5.0, given and 5.0), (7.0, 7.0)]
+    assert found == [expected] * 2
+
+
 def groups_come_and_go(rank: int, size: int) -> int:
     from pycomm._group import creation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -14,14 +15,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_python
+from processes import child_environment, run_python
 
 from pycomm._native import loader
 from pycomm.cli import doctor, main, remote_end, run
@@ -184,9 +186,11 @@ class Reports:
             self.launch._events.put(run._Event(host, 1))
             self.launch._take(1.0)
 
-    def verdict(self, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    def verdict(self, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
         code = self.launch._verdict()
-        lines = capsys.readouterr().err.splitlines()
+        for printer in self.launch._printers.values():
+            assert printer.finish(10)
+        lines = capfd.readouterr().err.splitlines()
         return code, lines[-1].removeprefix("pycomm run: ").partition(";")[0] if lines else ""
 
 
@@ -308,16 +312,16 @@ VERDICTS: dict[Callable[[Reports], None], tuple[int, str]] = {
 
 @pytest.mark.parametrize("happen", VERDICTS, ids=lambda one: one.__name__)
 def test_what_failed_first(
-    happen: Callable[[Reports], None], capsys: pytest.CaptureFixture[str]
+    happen: Callable[[Reports], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = Reports()
     happen(job)
-    assert job.verdict(capsys) == VERDICTS[happen]
+    assert job.verdict(capfd) == VERDICTS[happen]
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["by itself", "asked to end"])
 def test_a_torchrun_that_failed_after_its_ranks_has_not_gone_well(
-    asked: bool, capsys: pytest.CaptureFixture[str]
+    asked: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = Reports("--elastic")
     job.end(job.b, None)
@@ -325,13 +329,86 @@ def test_a_torchrun_that_failed_after_its_ranks_has_not_gone_well(
     if asked:
         job.launch._end(signal.SIGTERM)
     job.end(job.a, 9)
-    assert job.verdict(capsys)[0] == (0 if asked else 1)
+    assert job.verdict(capfd)[0] == (0 if asked else 1)
 
 
 def test_a_line_that_was_cut_off_with_its_connection_is_ignored() -> None:
     job = Reports()
     job.launch._take_line(job.b, 1, f'{job.launch._word}{{"rank": 2, "co'.encode())
     assert not job.b.answers
+
+
+def test_a_launcher_that_waits_for_the_last_hosts_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_SETTLE_S", 0.01)
+    monkeypatch.setattr(run, "_LEAVE_S", 0.3)
+    job = Reports("--grace=0")
+    take, end = job.launch._take, job.launch._end
+    timeouts: list[float] = []
+
+    def report(rank: int, code: int) -> None:
+        line = f"{job.launch._word}{json.dumps({'rank': rank, 'code': code})}\n"
+        job.launch._events.put(run._Event(job.a, 1, line.encode()))
+
+    def take_counted(timeout_s: float) -> None:
+        timeouts.append(timeout_s)
+        take(timeout_s)
+
+    def end_with_reports(*given: Any) -> None:
+        end(*given)
+        report(1, -signal.SIGTERM)
+
+    monkeypatch.setattr(job.launch, "_take", take_counted)
+    monkeypatch.setattr(job.launch, "_end", end_with_reports)
+    report(0, 7)
+    assert job.launch.watch() == 7
+    assert len(timeouts) < 10
+    assert job.launch._printers[2].finish(10)
+
+
+def test_output_waits_for_room_and_reports_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = b"x" * 999 + b"\n"
+    monkeypatch.setattr(run, "_UNPRINTED_NBYTES", 100 * len(line))
+    read, write = os.pipe()
+    errors: list[OSError] = []
+    printer = run._Printer(write, errors.append)
+
+    def print_many() -> None:
+        for _ in range(1000):
+            assert printer.admit(len(line), wait=True)
+            printer.put(line, len(line))
+
+    many = threading.Thread(target=print_many)
+    many.start()
+    try:
+        deadline = time.monotonic() + 10
+        while printer._nbytes < 100 * len(line) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert printer._nbytes == 100 * len(line)
+        assert printer.admit(0, wait=False)
+        assert not printer.finish(0.0)
+        with open(read, "rb") as lines:
+            assert all(next(lines) == line for _ in range(1000))
+            many.join()
+            assert printer.finish(10)
+        printer.put(line)
+        assert printer.finish(10)
+        assert [type(error) for error in errors] == [BrokenPipeError]
+    finally:
+        many.join(10)
+        os.close(write)
+
+
+def test_output_without_room_is_left_out_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_UNPRINTED_NBYTES", 1)
+    printer = run._Printer(os.open(os.devnull, os.O_WRONLY), lambda _: None)
+    assert printer.admit(1, wait=True)
+    admitted: list[bool] = []
+    waiting = threading.Thread(target=lambda: admitted.append(printer.admit(1, wait=True)))
+    waiting.start()
+    printer.hurry()
+    waiting.join(10)
+    assert admitted == [False]
+    assert not printer.finish(0.0)
 
 
 def test_a_long_line_is_whole_beside_heartbeats() -> None:
@@ -403,15 +480,60 @@ def test_ranks_are_done_when_the_last_of_each_is_known_to_have_ended_with_0() ->
             child.wait()
 
 
+def test_torchrun_inherits_no_rank() -> None:
+    # Until a child of torchrun begins, its variables are torchrun's.
+    old = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "HOME": "/root"}
+    found = remote_end._environment(old, {"RANK": "1", "MINE": "a"})
+    assert found == {"HOME": "/root", "MINE": "a"}
+
+
+@pytest.mark.parametrize(
+    ("program", "variables", "why"),
+    [
+        ("in_lib", {"PYTHONPATH": "{0}/lib:/nowhere"}, ""),
+        ("in_lib", {"PYTHONPATH": "lib"}, ""),
+        ("in_lib", {}, "there is no module in_lib"),
+        ("in_own", {}, ""),
+        ("in_own", {"PYTHONPATH": "{0}/lib"}, "there is no module in_own"),
+        ("a_tool", {"PATH": "{0}/bin"}, ""),
+        ("a_tool", {}, "there is no file {0}/a_tool"),
+    ],
+)
+def test_a_host_is_checked_with_the_variables_of_the_job(
+    program: str, variables: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    for folder, name in (("lib", "in_lib.py"), ("own", "in_own.py"), ("bin", "a_tool")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch(0o700)
+    job = {
+        "folder": str(tmp_path),
+        "program": program,
+        "module": program != "a_tool",
+        "no_python": program == "a_tool",
+        "variables": {name: text.format(tmp_path) for name, text in variables.items()},
+    }
+    ask = f"{Path(remote_end.__file__).read_text()}\nprint(why_not(json.loads(input())))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        input=json.dumps(job),
+        env={"PYTHONPATH": str(tmp_path / "own"), "PATH": "/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout.partition(" for ")[0].rstrip(), done.stderr) == (why.format(tmp_path), "")
+
+
 def test_a_host_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
 
-    host = remote_end._Host({"silence_s": 1.0, "grace_s": 1.0, "word": ""})
+    host = remote_end._Host({"silence_s": 1.0, "grace_s": 1.0, "word": "", "variables": {}})
     reports: list[dict[str, Any]] = []
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    # close() ignores signals for the rest of its process, and of those that it starts.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(host, "_report", lambda **values: reports.append(values))
-    host._obey("start", torchrun=[], count=1, keeps_logs=False, variables={}, secret="")
+    host._obey("start", torchrun=[], count=1, keeps_logs=False, secret="")
     host.close()
     why = "[Errno 28] No space left on device: '/tmp/x'"
     assert reports == [{"not_started": why}, {"exit": 1}]
@@ -457,6 +579,81 @@ def test_this_host_alone_needs_no_ssh_and_passes_arguments_and_exit_codes(tmp_pa
     assert re.search(r"^\[localhost\] .*exitcode", done.stderr, re.MULTILINE)
 
 
+PRINTS_MUCH = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(int(sys.argv[1])):
+    print("x" * 999)
+time.sleep(float(sys.argv[2]))
+sys.exit(7)
+"""
+
+
+@contextlib.contextmanager
+def printing_to_nobody(
+    folder: Path, *given: str, kib: int, sleep_s: float
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
+    """A job whose output fills the pipe, and a wait for a text among its errors."""
+    (folder / "prints_much.py").write_text(PRINTS_MUCH)
+    path = f"{folder}:{child_environment()['PYTHONPATH']}"
+    words = ["-H", "localhost", "-x", f"PYTHONPATH={path}", *given, "-m", "prints_much"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pycomm", "run", *words, str(kib), str(sleep_s)],
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert job.stdout is not None and job.stderr is not None
+    errors: list[bytes] = []
+    stderr = job.stderr
+    reader = threading.Thread(target=lambda: errors.extend(iter(stderr.readline, b"")))
+    reader.start()
+
+    def wait_for(text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text.encode() not in b"".join(errors):
+            assert time.monotonic() < deadline and reader.is_alive(), b"".join(errors).decode()
+            time.sleep(0.02)
+
+    try:
+        deadline = time.monotonic() + 120
+        unread = bytearray(4)
+        while int.from_bytes(unread, sys.byteorder) < 60_000:
+            assert time.monotonic() < deadline and job.poll() is None, b"".join(errors).decode()
+            time.sleep(0.02)
+            fcntl.ioctl(job.stdout, termios.FIONREAD, unread)
+        yield job, wait_for
+    finally:
+        job.kill()
+        job.stdout.close()
+        job.wait()
+        reader.join()
+        stderr.close()
+
+
+@pytest.mark.needs_native
+@pytest.mark.ci
+def test_signals_end_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
+    much = printing_to_nobody(tmp_path, "--grace=100", kib=8000, sleep_s=300)
+    with much as (job, wait_for):
+        job.send_signal(signal.SIGTERM)
+        wait_for("pycomm run: SIGTERM: ending all hosts; once more kills the ranks")
+        job.send_signal(signal.SIGINT)
+        assert job.wait(60) == 128 + signal.SIGTERM
+        wait_for("pycomm run: some output is left out: it was not read")
+
+
+@pytest.mark.needs_native
+@pytest.mark.ci
+def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
+    with printing_to_nobody(tmp_path, kib=500, sleep_s=0) as (job, wait_for):
+        wait_for("pycomm run: rank 0 on localhost failed first: exit code 7")
+        assert job.stdout is not None
+        assert sum(b"x" * 999 in line for line in job.stdout) == 500
+        assert job.wait(60) == 7
+
+
 LEAVES_EARLY = """
 import os, sys, time
 import torch.distributed as dist
@@ -496,7 +693,9 @@ def test_the_doctor_writes_what_run_reads(tmp_path: Path) -> None:
         ("a", 2),
         ("b", 2),
     ]
-    by_hand = argparse.Namespace(hostfile=str(path), hosts=["x.example", "y"], ranks_per_host=8)
+    names = ["x.example", "fd00::2"]
+    by_hand = argparse.Namespace(hostfile=str(path), hosts=names, ranks_per_host=8)
     facts = [HostFacts(name="x", ranks=(0,)), HostFacts(name="y", ranks=(1,))]
     doctor._write_hostfile(Report(hosts=facts), by_hand)
-    assert path.read_text() == "x.example:8\ny:8\n"
+    assert path.read_text() == "x.example:8\n[fd00::2]:8\n"
+    assert [one.name for one in hosts_of("--hostfile", str(path))] == names
