@@ -97,20 +97,21 @@ class TopK:
             self.settle()  # only now: a bucket that comes late takes part in its pass's residuals
         size = dist.get_world_size(group)
         residual = self.residuals.of(bucket.parameters(), gradient.numel())
-        residual += gradient
+        kept = residual + gradient
         count = max(1, math.ceil(self.fraction * gradient.numel()))
-        able = residual.clone()
+        able = kept.clone()
         for slope, part in zip(bucket.gradients(), torch.split(able, _numels(bucket)), strict=True):
             if not slope.any():
                 part.zero_()  # perhaps no rank uses it: then nobody takes the average
         # NaN counts as the largest, then infinities: they are always sent.
         indices = able.abs().topk(count, sorted=False).indices.sort().values
         values = able[indices]
-        residual[indices] -= values
-        residual.nan_to_num_(0.0, 0.0, 0.0)  # one NaN has been sent; kept ones would never end
+        kept[indices] -= values
+        kept.nan_to_num_(0.0, 0.0, 0.0)  # one NaN has been sent; kept ones would never end
         packed = torch.cat([indices.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
         rows = torch.empty(size * packed.numel(), dtype=torch.uint8)
         dist.all_gather_into_tensor(rows, packed, group=group)
+        residual.copy_(kept)  # only now: what a gather that fails has not sent still waits
         gradient.zero_()
         for row in rows.chunk(size):  # rank by rank, the same order everywhere
             where, what = row.view(torch.int32)[:count], row.view(torch.float32)[count:]

@@ -39,8 +39,13 @@ from pycomm._group.model_check import (
 from pycomm._saved_state import check_outer, check_tensors, part_of
 from pycomm.ddp.ddp_options import ignored_names, reducible, sent_buffers
 from pycomm.ddp.weights import check_samples, check_weight
-from pycomm.errors import CollectiveMismatchError, UnsupportedError
-from pycomm.fewer_syncs.outer_step import MakeOptimizer, anchors_differ, have_moved
+from pycomm.errors import UnsupportedError
+from pycomm.fewer_syncs.outer_step import (
+    MakeOptimizer,
+    anchors_differ,
+    check_stepped,
+    have_moved,
+)
 
 _BUFFERS_NBYTES = 32 << 20
 """Sent in one broadcast, at most."""
@@ -384,13 +389,8 @@ class DiLoCo(FixedParameters):
         of_ranks = gather_numbers([moved, checksum, self._stepping], self._group, device)
         if (rank := first_other([other for _, other, _ in of_ranks])) is not None:
             raise anchors_differ(dist.get_global_rank(self._group, rank), "all_gather")
-        if any(stepping := [each[2] for each in of_ranks]):
-            rank = dist.get_global_rank(self._group, stepping.index(True))
-            raise CollectiveMismatchError(
-                f"The outer step of rank {rank} ended with an error: its anchor may be half "
-                "changed. Nothing was averaged. Try: load a checkpoint on all ranks",
-                {"peer": rank, "op": "all_gather"},
-            )
+        ranks = dist.get_process_group_ranks(self._group)
+        check_stepped([each[2] for each in of_ranks], "all_gather", ranks)
         self._compared = True
         return any(each[0] for each in of_ranks)
 

@@ -10,7 +10,8 @@ weights: a launch waits for no rank, so it does not know the others' weights.
 Between launch and land the parameters train on. Only ``settle`` changes the state that all ranks
 have alike, and only if every operation of the fragment has succeeded. If one fails, anchor and
 state stay as they were before the launch. The parameters keep their movement; the next launch sends
-it.
+it. If the outer optimizer itself fails or is interrupted, they may be half changed, on all ranks
+alike or not: the fragment stays ``stepping``, and its next launch is an error on all ranks.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Fragment:
         """Outer steps so far."""
         self.compared = False
         """Whether the anchors of all ranks were equal since they were made or loaded."""
+        self.stepping = False
+        """An outer step has begun and not ended."""
 
     def moved(self) -> bool:
         return have_moved(self.parameters, self.anchor)
@@ -73,6 +76,8 @@ class Place(NamedTuple):
     fragment: int
     version: int
     checksum: int
+    stepping: int
+    """Whether an outer step before has not ended."""
     weight: int = 0
     """As ``bits_of``: not compared."""
 
@@ -87,6 +92,7 @@ def check_places(places: Sequence[Place], op: str, ranks: Sequence[int]) -> None
 
     ``ranks`` has the numbers of the places' ranks in the job.
     """
+    check_stepped([place.stepping for place in places], op, ranks)
     different = [rank for rank, place in enumerate(places) if place[:3] != places[0][:3]]
     if different:
         other = different[0]
@@ -99,6 +105,23 @@ def check_places(places: Sequence[Place], op: str, ranks: Sequence[int]) -> None
     first = first_other([place.checksum for place in places])
     if first is not None:
         raise anchors_differ(ranks[first], op, f"fragment {places[0].fragment}")
+
+
+def check_stepped(stepping: Sequence[int], op: str, ranks: Sequence[int]) -> None:
+    """Raises CollectiveMismatchError, on all ranks alike, if one's last outer step has not ended.
+
+    Args:
+        stepping: Whether, of each rank.
+        op: The operation that has brought it.
+        ranks: Their numbers in the job.
+    """
+    if any(stepping):
+        rank = ranks[stepping.index(True)]
+        raise CollectiveMismatchError(
+            f"The outer step of rank {rank} ended with an error: its anchor may be half "
+            "changed. Nothing was averaged. Try: load a checkpoint on all ranks",
+            {"peer": rank, "op": op},
+        )
 
 
 def anchors_differ(rank: int, op: str, which: str = "") -> CollectiveMismatchError:
@@ -197,8 +220,14 @@ class Flight:
                 chunk.flat.mul_(self.weight)
         device = self._chunks[0].flat.device
         fragment = self.fragment
-        bits = bits_of(self.weight)
-        place = Place(step, fragment.index, fragment.version, fragment.checksum(), bits)
+        place = Place(
+            step,
+            fragment.index,
+            fragment.version,
+            fragment.checksum(),
+            fragment.stepping,
+            bits_of(self.weight),
+        )
         mine = torch.tensor(place, dtype=torch.int64, device=device)
         self._places = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         self._ranks = dist.get_process_group_ranks(group)
@@ -328,7 +357,7 @@ class Flight:
         # host has waited for the stream, and wait() raises if the group has failed meanwhile.
         self._wait_for_sums()
         fragment, ranks = self.fragment, len(self._places)
-        self._stepping = True
+        self._stepping = fragment.stepping = True
         for chunk in self._chunks:
             chunk.flat.div_((total or 1.0) if self._weighs else ranks)
             for name, moved in chunk.parts.items():
@@ -339,6 +368,7 @@ class Flight:
         fragment.outer.zero_grad()
         fragment.version += 1
         fragment.compared = True
+        fragment.stepping = False
         self._works, self._chunks = [], []
         self._settled = True
 

@@ -26,7 +26,7 @@ from pycomm._group.model_check import check_same_on_all_ranks, checksum_of, firs
 from pycomm._saved_state import check_options, check_tensors, part_of
 from pycomm.errors import CollectiveMismatchError
 from pycomm.fewer_syncs.local_sgd import FixedParameters
-from pycomm.fewer_syncs.outer_step import anchors_differ, have_moved
+from pycomm.fewer_syncs.outer_step import anchors_differ, check_stepped, have_moved
 from pycomm.fewer_syncs.sparse_rows import GROUP, ROW, pack, rows_of, select, unpack
 
 __all__ = ["SparseLoCo"]
@@ -66,13 +66,14 @@ class SparseLoCo(FixedParameters):
         ConfigMismatchError: Options, or names, shapes or dtypes of parameters, differ between
             ranks.
         CollectiveMismatchError: In the first sync: parameters differ between ranks, since
-            ``init_sync`` was false.
+            ``init_sync`` was false. In any: the one before it ended with an error on a rank while
+            it applied the entries.
 
     Memory: one more copy of the parameters, and the error, a copy in float32. In a sync also three
     times the largest parameter in float32, 14 bits for each entry of each rank, and, before it is
     sent, 6 more bytes twice for each entry of this rank.
 
-    Cost of a sync: an all-gather of 14 bits for each entry and 40 bytes; two passes over the
+    Cost of a sync: an all-gather of 14 bits for each entry and 48 bytes; two passes over the
     parameters, and a partial sort of every 4,096 neighbours, which takes the most time.
 
     Source: Sarfi and others, arXiv 2508.15706.
@@ -111,6 +112,7 @@ class SparseLoCo(FixedParameters):
         self._lr = float(outer_lr)
         self._version = 0
         self._compared = False  # whether the ranks' anchors were equal since they were made
+        self._stepping = False  # else entries were applied here only in part
         self._anchor = {name: each.detach().clone() for name, each in self._parameters.items()}
         device = next(iter(self._parameters.values())).device
         self._error = {
@@ -132,7 +134,10 @@ class SparseLoCo(FixedParameters):
         )
 
     def _average(self, due: bool) -> bool:
-        """Changes nothing before all entries have arrived, so a sync that fails changes nothing."""
+        """Changes nothing before all entries have arrived, so a sync that fails changes nothing.
+
+        One that ends with an error or Ctrl-C after that is an error in the next.
+        """
         chosen = [select(self._summed(name), self._top_k) for name in self._error]
         positions, values = (torch.cat(list(each)) for each in zip(*chosen, strict=True))
         payload = pack(positions, values)
@@ -141,6 +146,7 @@ class SparseLoCo(FixedParameters):
         if not arrived:
             return False
         counts = ratios[dist.get_rank(self._group)] != 0.0
+        self._stepping = True
         end, finite = 0, []
         for name, error in self._error.items():
             begin, end = end, end + len(error)
@@ -168,6 +174,7 @@ class SparseLoCo(FixedParameters):
             for error in self._error.values():
                 error.zero_()
         self._version += 1
+        self._stepping = False
         return True
 
     def _summed(self, name: str) -> torch.Tensor:
@@ -187,8 +194,8 @@ class SparseLoCo(FixedParameters):
         moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())
         weight = bits_of(1.0 if self._weight is None else self._samples)
-        place = torch.tensor([step, self._version, moved, checksum, weight], device=payload.device)
-        header = place.view(torch.uint8)
+        place = [step, self._version, moved, checksum, self._stepping, weight]
+        header = torch.tensor(place, device=payload.device).view(torch.uint8)
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
         arrived = [torch.empty_like(mine) for _ in range(ranks)]
@@ -197,10 +204,12 @@ class SparseLoCo(FixedParameters):
         self._wire_nbytes += mine.numel()
         heads = [each[: header.numel()].clone().view(torch.int64).tolist() for each in arrived]
         work.wait()  # with NCCL the first one only orders streams, and this one raises
+        numbers = dist.get_process_group_ranks(self._group)
+        check_stepped([head[4] for head in heads], "all_gather", numbers)
         different = [rank for rank, head in enumerate(heads) if head[:2] != heads[0][:2]]
         if different:
             wrong = different[0]
-            first, rank = (dist.get_global_rank(self._group, each) for each in (0, wrong))
+            first, rank = numbers[0], numbers[wrong]
             raise CollectiveMismatchError(
                 f"The ranks are at different places: rank {first} {_place(*heads[0][:2])}, rank "
                 f"{rank} {_place(*heads[wrong][:2])}. Nothing was changed. Try: call step() "
@@ -208,11 +217,11 @@ class SparseLoCo(FixedParameters):
                 {"peer": rank, "op": "all_gather"},
             )
         if (other := first_other([head[3] for head in heads])) is not None:
-            raise anchors_differ(dist.get_global_rank(self._group, other), "all_gather")
+            raise anchors_differ(numbers[other], "all_gather")
         self._compared = True
         if not any(head[2] for head in heads):
             return [], []
-        ratios = ratios_of([float_of(head[4]) for head in heads])
+        ratios = ratios_of([float_of(head[5]) for head in heads])
         return [each[header.numel() :] for each in arrived], ratios
 
     def _sent_nbytes(self) -> int:
@@ -253,7 +262,7 @@ class SparseLoCo(FixedParameters):
         version = int(part_of(state, "version"))
         super().load_state_dict(state)
         self._version = version
-        self._compared = False
+        self._compared = self._stepping = False
         with torch.no_grad():
             for name, anchor in self._anchor.items():
                 anchor.copy_(state["anchor"][name])

@@ -94,7 +94,7 @@ class StreamingDiLoCo(FixedParameters):
     Memory: one more copy of the parameters, the outer optimizer's state, and the largest fragment,
     in float32 if its own dtype is smaller.
 
-    Cost of a fragment: an all-gather of 40 bytes, and all-reduces of some 32 MiB each; two passes
+    Cost of a fragment: an all-gather of 48 bytes, and all-reduces of some 32 MiB each; two passes
     over its parameters in ``step()``, one at the launch and one at the landing. The first launch
     after construction or ``load_state_dict()`` also takes a checksum of its parameters.
 
@@ -193,8 +193,9 @@ class StreamingDiLoCo(FixedParameters):
             PycommError: The fragment in flight has failed, in the first step that notices. It is
                 dropped, as if it had never been launched: anchor, outer state and parameters are
                 as they were, and ``state_dict()`` works.
-            CollectiveMismatchError: Ranks sent different fragments, or one of them has missed an
-                outer step; nothing was changed. On every rank alike.
+            CollectiveMismatchError: Ranks sent different fragments, one of them has missed an
+                outer step, or one before has ended with an error; nothing was changed. On every
+                rank alike.
         """
         begin = time.perf_counter()
         number = self._checked(samples)
@@ -222,8 +223,9 @@ class StreamingDiLoCo(FixedParameters):
 
         All ranks have equal parameters then, and the buffers of rank 0.
 
-        A fragment that no rank has trained since it was last sent is not sent again: its outer step
-        would follow momentum alone. So a second ``sync()`` changes nothing. Ranks may have called
+        A fragment is not sent again if no rank has trained it since it was last sent, or if its
+        landing has dropped that: its outer step would follow momentum alone. So a second ``sync()``
+        changes nothing. Ranks may have called
         ``step()`` a different number of times since the last launch.
 
         Call it before you save or evaluate the model. Collective; raises as ``step``. If Ctrl-C
@@ -255,18 +257,19 @@ class StreamingDiLoCo(FixedParameters):
         fragment that the others have not, and a launch needs all of them.
         """
         flying = None if self._flight is None else self._flight.fragment
-        numbers: list[int] = []  # three for each fragment: a launch never sends as many
+        keeps = self._alpha > 0.0 and self._left < self._delay  # else it lands on the anchor
+        numbers: list[int] = []  # four for each fragment: a launch never sends as many
         for fragment in self._fragments:
-            trained = self._left < self._delay if fragment is flying else fragment.moved()
-            numbers += [trained, fragment.version, fragment.checksum()]
+            trained = keeps if fragment is flying else fragment.moved()
+            numbers += [trained, fragment.version, fragment.checksum(), fragment.stepping]
         device = next(iter(self._parameters.values())).device
         of_ranks = gather_numbers(numbers, self._group, device)
         found = []
         for fragment in self._fragments:
-            parts = [each[3 * fragment.index : 3 * fragment.index + 3] for each in of_ranks]
-            places = [Place(0, fragment.index, version, check) for _, version, check in parts]
+            parts = [each[4 * fragment.index : 4 * fragment.index + 4] for each in of_ranks]
+            places = [Place(0, fragment.index, *each[1:]) for each in parts]
             check_places(places, "all_gather", dist.get_process_group_ranks(self._group))
-            if any(trained for trained, _, _ in parts):
+            if any(trained for trained, *_ in parts):
                 found.append(fragment)
         for fragment in self._fragments:
             fragment.compared = True
@@ -364,7 +367,7 @@ class StreamingDiLoCo(FixedParameters):
                     anchor.copy_(state["anchor"][name])
                 fragment.outer.load_state_dict(copy.deepcopy(state["outer"][number]))
                 fragment.version = int(state["versions"][number])
-                fragment.compared = False
+                fragment.compared = fragment.stepping = False
         samples_of = self._saved(state, "samples_of", [0.0] * len(self._fragments))
         self._samples_of = [(float(each), 0.0) for each in samples_of]
         if (flight := state["flight"]) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import threading
@@ -37,7 +38,8 @@ class ServerStats:
 
     version: int
     """How new the parameters are: with ``staleness=0`` the clock that was applied last, otherwise
-    the number of steps. A restart loses steps, but workers go on with their clocks."""
+    the number of steps. A restart loses steps, but workers go on with their clocks: the largest of
+    them is the version then."""
     lost_pushes: int
     """Acknowledged ones that are not in the parameters: a restart has lost them, or the others had
     gone on without their worker."""
@@ -54,8 +56,10 @@ class _Begun:
     layout: Layout
     shard: Shard
     schedule: Schedule
-    kept: dict[tuple[int, int], Buffers] = dataclasses.field(default_factory=dict)
-    """Gradients by worker and clock that wait for those of other workers."""
+    kept: dict[int, collections.deque[Buffers]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(collections.deque)
+    )
+    """By worker, its gradients that wait for those of the others, oldest first."""
 
 
 class ServerCore:
@@ -116,6 +120,7 @@ class ServerCore:
             if session < self._session_of.get(hello.worker, 0):
                 raise ConnectionAbortedError("the worker has a later connection")
             lost_before = begun.schedule.lost_pushes
+            before = begun.schedule.workers.get(hello.worker)
             clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock, hello.begun)
             self._changes += 1
             self._session_of[hello.worker] = session
@@ -127,9 +132,8 @@ class ServerCore:
                     "older ones is dropped",
                     hello.worker,
                 )
-            for kept in [each for each in begun.kept if each[0] == hello.worker]:
-                if kept[1] > known.clock:  # of a process that another one has replaced
-                    del begun.kept[kept]
+            if known is not before:  # another process
+                begun.kept.pop(hello.worker, None)
             self._ended.discard(hello.worker)
             self._gone_at.pop(hello.worker, None)
             self._apply_due(begun)
@@ -161,7 +165,7 @@ class ServerCore:
             if verdict is PushVerdict.APPLY:
                 self._step(begun, [gradients])
             elif verdict is PushVerdict.KEEP:
-                begun.kept[(worker, begun.schedule.workers[worker].clock)] = gradients
+                begun.kept[worker].append(gradients)
             self._apply_due(begun)
             self._check_steps()
 
@@ -308,15 +312,19 @@ class ServerCore:
                 )
             begun = self._begin(dataclasses.replace(terms, digest=layout.digest), layout)
             begun.shard.load_state_dict({**state["shard"], "digest": layout.digest})
-            begun.schedule.load_state_dict(state["schedule"])
+            workers_then = state.get("workers", self._workers)
             ended = {int(worker) for worker in state.get("ended", ())}
-            if len(ended) < self._workers:  # else the job is over, and its file begins another one
-                self._ended = ended
-                for worker in ended:
+            if len(ended) >= workers_then or ended.issuperset(range(self._workers)):
+                # The job is over. Its file begins another one, for which all workers must come.
+                begun.schedule.load_state_dict({**state["schedule"], "workers": {}})
+            else:
+                begun.schedule.load_state_dict(state["schedule"])
+                self._ended = ended.intersection(range(self._workers))
+                for worker in self._ended:
                     begun.schedule.left(worker)
             if self._scheduler is not None and state["scheduler"] is not None:
                 self._scheduler.load_state_dict(state["scheduler"])
-            if (workers_then := state.get("workers", self._workers)) != self._workers:
+            if workers_then != self._workers:
                 text = "the checkpoint is of a parameter service with %d workers, this one has %d"
                 logger.warning(text, workers_then, self._workers)
             now = time.monotonic()
@@ -382,12 +390,12 @@ class ServerCore:
     def _apply_due(self, begun: _Begun) -> None:
         """Raises nothing: a step that fails is the ``failure``."""
         while (due := begun.schedule.due()) is not None:
-            clock, workers = due
-            self._step(begun, [begun.kept.pop((worker, clock)) for worker in workers])
+            _, workers = due
+            self._step(begun, [begun.kept[worker].popleft() for worker in workers])
         self._changed.notify_all()
 
     def _step(self, begun: _Begun, gradients: list[Buffers]) -> None:
-        if not gradients or self._failure is not None:
+        if self._failure is not None:
             return
         try:
             begun.shard.step(gradients)

@@ -45,6 +45,8 @@ class Worker:
     """The server adds this to the process's own clock: steps that the others made without it."""
     behind: bool = False
     """It has not pulled since the others went on without it: its gradients are too old."""
+    kept: list[int] = dataclasses.field(default_factory=list)
+    """Clocks of its pushes that wait for those of the others."""
 
 
 class StaleWorkerError(Exception):
@@ -58,7 +60,8 @@ class Schedule:
         self.staleness = staleness
         self.version = 0
         """How new the parameters are: with ``staleness=0`` the clock whose pushes were applied
-        last, otherwise the number of steps."""
+        last, or after a restart the largest that a worker came back with, if that is larger;
+        otherwise the number of steps."""
         self.steps = 0
         """Of the optimizer. Clocks go on after a restart, so ``version`` may be larger."""
         self.lost_pushes = 0
@@ -66,8 +69,6 @@ class Schedule:
         self._expected = workers
         self._workers: dict[int, Worker] = {}
         self._replaced: set[int] = set()
-        self._kept: dict[int, set[int]] = {}
-        """By clock, the workers whose push waits for the others."""
 
     @property
     def expected(self) -> int:
@@ -87,8 +88,8 @@ class Schedule:
             begun: The clock that this server gave it first; None if it is new.
 
         Returns:
-            Its own clock, or for a new process the one with which it begins: what the slowest live
-            worker has applied.
+            Its own clock, or for a new process the one with which it begins: the version with
+            ``staleness=0``, otherwise that of the slowest live worker.
 
         Raises:
             StaleWorkerError: It was replaced by a newer process.
@@ -103,35 +104,57 @@ class Schedule:
             if (lost := clock + known.offset - known.clock) > 0:  # restarted from an older state
                 self._lose(lost)
                 known.clock = known.applied = clock + known.offset
+                self._go_on_from(known.clock)
             self._catch_up(known)
             known.live = True
             return known.clock - known.offset
+        live = known is None or known.live
         if known is not None:
             self._replaced.add(known.incarnation)
-            for kept in self._kept.values():
-                kept.discard(worker)
         if begun is not None:  # the server was restarted from a state without this process
             self._lose(max(0, clock - begun))
             begin = clock
         else:
             begin = self.version if self.staleness == 0 else self._slowest(but=worker)
-        self._workers[worker] = Worker(incarnation, clock=begin, applied=begin)
-        self._catch_up(self._workers[worker])
+        known = self._workers[worker] = Worker(incarnation, clock=begin, applied=begin, live=live)
+        if begun is not None:
+            self._go_on_from(begin)
+        self._catch_up(known)
+        known.live = True
         return begin
+
+    def _go_on_from(self, clock: int) -> None:
+        """In lock-step, all go on from the largest clock that a worker has after a restart: the
+        steps from the state to it are lost. A worker that waits in a pull is lifted now, others in
+        their next call, since those that are not back yet may have such a clock, too."""
+        if self.staleness != 0 or clock <= self.version:
+            return
+        self.version = clock
+        for each in self._workers.values():
+            if each.kept:
+                self._catch_up(each)
 
     def _catch_up(self, known: Worker) -> None:
         """To where the others are, if they went on without it: else its pushes would be steps of
         their own, or the others would wait until it has made all steps that it missed."""
-        reached = known.clock
+        at = known.kept[0] - 1 if known.kept else known.clock
+        reached = at
         if self.staleness == 0:
             reached = self.version
         elif self.staleness is not None and not known.live:
             live = [each.clock for each in self._workers.values() if each.live]
             reached = min(live, default=known.clock)
-        if reached > known.clock:
-            known.offset += reached - known.clock
-            known.clock = known.applied = reached
-            known.behind = True
+        # With a push that waits, or live in lock-step, it has missed no step: _go_on_from() alone
+        # has raised the version. One step less than another worker is no gap, but a push that had
+        # not come yet. Another server may have got it: if offsets differed, workers could wait for
+        # each other.
+        without = not known.live and not known.kept
+        if (steps := reached - at) > (0 if without else 1):
+            known.behind = known.behind or without
+            known.offset += steps
+            known.clock += steps
+            known.applied += steps
+            known.kept = [clock + steps for clock in known.kept]
 
     def left(self, worker: int) -> None:
         """It has ended, or has been away for too long: nobody waits for it any more."""
@@ -151,6 +174,7 @@ class Schedule:
         known = self._workers[worker]
         if clock < 1:
             raise ValueError(f"a push has clock {clock}; they are counted from 1")
+        self._catch_up(known)
         clock += known.offset
         if clock <= known.clock:
             return PushVerdict.REPEATED
@@ -161,7 +185,7 @@ class Schedule:
             self._lose(1)
             return PushVerdict.LATE
         if self.staleness == 0:
-            self._kept.setdefault(clock, set()).add(worker)
+            known.kept.append(clock)
             return PushVerdict.KEEP
         known.applied = clock
         self.version += 1
@@ -176,22 +200,24 @@ class Schedule:
 
         The caller applies them as one step and then calls due() again.
         """
-        if not self._kept or len(self._workers) < self._expected:
+        oldest = {number: each.kept[0] for number, each in self._workers.items() if each.kept}
+        if not oldest or len(self._workers) < self._expected:
             return None
-        clock = min(self._kept)
+        clock = min(oldest.values())
         if any(each.live and each.clock < clock for each in self._workers.values()):
             return None
-        workers = sorted(self._kept.pop(clock))
+        workers = sorted(number for number, kept in oldest.items() if kept == clock)
         for worker in workers:
-            self._workers[worker].applied = clock
+            self._workers[worker].applied = self._workers[worker].kept.pop(0)
         self.version = max(self.version, clock)
-        self.steps += bool(workers)  # none if all of them were replaced
+        self.steps += 1
         return clock, workers
 
     def asks(self, worker: int, clock: int) -> None:
         """It pulls, at ``clock``: also without a push to this server, if it began at another
         server's clock."""
         known = self._workers[worker]
+        self._catch_up(known)
         known.clock = max(known.clock, clock + known.offset)
         known.behind = False
 
@@ -202,7 +228,7 @@ class Schedule:
         if len(self._workers) < self._expected and self._workers[worker].clock > self.staleness:
             return False  # some have never come
         bound = self._workers[worker].clock - self.staleness
-        if any(clock <= bound for clock in self._kept):
+        if any(clock <= bound for each in self._workers.values() for clock in each.kept[:1]):
             return False
         return all(each.clock >= bound for each in self._workers.values() if each.live)
 
@@ -223,13 +249,15 @@ class Schedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Only into a schedule that nobody has joined."""
+        """Only into a schedule that nobody has joined. Workers beyond its number are left out."""
         self.version = int(state["version"])
         self.steps = int(state.get("steps", self.version))
         self.lost_pushes = int(state["lost_pushes"])
         self._replaced = {int(each) for each in state["replaced"]}
         left, behind = set(state.get("left", ())), set(state.get("behind", ()))
         for number, (incarnation, applied, *offset) in state["workers"].items():
+            if int(number) >= self._expected:
+                continue
             self._workers[int(number)] = Worker(
                 int(incarnation),
                 clock=int(applied),

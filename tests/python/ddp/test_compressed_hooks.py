@@ -16,6 +16,7 @@ from torch import nn
 
 import pycomm
 from pycomm.comm_hooks import CompressedHook, top_k
+from pycomm.comm_hooks.sparse import TopK
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
@@ -82,6 +83,47 @@ def test_error_feedback_delivers_in_the_end_what_was_held_back() -> None:
     small = slice(1, 6)
     share = float((got[small] * wanted[small]).sum() / (wanted[small] ** 2).sum())
     assert share > 0.3, share
+
+
+class Bucket:
+    """Of one parameter; as torch's, which no program can make."""
+
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._parameter, self._gradient = parameter, gradient
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> torch.Tensor:
+        return self._gradient
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._gradient]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameter]
+
+
+def test_a_gather_that_fails_takes_nothing_from_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(10, 10, bias=False)
+    reduction = TopK(0.1, module)
+    fails = False
+
+    def gather(rows: torch.Tensor, packed: torch.Tensor, group: Any) -> None:
+        if fails:
+            raise RuntimeError("a rank died")
+        rows.copy_(packed)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    bucket: Any = Bucket(module.weight, torch.randn(100))
+    reduction.reduce(None, bucket)
+    before = reduction.residuals.state_dict()["weight"]
+    assert before.count_nonzero() == 90
+    bucket, fails = Bucket(module.weight, torch.randn(100)), True
+    with pytest.raises(RuntimeError, match="a rank died"):
+        reduction.reduce(None, bucket)
+    assert torch.equal(reduction.residuals.state_dict()["weight"], before)
 
 
 def stop_and_go_on(rank: int, world_size: int) -> tuple[str, str]:

@@ -189,7 +189,7 @@ def beside_numpy(rank: int, world_size: int, name: str) -> None:
         assert all(torch.equal(copies[0], other) for other in copies)
     rows = sum(-(-each.numel() // ROW) for each in model.parameters())
     stats = local.stats()
-    once = rows * options["top_k"] * 14 // 8 + 40
+    once = rows * options["top_k"] * 14 // 8 + 48
     assert (stats.steps, stats.syncs) == (6, 3)
     assert stats.sent_nbytes == 3 * (world_size - 1) * once
 
@@ -351,6 +351,41 @@ def test_a_sync_that_fails_has_changed_nothing() -> None:
         assert f"ank 1 on {socket.gethostname()}" in error.text
     for rank in (0, 2):
         assert_within(results[rank].value.monotonic_s - killed_s, 20, "from SIGKILL")
+
+
+def interrupted(rank: int, world_size: int) -> str:
+    """Ctrl-C while the entries are applied, in another parameter on each rank."""
+    import pycomm
+    from pycomm.fewer_syncs import sparse_loco
+
+    model = ddp_models.make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    local = pycomm.SparseLoCo(model, sync_every=1)
+    state = local.state_dict()
+    train_step(model, optimizer, rank, 0, "mlp")
+    unpack, calls = sparse_loco.unpack, []
+
+    def interrupts(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 4 + 3 * rank:
+            raise KeyboardInterrupt
+        return unpack(*args)
+
+    sparse_loco.unpack = interrupts
+    with pytest.raises(KeyboardInterrupt):
+        local.step()
+    with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+        local.sync()
+    local.load_state_dict(state)
+    local.sync()
+    found = gathered(dict(model.named_parameters()), world_size)
+    assert all(torch.equal(each, found[0][name]) for name, each in model.named_parameters())
+    return str(caught.value)
+
+
+def test_a_sync_interrupted_while_it_applies_is_an_error_until_a_state_is_loaded() -> None:
+    first, second = run_ranks(2, interrupted, preload=ranks.TORCH_DDP).values()
+    assert first == second and "The outer step of rank 0 ended with an error" in first
 
 
 def at_different_places(rank: int, world_size: int) -> str:

@@ -279,6 +279,7 @@ def equations(
             (2, 0, None, 14, [2, 5, 8, 11]),
             (2, 0, 0.25, 14, [2, 5, 8, 11]),
             (2, 2, 0.0, 14, [4, 7, 10, 13]),  # sync() comes right after a landing
+            (2, 2, 0.0, 13, [4, 7, 10]),  # a step before it, which drops what was trained
             (2, 2, 0.25, 12, [4, 7, 10]),  # and here right after a launch
             (2, 0, None, 12, [2, 5, 8, 11]),
             (1, 5, None, 14, [10]),
@@ -922,6 +923,51 @@ def test_ranks_that_began_with_other_parameters_are_told() -> None:
         assert "with different parameters: rank 1 is the first that differs. Nothing was" in each
         assert "leave init_sync=True, or load checkpoints of one step on all ranks" in each
         assert "  " not in each
+
+
+class HalfStep(torch.optim.SGD):
+    """Changes the first tensor, and raises."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        raise ArithmeticError("of the test's own")
+
+
+def half_stepped(rank: int, world_size: int) -> dict[str, str]:
+    import pycomm
+
+    texts = {}
+    for how in ("step", "sync"):
+        model = ddp_models.make("mlp")
+        local = pycomm.StreamingDiLoCo(
+            model,
+            sync_every=2,
+            fragment_sync_delay=1,
+            outer_optimizer=lambda tensors: HalfStep(tensors, lr=1.0),
+        )
+        state = copy.deepcopy(local.state_dict())
+        for _ in range(2):
+            local.step()
+        with pytest.raises(ArithmeticError):
+            local.step()
+        with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+            if how == "step":
+                local.step()
+                local.step()
+            local.sync()
+        texts[how] = str(caught.value)
+        local.load_state_dict(state)
+        local.sync()
+    return texts
+
+
+def test_an_outer_step_that_failed_on_all_ranks_is_an_error_until_a_state_is_loaded() -> None:
+    found = run_ranks(2, half_stepped, preload=ranks.TORCH_DDP).values()
+    for each in found:
+        for text in each.values():
+            assert "The outer step of rank 0 ended with an error" in text
+            assert "Try: load a checkpoint on all ranks" in text
 
 
 def only_orders(rank: int, world_size: int) -> list[int]:

@@ -60,6 +60,8 @@ class World:
         self.applied: set[Push] = set()
         self.kept: dict[tuple[int, int], Push] = {}  # by worker and clock as the others count
         self.lost: set[Push] = set()
+        self.missing: set[Push] = set()
+        """Those of ``lost`` without which a step of the others may be."""
         self.version = 0  # the clock of the last step
         self.save()
         for number in range(self.random.randint(1, self.workers)):
@@ -87,6 +89,11 @@ class World:
             for worker in workers:
                 assert (worker, clock) in self.kept, "a step with a push that nobody sent"
                 self.note_applied(self.kept.pop((worker, clock)))
+            for client in self.clients.values():
+                own = clock - client.offset
+                if client.connected and own > client.begun:
+                    push = (client.number, client.incarnation, own)
+                    assert push in self.applied | self.missing, f"a step without {client}"
 
     def note_applied(self, push: Push) -> None:
         assert push not in self.applied, f"{push} was applied twice"
@@ -99,12 +106,26 @@ class World:
             self.note_applied(push)
         elif verdict is PushVerdict.KEEP:
             assert push not in self.kept.values(), f"{push} was applied twice"
+            self.note_offsets()
             self.kept[client.number, clock + client.offset] = push
         elif verdict is PushVerdict.LATE:
             assert client.behind, f"{push} was dropped, although its worker was there"
             self.lost.add(push)
+            self.missing.add(push)
         self.apply_due()
         return verdict
+
+    def note_offsets(self) -> None:
+        """After a restart a worker counts as being where the one that had come farthest is."""
+        for client in [each for each in self.clients.values() if each.connected]:
+            if steps := self.schedule.workers[client.number].offset - client.offset:
+                assert steps > 1 and self.staleness == 0, "it was put forward where nobody waits"
+                client.offset += steps
+                mine = [where for where in self.kept if where[0] == client.number]
+                moved = {
+                    (each, clock + steps): self.kept.pop((each, clock)) for each, clock in mine
+                }
+                self.kept |= moved
 
     def push_next(self, client: Client) -> None:
         clock = client.acknowledged + 1
@@ -116,7 +137,9 @@ class World:
 
     def pull(self, client: Client) -> bool:
         self.schedule.asks(client.number, client.acknowledged)
+        self.note_offsets()
         client.behind = False
+        self.apply_due()
         if not self.schedule.may_pull(client.number):
             return False
         client.wants_pull = False
@@ -144,13 +167,28 @@ class World:
         clients = list(self.clients.values())
         self.random.shuffle(clients)
         replaced = []
+        come: list[Client] = []
         for client in clients:
-            try:
-                self.rejoin(client, restarted=True)
-            except StaleWorkerError:  # the state is of before it was replaced
-                replaced.append(client.number)
+            client.connected = False
+        for client in clients:
+            if self.staleness == 0 and self.random.random() < 0.2:  # it has died with the server
+                self.join_new(client.number)
+                come.append(self.clients[client.number])
             else:
-                self.lost |= client.pushes() - self.applied
+                try:
+                    self.rejoin(client, restarted=True)
+                except StaleWorkerError:  # the state is of before it was replaced
+                    replaced.append(client.number)
+                else:
+                    self.lost |= client.pushes() - self.applied
+                    # Its last push has come, and the others' of that step perhaps not.
+                    self.missing.add((client.number, client.incarnation, client.acknowledged))
+                come.append(client)
+            self.note_offsets()
+            self.apply_due()
+            early = self.random.choice(come)  # the others are not back yet
+            if self.staleness == 0 and not early.wants_pull and self.random.random() < 0.3:
+                self.push_next(early)
         assert not replaced, "the newest process of a worker was refused"
         self.apply_due()
 
@@ -167,7 +205,7 @@ class World:
         client.offset = now - client.acknowledged
         reached = before
         if self.staleness == 0:
-            reached = self.version
+            reached = self.schedule.version  # or further than the last step, after a restart
         elif self.staleness is not None and not client.connected and live:
             reached = min(live)
         if not restarted:
@@ -331,6 +369,17 @@ class LeavesThemBehind(Schedule):
         pass
 
 
+class GoesOnFromTheCheckpoint(Schedule):
+    def _go_on_from(self, clock: int) -> None:
+        pass
+
+
+class LeavesThoseThatWaitBehind(Schedule):
+    def _go_on_from(self, clock: int) -> None:
+        if self.staleness == 0:
+            self.version = max(self.version, clock)
+
+
 class TakesOldGradients(Schedule):
     def joined(self, worker: int, incarnation: int, clock: int, begun: int | None = None) -> int:
         begin = super().joined(worker, incarnation, clock, begun)
@@ -366,8 +415,10 @@ LOST = "lost pushes are counted wrongly"
         (StartsAtZero, "begins too early"),
         (TakesAnOldProcessForANewOne, "an old process got another clock"),
         (DoesNotWaitForThoseToCome, "a pull before all have come"),
-        (LeavesThemDead, "does not wait for|was answered without|not where the others are"),
-        (LeavesThemBehind, "not where the others are"),
+        (LeavesThemDead, "does not wait for|was answered without|where nobody waits"),
+        (LeavesThemBehind, "not where the others are|a step without"),
+        (GoesOnFromTheCheckpoint, "a step without"),
+        (LeavesThoseThatWaitBehind, "a step without"),
         (TakesOldGradients, "an old gradient counts"),
         (DropsNewGradients, "although its worker was there"),
         (ForgetsOffsets, "an old process got another clock|lost pushes are counted"),
@@ -420,6 +471,120 @@ def test_nothing_is_applied_before_all_have_come() -> None:
     schedule.pushed(1, 1)
     assert schedule.due() == (1, [0, 1])
     assert schedule.version == 1
+
+
+def restarted_at_eight() -> Schedule:
+    """From a checkpoint of clock 8 in lock-step, after which the clocks have gone on."""
+    schedule = Schedule(2, 0)
+    for worker in (0, 1):
+        schedule.joined(worker, worker + 1, 0)
+    for clock in range(1, 9):
+        for worker in (0, 1):
+            schedule.pushed(worker, clock)
+        assert schedule.due() == (clock, [0, 1])
+    again = Schedule(2, 0)
+    again.load_state_dict(schedule.state_dict())
+    return again
+
+
+def assert_in_step(schedule: Schedule, clocks: tuple[int, int], counted: int) -> None:
+    """From now on each step has the pushes of both, which have these clocks of their own."""
+    for number in range(3):
+        for worker in (0, 1):
+            schedule.asks(worker, clocks[worker] + number)
+        assert schedule.may_pull(0) and schedule.may_pull(1)
+        assert schedule.pushed(0, clocks[0] + number + 1) is PushVerdict.KEEP
+        assert schedule.due() is None
+        assert schedule.pushed(1, clocks[1] + number + 1) is PushVerdict.KEEP
+        assert schedule.due() == (counted + number + 1, [0, 1])
+
+
+def test_after_a_restart_a_new_process_is_in_step_with_one_that_survived() -> None:
+    schedule = restarted_at_eight()
+    assert schedule.joined(0, 1, 30, 0) == 30
+    assert schedule.joined(1, 99, 0) == 30
+    assert_in_step(schedule, (30, 30), 30)
+    assert schedule.lost_pushes == 22
+
+
+@pytest.mark.parametrize("pushed", [0, 1, 2])
+def test_after_a_restart_a_new_process_may_be_there_first(pushed: int) -> None:
+    """Its pushes count beside those of the worker that it has waited for."""
+    schedule = restarted_at_eight()
+    assert schedule.joined(1, 99, 0) == 8
+    schedule.asks(1, 8)
+    for clock in range(9, 9 + pushed):
+        assert schedule.pushed(1, clock) is PushVerdict.KEEP
+        assert schedule.due() is None
+    assert schedule.joined(0, 1, 30, 0) == 30
+    assert schedule.due() is None
+    for clock in range(1, pushed + 1):
+        assert schedule.pushed(1, clock + 8) is PushVerdict.REPEATED
+        schedule.asks(1, clock + 8)
+        assert not schedule.may_pull(1)
+        assert schedule.pushed(0, clock + 30) is PushVerdict.KEEP
+        assert schedule.due() == (clock + 30, [0, 1])
+    assert_in_step(schedule, (30 + pushed, 8 + pushed), 30 + pushed)
+    assert schedule.lost_pushes == 22
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_without_a_worker_that_the_checkpoint_does_not_know_are_made_up(first: int) -> None:
+    """Worker 1 was away for ten steps after the checkpoint."""
+    schedule = restarted_at_eight()
+    own = (30, 20)
+    for worker in (first, 1 - first):
+        assert schedule.joined(worker, worker + 1, own[worker], 0) == own[worker]
+    assert schedule.pushed(0, 31) is PushVerdict.KEEP
+    assert schedule.due() is None
+    assert schedule.pushed(1, 21) is PushVerdict.KEEP, "its gradient is not older than the other's"
+    assert schedule.due() == (31, [0, 1])
+    assert_in_step(schedule, (31, 21), 31)
+    assert schedule.lost_pushes == 22 + 12
+    again = Schedule(2, 0)
+    again.load_state_dict(schedule.state_dict())
+    for worker, clock in ((0, 34), (1, 24)):
+        assert again.joined(worker, worker + 1, clock, 0) == clock
+    assert_in_step(again, (34, 24), 34)
+
+
+def test_a_push_that_was_under_way_puts_nobody_forward() -> None:
+    """Of several servers one may have it and another not: they would count the worker's clocks
+    differently, and might then wait for each other's workers."""
+    schedule = restarted_at_eight()
+    for worker, clock in ((0, 30), (1, 29)):
+        assert schedule.joined(worker, worker + 1, clock, 0) == clock
+    assert schedule.pushed(1, 30) is PushVerdict.KEEP
+    assert schedule.due() == (30, [1])  # the other's was acknowledged, and is lost
+    assert_in_step(schedule, (30, 30), 30)
+
+
+def test_a_worker_that_was_given_up_after_a_restart_is_behind() -> None:
+    schedule = restarted_at_eight()
+    schedule.joined(0, 1, 30, 0)
+    schedule.left(1)
+    assert schedule.pushed(0, 31) is PushVerdict.KEEP
+    assert schedule.due() == (31, [0])
+    assert schedule.joined(1, 2, 30, 0) == 30
+    assert schedule.pushed(1, 31) is PushVerdict.LATE
+    schedule.pushed(0, 32)
+    assert schedule.due() == (32, [0])
+    assert_in_step(schedule, (32, 31), 32)
+
+
+def test_workers_beyond_the_number_of_now_are_forgotten() -> None:
+    schedule = Schedule(3, 0)
+    for worker in range(3):
+        schedule.joined(worker, worker + 1, 0)
+    for worker in range(3):
+        schedule.pushed(worker, 1)
+    assert schedule.due() == (1, [0, 1, 2])
+    fewer = Schedule(2, 0)
+    fewer.load_state_dict(schedule.state_dict())
+    assert sorted(fewer.workers) == [0, 1]
+    for worker in range(2):
+        fewer.joined(worker, worker + 1, 1, 0)
+    assert_in_step(fewer, (1, 1), 1)
 
 
 def test_a_process_that_was_replaced_is_refused() -> None:

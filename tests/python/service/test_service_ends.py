@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import signal
 import threading
 import time
@@ -24,9 +25,11 @@ from pycomm.service.shard import Layout
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native]
 
 
-def core_of_two(optimizer: type[optim.SGD] = optim.SGD) -> tuple[ServerCore, nn.Module]:
+def core_of_two(
+    optimizer: type[optim.SGD] = optim.SGD, workers: int = 2
+) -> tuple[ServerCore, nn.Module]:
     model = nn.Linear(1, 1, bias=False)
-    return ServerCore(model, optimizer(model.parameters(), lr=1.0), None, 2), model
+    return ServerCore(model, optimizer(model.parameters(), lr=1.0), None, workers), model
 
 
 def test_a_schedule_that_needs_a_metric_is_refused() -> None:
@@ -37,10 +40,10 @@ def test_a_schedule_that_needs_a_metric_is_refused() -> None:
         ServerCore(model, optimizer, schedule, 2)
 
 
-def join(core: ServerCore, model: nn.Module, worker: int, session: int | None = None) -> None:
-    hello = Hello(
+def hello_of(model: nn.Module, worker: int, incarnation: int | None = None) -> Hello:
+    return Hello(
         worker=worker,
-        incarnation=worker + 1,
+        incarnation=worker + 1 if incarnation is None else incarnation,
         clock=0,
         begun=None,
         server=0,
@@ -51,7 +54,17 @@ def join(core: ServerCore, model: nn.Module, worker: int, session: int | None = 
         host="127.0.0.1",
         connection=1,
     )
-    core.join(hello, worker + 1 if session is None else session)
+
+
+def join(
+    core: ServerCore,
+    model: nn.Module,
+    worker: int,
+    session: int | None = None,
+    incarnation: int | None = None,
+) -> int:
+    hello = hello_of(model, worker, incarnation)
+    return core.join(hello, worker + 1 if session is None else session)
 
 
 @pytest.mark.parametrize("goodbyes", [1, 2])
@@ -75,6 +88,66 @@ def test_a_goodbye_from_before_a_restart_counts(goodbyes: int) -> None:
         join(again, model, 1)
         again.goodbye(1, 2)
         assert again.all_ended()
+
+
+def ended(workers: int, goodbyes: int) -> dict[str, Any]:
+    """The checkpoint of a job of one step, after these goodbyes."""
+    core, model = core_of_two(workers=workers)
+    for worker in range(workers):
+        join(core, model, worker)
+    for worker in range(workers):
+        core.push(worker, worker + 1, 1, gradient(core, 1.0))
+    for worker in reversed(range(workers)):
+        if worker >= workers - goodbyes:
+            core.goodbye(worker, worker + 1)
+    saved = core.state_dict(unless=-1)
+    assert saved is not None
+    return saved[1]
+
+
+def gradient(core: ServerCore, value: float) -> Any:
+    return {dtype: flat.fill_(value) for dtype, flat in core.buffers().items()}
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 2), (3, 2), (2, 3)])
+def test_a_job_from_a_finished_one_waits_for_all_its_workers(then: int, now: int) -> None:
+    core, model = core_of_two(workers=now)
+    core.load_state_dict(ended(then, then))
+    assert core.stats().version == 1
+    for worker in range(now):
+        assert core.stats().live_workers == worker
+        assert join(core, model, worker, incarnation=10 + worker) == 1
+        core.push(worker, 10 + worker, 2, gradient(core, 1.0))
+        assert core.stats().steps == (2 if worker == now - 1 else 1)
+    core.goodbye(0, 10)
+    assert not core.all_ended()
+
+
+def test_a_goodbye_of_a_worker_beyond_the_number_of_now_does_not_count() -> None:
+    core, model = core_of_two()
+    core.load_state_dict(ended(3, 1))
+    for worker in (0, 1):
+        join(core, model, worker)
+    core.goodbye(0, 1)
+    assert not core.all_ended()
+    core.goodbye(1, 2)
+    assert core.all_ended()
+
+
+def test_a_push_that_came_before_a_survivor_is_in_its_step() -> None:
+    """After a restart a new worker 1 pushes, is replaced, and pushes again; then worker 0 is back,
+    which has made more steps than the server knows."""
+    core, model = core_of_two()
+    core.load_state_dict(ended(2, 0))
+    for session, incarnation in ((5, 10), (6, 11)):
+        assert join(core, model, 1, session, incarnation) == 1
+        core.push(1, incarnation, 2, gradient(core, float(incarnation)))
+    hello = dataclasses.replace(hello_of(model, 0), clock=30, begun=0)
+    assert core.join(hello, 7) == 30
+    before = model.weight.item()
+    core.push(0, 1, 31, gradient(core, 1.0))
+    assert (core.stats().version, core.stats().steps, core.stats().lost_pushes) == (31, 2, 29)
+    assert model.weight.item() == pytest.approx(before - (11.0 + 1.0) / 2)
 
 
 def test_stop_in_a_signal_handler_ends_the_server() -> None:
