@@ -427,7 +427,10 @@ def _options_of(group: Any, pg_options: object) -> Options:
             of_default = group_options(dist.distributed_c10d._get_default_group())
             # Not its class: a group whose members can change is asked for.
             inherited = Options(
-                **{each.name: getattr(of_default, each.name) for each in dataclasses.fields(Options)}
+                **{
+                    each.name: getattr(of_default, each.name)
+                    for each in dataclasses.fields(Options)
+                }
             )
     if inherited.timeout is not None and _is_wished(group.timeout):
         return dataclasses.replace(inherited, timeout=group.timeout)

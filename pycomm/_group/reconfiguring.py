@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from pycomm._group.creation import native_backend
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
+from pycomm.errors import UnsupportedError
 
 
 def supports_reconfigure(group: dist.ProcessGroup | None = None) -> bool:
@@ -87,6 +89,7 @@ def reconfigure(
         ForkedError: This process is a child of ``fork()``. The parent's group is as it was.
         PeerDeadError: A member has ended: nobody listens at its address, or its connection broke.
         RendezvousTimeoutError: A member has not called this in time; the text names it.
+        UnsupportedError: ``group`` is not the default group, and that one can be reconfigured, too.
         PycommError: Any other reason why the members did not come together. After an error that
             is neither of the arguments nor ForkedError, the group has no members: call this again,
             with a new uuid.
@@ -101,6 +104,7 @@ def reconfigure(
     group = dist.distributed_c10d._get_default_group() if group is None else group
     backend = native_backend(group)
     _refuse_wrapper(group)
+    _refuse_beside_changing_ranks(group)
     ordered = sorted(handles) if isinstance(handles, AbstractSet) else list(handles)
     seconds = None if timeout is None else timeout_seconds("reconfigure: timeout", timeout)
     if hasattr(dist, "_reconfigure"):  # then torch's group, too, takes its new rank and size
@@ -145,6 +149,20 @@ def unregister_abort_hook(hook_id: int, group: dist.ProcessGroup | None = None) 
         ValueError: The group is not pycomm's, or there is no group.
     """
     loader.native.unregister_abort_hook(native_backend(group), hook_id)
+
+
+def _refuse_beside_changing_ranks(group: dist.ProcessGroup) -> None:
+    """What src= calls a member of ``group`` is its place in the default group, which must stay."""
+    default = dist.distributed_c10d._get_default_group()
+    if group is default:
+        return
+    with contextlib.suppress(ValueError):  # it is another library's
+        if supports_reconfigure(default):
+            raise UnsupportedError(
+                "reconfigure(group=) of a group of new_group() beside a default group that can be "
+                "reconfigured, too: src= and dst= would call its members by places that change. "
+                "Try: reconfigure the default group, or make that without Reconfigurable"
+            )
 
 
 def _refuse_wrapper(group: dist.ProcessGroup) -> None:

@@ -65,6 +65,8 @@ def test_another_rank_is_struck_in_the_step_of_a_death(
             results = running.collect(90)
         if "is next" not in results[struck].stderr:  # else it had not begun the step by the death
             break
+    else:
+        pytest.fail("it never began the step before the death\n" + results.describe())
     other = 1 - struck
     if trouble == "kill":
         (value,) = survivors(results, [struck, 2])

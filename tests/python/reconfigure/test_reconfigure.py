@@ -344,6 +344,22 @@ def test_members_whom_torch_could_not_tell_apart_are_refused() -> None:
     run_ranks(2, mixes_jobs)
 
 
+def changes_both(rank: int, world_size: int, path: str) -> None:
+    store = dist.FileStore(path, world_size)
+    of_members = pycomm.Reconfigurable()
+    dist.init_process_group(
+        "pycomm", store=store, rank=rank, world_size=world_size, pg_options=of_members
+    )
+    group = dist.new_group(pg_options=pycomm.Reconfigurable())
+    handle = pycomm.reconfigure_handle(group)
+    with pytest.raises(pycomm.errors.UnsupportedError, match="places that change"):
+        pycomm.reconfigure(1, [handle], group=group)
+
+
+def test_a_group_beside_a_default_group_that_changes_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, changes_both, init="none", args=(str(tmp_path / "met"),))
+
+
 def makes_an_ordinary_group(rank: int, world_size: int, path: str) -> None:
     dist.init_process_group(
         "pycomm",
