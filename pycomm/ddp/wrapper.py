@@ -349,7 +349,6 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._trains_in_mode = not state.get("trains_in_eval", False)
         self._last_forward = (steps, self._trains_in_mode)
         self._unsynced = unsynced_names
-        self._note_trained()
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies what error feedback keeps on this rank. Call it on every rank.

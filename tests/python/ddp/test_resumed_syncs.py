@@ -293,3 +293,31 @@ def test_a_local_sgd_that_is_loaded_with_a_frozen_part_has_the_same_bits() -> No
         pg_options={"transport": "tcp"},
     )
     assert all(found.values())
+
+
+def frozen_after_the_load(rank: int, world_size: int) -> dict[str, bool]:
+    """A state with nothing to average, and a part that is frozen for the first step after it."""
+    from pycomm._group import averaging
+
+    averaging.host_identity = lambda: f"host {rank % 2}"
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return wrap(nn.Sequential(nn.Linear(30, 90), nn.Linear(90, 5)), sync_every=4)
+
+    model, again = make(5), make(6)
+    weights, state = copy.deepcopy((model.state_dict(), model.communication_state_dict()))
+    again.load_state_dict(weights)
+    again.load_communication_state_dict(state)
+    found = {"state": again.communication_state_dict() == state}
+    for each in (model, again):
+        each.module[0].requires_grad_(False)
+        each(torch.full((2, 30), float(rank))).square().mean().backward()
+        each.sync()
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return {**found, "bits": all(torch.equal(one, other) for one, other in pairs)}
+
+
+def test_a_wrapper_averages_nothing_that_was_not_trained_since_the_state_it_loads() -> None:
+    found = ranks.run_ranks(WORLD, frozen_after_the_load, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert all(all(of_rank.values()) for of_rank in found.values()), found
