@@ -432,7 +432,7 @@ void Reducer::completeGradient(size_t index) {
     (void)packWeighed();
   }
   markReady(index);
-  if (!state_.now().ordered && !pass_.hasStaticGraph()) {
+  if (!state_.now().ordered) {
     order_.came(index);
   }
   launchFull();

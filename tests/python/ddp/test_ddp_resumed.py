@@ -86,6 +86,36 @@ def test_a_run_that_loads_a_state_continues_bit_by_bit() -> None:
     ranks.run_ranks(2, resumed, args=(range(24),), timeout_s=200, preload=ranks.TORCH_DDP)
 
 
+class UsedBackwards(nn.Sequential):
+    """Its gradients come in the order of registration."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            batch = layer(batch)
+        return batch
+
+
+def rewound(rank: int, world_size: int) -> None:
+    """To its beginning, by a wrapper of a static graph that knows its graph."""
+    for accumulate in (1, 2):
+        orders = []
+        for rewinds in (False, True):
+            net = UsedBackwards(*(nn.Linear(60, 60) for _ in range(4)))
+            model = wrap(net, static_graph=True, accumulate=accumulate)
+            state = model.communication_state_dict()
+            for step in range(3):
+                if rewinds and step == 1:
+                    model.load_communication_state_dict(state)
+                for _ in range(accumulate):
+                    model(torch.ones(2, 60)).sum().backward()
+            orders.append(model.communication_state_dict()["bucket_order"])
+        assert orders[0] == orders[1], (accumulate, orders)
+
+
+def test_a_static_graph_that_loads_its_beginning_orders_buckets_as_a_new_one() -> None:
+    ranks.run_ranks(2, rewound, timeout_s=100, preload=ranks.TORCH_DDP)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
