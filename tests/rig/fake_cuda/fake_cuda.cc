@@ -176,7 +176,7 @@ FAKE_EXPORT int fake_end_capture(void) {
 FAKE_EXPORT void fake_break_down(void) {
   fake_cuda::breakDown();
 }
-/// They work again. What was queued meanwhile has not happened.
+/// They work again. Copies that were queued meanwhile never ran.
 FAKE_EXPORT void fake_mend(void) {
   fake_cuda::mend();
 }
