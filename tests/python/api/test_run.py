@@ -145,12 +145,12 @@ def test_silent_clients_do_not_hold_up_the_one_that_asks() -> None:
 
 
 def test_a_host_without_an_ssh_client_says_what_to_install(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["run", "-H", "nowhere.example", "--ssh=/nowhere/ssh", "train.py"]) == 1
     why = "its process did not start (/nowhere/ssh: No such file or directory)"
     hint = "Try: install the ssh client, or --ssh"
-    assert capsys.readouterr().err == f"pycomm run: nowhere.example: {why}. {hint}\n"
+    assert capfd.readouterr().err == f"pycomm run: nowhere.example: {why}. {hint}\n"
 
 
 # What the launcher makes of what the hosts report
