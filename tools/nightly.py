@@ -161,7 +161,7 @@ RELEASE = [
             f"torch_{version.replace('.', '_')}",
             f"{{make}} other_torch TORCH={version}",
             60,
-            ("docs/*.md", "docs/pictures", "README.md", "CONTRIBUTING.md", "benchmarks/results"),
+            ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/results"),
         )
         for version in ("2.14.1", "2.15.0")
     ),

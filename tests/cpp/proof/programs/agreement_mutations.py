@@ -575,9 +575,12 @@ class Build:
         def compiled(source: Path) -> Path | None:
             digest = hashlib.sha256((source.read_text() + headers).encode()).hexdigest()[:16]
             target = self._objects / f"{source.parent.name}_{source.stem}_{digest}.o"
-            command = [*COMPILE, "-c", str(source), "-o", str(target)]
-            if not target.exists() and subprocess.run(command, cwd=self._copy).returncode != 0:
-                return None
+            if not target.exists():
+                part = target.with_suffix(".part")  # a run that is killed leaves no broken object
+                command = [*COMPILE, "-c", str(source), "-o", str(part)]
+                if subprocess.run(command, cwd=self._copy).returncode != 0:
+                    return None
+                part.replace(target)
             return target
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
