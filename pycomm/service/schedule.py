@@ -105,7 +105,8 @@ class Schedule:
                 self._lose(lost)
                 known.clock = known.applied = clock + known.offset
                 self._go_on_from(known.clock)
-            self._catch_up(known)
+            if not known.live:
+                self._catch_up(known)
             known.live = True
             return known.clock - known.offset
         live = known is None or known.live
@@ -119,14 +120,15 @@ class Schedule:
         known = self._workers[worker] = Worker(incarnation, clock=begin, applied=begin, live=live)
         if begun is not None:
             self._go_on_from(begin)
-        self._catch_up(known)
+        if not live:
+            self._catch_up(known)
         known.live = True
         return begin
 
     def _go_on_from(self, clock: int) -> None:
         """In lock-step, all go on from the largest clock that a worker has after a restart: the
-        steps from the state to it are lost. A worker that waits in a pull is lifted now, others in
-        their next call, since those that are not back yet may have such a clock, too."""
+        steps from the state to it are lost. A worker whose push waits is lifted now, others in
+        their next call, which says how far they are."""
         if self.staleness != 0 or clock <= self.version:
             return
         self.version = clock
@@ -174,12 +176,13 @@ class Schedule:
         known = self._workers[worker]
         if clock < 1:
             raise ValueError(f"a push has clock {clock}; they are counted from 1")
-        self._catch_up(known)
-        clock += known.offset
-        if clock <= known.clock:
+        if clock + known.offset <= known.clock:
             return PushVerdict.REPEATED
-        self._lose(clock - known.clock - 1)
-        known.clock = clock
+        self._lose(clock + known.offset - known.clock - 1)
+        known.clock = clock + known.offset - 1
+        self._catch_up(known)
+        known.clock += 1
+        clock = known.clock
         if known.behind:
             known.applied = clock
             self._lose(1)
@@ -217,8 +220,8 @@ class Schedule:
         """It pulls, at ``clock``: also without a push to this server, if it began at another
         server's clock."""
         known = self._workers[worker]
-        self._catch_up(known)
         known.clock = max(known.clock, clock + known.offset)
+        self._catch_up(known)
         known.behind = False
 
     def may_pull(self, worker: int) -> bool:
