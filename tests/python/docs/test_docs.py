@@ -147,7 +147,7 @@ def test_the_readmes_table_of_syncs_is_computed_and_near_what_was_measured() -> 
         return [wire_seconds(each, gbit_s) for each in (*ways, ddp_nbytes(parameters, 2, every=32))]
 
     *rows, last = table(
-        readme, "parameters", "Gbit/s", "fp32", "fp16", "int8", "fp32, every 32nd step"
+        readme, "parameters", "Gbit/s", "fp32", "fp16", "int8", "LocalSGD, per step of 32"
     )
     for parameters, gbit_s, *said in rows:
         count = float(parameters.split()[0]) * {"M": 1e6, "B": 1e9}[parameters.split()[1]]
