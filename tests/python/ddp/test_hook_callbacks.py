@@ -141,15 +141,14 @@ def powersgd(rank: int, world_size: int, whose: str) -> list[str]:
     paused: list[threading.Thread] = []
     issue = dist.all_reduce
 
-    def issued(*args: Any, **kwargs: Any) -> Any:
-        if late:
-            paused.append(threading.current_thread())
-            pause()
+    def issue_late(*args: Any, **kwargs: Any) -> Any:
+        paused.append(threading.current_thread())
+        pause()
         return issue(*args, **kwargs)
 
-    dist.all_reduce = issued
     digests = []
-    for late in (False, True):
+    for issued in (issue, issue_late):
+        dist.all_reduce = issued
         make: Any = DistributedDataParallel if whose == "torch's" else wrap
         model = make(five_buckets().float(), bucket_cap_mb=0.01)
         model.register_comm_hook(powersgd_state(), powerSGD_hook.powerSGD_hook)
