@@ -46,6 +46,7 @@ SILENCE_S = 15.0
 _CONNECT_S = 3.0
 _BACKLOG = 4096  # all hosts connect at once; the kernel may allow less
 _POLITE_S = 2.0
+_PATH_S = 30.0
 _TICK_S = 0.2
 _STARTING_S = 0.005  # a rank that ends within it is not seen
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -82,15 +83,16 @@ def why_not(job: dict[str, Any]) -> str:
     Returns why the program cannot be started there; "" if it can.
     """
     folder, program, variables = job["folder"], job["program"], job["variables"]
-    own = os.environ.get("PYTHONPATH", "")
-    others = [one for one in sys.path if one not in _folders(own)]
     try:
         os.chdir(folder)
     except OSError as error:
         return f"there is no folder {folder}: {error.strerror}"
     # As Python does for a file or a module, so that its imports are found, or not, as in a rank.
     first = folder if job["module"] else str(Path(program).absolute().parent)
-    sys.path[:] = [first, *_folders(variables.get("PYTHONPATH", own)), *others]
+    path = ["", *sys.path]
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        path = _path_with(variables)
+    sys.path[:] = [first if one == "" else one for one in path]
     if job["module"]:
         with contextlib.suppress(ImportError):
             if importlib.util.find_spec(program.partition(".")[0]):
@@ -102,8 +104,21 @@ def why_not(job: dict[str, Any]) -> str:
     return ""
 
 
-def _folders(python_path: str) -> list[str]:
-    return [os.path.abspath(one) for one in python_path.split(os.pathsep)] if python_path else []
+def _path_with(variables: dict[str, str]) -> list[str]:
+    """sys.path of a Python with the job's variables; "" stands for the program's folder.
+
+    Not made from this one's: an entry of PYTHONPATH may be one of the interpreter's own, too.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "import json,sys;print();print(json.dumps(sys.path))"],
+        env=_environment(os.environ, variables),
+        stdin=subprocess.DEVNULL,  # the launcher's messages are not for it
+        stdout=subprocess.PIPE,
+        timeout=_PATH_S,
+        check=True,
+    )
+    path: list[str] = json.loads(done.stdout.splitlines()[-1])  # site may have printed more
+    return path
 
 
 def versions() -> dict[str, str]:
