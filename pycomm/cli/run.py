@@ -462,9 +462,16 @@ class _End:
 class _Printer:
     """Prints to a descriptor in a thread of its own."""
 
-    def __init__(self, descriptor: int, fail: Callable[[OSError], None]) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        fail: Callable[[OSError], None],
+        writing: threading.Lock | None = None,
+    ) -> None:
+        """``fail`` gets the first error; ``writing`` is held while a text is written."""
         self._descriptor = descriptor
         self._fail = fail
+        self._writing = writing or threading.Lock()
         self._changed = threading.Condition()
         """Guards the rest."""
         self._texts: collections.deque[tuple[bytes, int]] = collections.deque()
@@ -472,6 +479,7 @@ class _Printer:
         self._nbytes = 0
         self._hurried = False
         self._complete = True
+        self._error: OSError | None = None
         threading.Thread(target=self._print, daemon=True).start()
 
     def admit(self, nbytes: int, *, wait: bool) -> bool:
@@ -500,9 +508,15 @@ class _Printer:
             self._changed.notify_all()
 
     def finish(self, timeout_s: float | None) -> bool:
-        """Waits until all is printed; whether it is, and nothing was left out."""
+        """Waits until all is printed; whether it is, and nothing was left out.
+
+        Raises:
+            OSError: The first error; what came after it is not printed.
+        """
         with self._changed:
             done = self._changed.wait_for(lambda: not self._texts, timeout_s)
+            if self._error is not None:
+                raise self._error
             return done and self._complete
 
     def _has_room(self) -> bool:
@@ -514,11 +528,14 @@ class _Printer:
             with self._changed:
                 self._changed.wait_for(lambda: self._texts)
                 text, nbytes = self._texts[0]
-            try:
-                while text:
-                    text = text[os.write(self._descriptor, text) :]
-            except OSError as error:
-                self._fail(error)
+            if self._error is None:
+                try:
+                    with self._writing:
+                        while text:
+                            text = text[os.write(self._descriptor, text) :]
+                except OSError as error:
+                    self._error = error
+                    self._fail(error)
             with self._changed:
                 self._texts.popleft()
                 self._nbytes -= nbytes
@@ -537,9 +554,14 @@ class _Launch:
         # A line of a remote end begins with it, and a rank cannot know it.
         self._word = f"pycomm-run-{secrets.token_hex(8)}:"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        # A pipe takes a long text in parts, and those of the other stream must not come in between.
+        one = threading.Lock()
+        other = one if _are_one_file(1, 2) else threading.Lock()
         self._printers = {
-            stream: _Printer(stream, lambda error: self._events.put(_Event(None, error=error)))
-            for stream in (1, 2)
+            stream: _Printer(
+                stream, lambda error: self._events.put(_Event(None, error=error)), writing
+            )
+            for stream, writing in ((1, one), (2, other))
         }
         self._ends: list[_End] = []
         """In the order of the reports."""
@@ -620,7 +642,7 @@ class _Launch:
         """Prints until every host has ended; the job's exit code."""
         end_at = float("inf")
         reported: set[str] = set()
-        while not all(host.ended for host in self._hosts):
+        while not self._have_ended():
             self._take(min(end_at, self._give_up_at) - time.monotonic())
             now = time.monotonic()
             if self._give_up_at < float("inf"):  # all are asked to end
@@ -645,8 +667,17 @@ class _Launch:
         return 128 + self._signal if self._signal else self._verdict()
 
     def close(self) -> None:
-        """Ends every host that has not ended, and waits for it, at most until it must have."""
+        """Ends every host that has not ended, and waits for it, at most until it must have.
+
+        Prints what they print meanwhile.
+
+        Raises:
+            OSError: The output cannot be printed, and no other exception is under way.
+        """
+        failing = sys.exc_info()[0] is not None
         self._over.set()
+        if not self._have_ended():  # else a reader of theirs may wait for room, and they for it
+            self._hurry()
         for host in self._hosts:
             if host.process is not None and host.process.stdin is not None:
                 with contextlib.suppress(OSError):
@@ -654,6 +685,7 @@ class _Launch:
         begun = any(host.begun for host in self._hosts)
         wait_s = self._arguments.grace + remote_end.SILENCE_S if begun else _CLOSE_S
         deadline = time.monotonic() + wait_s
+        self._take_rest(deadline)
         late = []
         for host in self._hosts:
             if host.process is None:
@@ -666,13 +698,43 @@ class _Launch:
                 late.append(host.name)
         if late and begun:
             self._say(f"{', '.join(late)} did not answer; what runs there ends by itself")
+            self._take_rest(time.monotonic() + _CLOSE_S)  # their connections end with them
         for number, handler in self._restore.items():
             signal.signal(number, handler)
-        # After a signal this process ends, too; else a reader of the output has all time.
-        wait_s = _CLOSE_S if self._signal else None
-        if not self._printers[1].finish(wait_s):
-            self._say("some output is left out: it was not read")
-        self._printers[2].finish(wait_s)
+        for _ in range(self._events.qsize()):  # a signal is one, too
+            self._take_at_end(0.0)
+        # After a signal or an error this process ends, too; else a reader has all time.
+        wait_s = _CLOSE_S if self._signal or failing else None
+        errors = []
+        try:
+            if not self._printers[1].finish(wait_s):
+                self._say("some output is left out: it was not read")
+            elif begun and not self._have_ended():
+                self._say("some output is left out: it came too late")
+        except OSError as error:
+            errors.append(error)
+        try:
+            self._printers[2].finish(wait_s)
+        except OSError as error:
+            errors.append(error)
+        if errors and not failing:
+            raise errors[0]
+
+    def _have_ended(self) -> bool:
+        return all(host.ended for host in self._hosts)
+
+    def _hurry(self) -> None:
+        for printer in self._printers.values():
+            printer.hurry()
+
+    def _take_rest(self, deadline: float) -> None:
+        """Until every host has ended, at most until the deadline."""
+        while not self._have_ended() and (left_s := deadline - time.monotonic()) > 0:
+            self._take_at_end(left_s)
+
+    def _take_at_end(self, timeout_s: float) -> None:
+        with contextlib.suppress(OSError):  # of a printer, whose finish() raises it
+            self._take(timeout_s)
 
     # Events
 
@@ -748,14 +810,16 @@ class _Launch:
         Raises:
             _Interrupted: No rank has begun.
         """
+        again = self._signal
+        self._signal = again or number
+        self._hurry()
+        if self._over.is_set():  # close() ends all hosts
+            return
         if not any(host.begun for host in self._hosts):
             raise _Interrupted(number)
-        if self._signal:
+        if again:
             self._end(signal.SIGKILL, 0.0)
             return
-        self._signal = number
-        for printer in self._printers.values():
-            printer.hurry()
         self._say(f"{signal.Signals(number).name}: ending all hosts; once more kills the ranks")
         self._end(number)
 
@@ -922,9 +986,16 @@ class _Launch:
             return 0
         clause, code = self._first_failure(failed)
         others = "no host has finished" if self._arguments.elastic else "all hosts were ended"
-        self._printers[1].finish(_SETTLE_S)  # on a terminal the verdict comes last
+        with contextlib.suppress(OSError):  # close() raises it
+            self._printers[1].finish(_SETTLE_S)  # on a terminal the verdict comes last
         self._say(f"{clause}; {others}" if len(self._hosts) > 1 else clause)
         return code if code > 0 else 128 - code
+
+
+def _are_one_file(first: int, second: int) -> bool:
+    with contextlib.suppress(OSError):  # one of them is closed
+        return os.path.sameopenfile(first, second)
+    return False
 
 
 def _how(code: int | None) -> str:

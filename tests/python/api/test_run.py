@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import termios
 import threading
@@ -381,8 +382,11 @@ def test_output_waits_for_room_and_reports_do_not(monkeypatch: pytest.MonkeyPatc
     many.start()
     try:
         deadline = time.monotonic() + 10
-        while printer._nbytes < 100 * len(line) and time.monotonic() < deadline:
+        full_since = time.monotonic()
+        while time.monotonic() < min(full_since + 0.3, deadline):
             time.sleep(0.01)
+            if printer._nbytes < 100 * len(line):  # as long as the pipe takes lines
+                full_since = time.monotonic()
         assert printer._nbytes == 100 * len(line)
         assert printer.admit(0, wait=False)
         assert not printer.finish(0.0)
@@ -391,7 +395,9 @@ def test_output_waits_for_room_and_reports_do_not(monkeypatch: pytest.MonkeyPatc
             many.join()
             assert printer.finish(10)
         printer.put(line)
-        assert printer.finish(10)
+        printer.put(line)
+        with pytest.raises(BrokenPipeError):
+            printer.finish(10)
         assert [type(error) for error in errors] == [BrokenPipeError]
     finally:
         many.join(10)
@@ -409,6 +415,103 @@ def test_output_without_room_is_left_out_in_a_hurry(monkeypatch: pytest.MonkeyPa
     waiting.join(10)
     assert admitted == [False]
     assert not printer.finish(0.0)
+
+
+def test_lines_to_one_place_are_whole() -> None:
+    prints = """
+import argparse
+from pycomm.cli import run
+launch = run._Launch(argparse.Namespace(), [], {})
+for _ in range(20):
+    for stream, letter in ((1, b"a"), (2, b"b")):
+        launch._printers[stream].put(letter * 100_000 + b"\\n")
+for printer in launch._printers.values():
+    printer.finish(None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", prints],
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert sorted(done.stdout.split()) == 20 * [b"a" * 100_000] + 20 * [b"b" * 100_000]
+
+
+def test_lines_of_a_host_that_was_given_up_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(remote_end, "SILENCE_S", 0.1)
+    job = Reports("--grace=0")
+    job.launch._give_up_at = time.monotonic()
+    assert job.launch.watch() == 1
+    job.launch._events.put(run._Event(job.a, 1, b"[0@a] the last words\n"))
+    job.launch.close()
+    shown = capfd.readouterr()
+    assert shown.out == "[0@a] the last words\n"
+    assert "some output is left out" in shown.err  # the streams have not ended
+
+
+def test_a_host_can_end_if_nobody_reads_the_output_any_more(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_UNPRINTED_NBYTES", 1000)
+    monkeypatch.setattr(remote_end, "SILENCE_S", 5.0)
+    job = Reports("--grace=0")
+    fail = job.launch._printers[1]._fail
+    read, write = os.pipe()
+    os.close(read)
+    job.launch._printers[1] = run._Printer(write, fail)
+    job.a.open_streams, job.b.open_streams = 0, 1
+    much = "print('x\\n' * 500_000)"
+    with subprocess.Popen([sys.executable, "-c", much], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        job.b.process = process
+        reader = threading.Thread(target=job.launch._read, args=(job.b, 1, process.stdout))
+        reader.start()
+        with pytest.raises(BrokenPipeError):
+            try:
+                job.launch.watch()
+            finally:
+                job.launch.close()
+        assert process.returncode == 0
+        reader.join(10)
+    os.close(write)
+    assert "did not answer" not in capfd.readouterr().err
+
+
+def test_a_signal_after_the_last_line_ends_the_wait_for_a_reader(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_CLOSE_S", 0.1)
+    job = Reports()
+    job.a.open_streams = job.b.open_streams = 0
+    read, write = os.pipe()
+    job.launch._printers[1] = run._Printer(write, lambda _: None)
+    job.launch._printers[1].put(b"x" * 1_000_000)
+    job.launch._events.put(run._Event(None, signal=signal.SIGTERM))
+    closing = threading.Thread(target=job.launch.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    ended = not closing.is_alive()
+    os.close(read)  # ends the others
+    closing.join(10)
+    assert ended
+    assert capfd.readouterr().err == "pycomm run: some output is left out: it was not read\n"
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_an_error_of_the_last_line_is_raised(another: bool) -> None:
+    job = Reports()
+    job.a.open_streams = job.b.open_streams = 0
+    job.launch._printers[1] = run._Printer(os.open("/dev/full", os.O_WRONLY), lambda _: None)
+    job.launch._printers[1].put(b"x\n")
+    with pytest.raises(ValueError if another else OSError, match="another" if another else "space"):
+        try:
+            if another:
+                raise ValueError("another")
+        finally:
+            job.launch.close()
 
 
 def test_a_long_line_is_whole_beside_heartbeats() -> None:
@@ -495,6 +598,7 @@ def test_torchrun_inherits_no_rank() -> None:
         ("in_lib", {}, "there is no module in_lib"),
         ("in_own", {}, ""),
         ("in_own", {"PYTHONPATH": "{0}/lib"}, "there is no module in_own"),
+        ("pytest", {"PYTHONPATH": "{0}/lib"}, ""),  # among the interpreter's own packages
         ("a_tool", {"PATH": "{0}/bin"}, ""),
         ("a_tool", {}, "there is no file {0}/a_tool"),
     ],
@@ -516,7 +620,7 @@ def test_a_host_is_checked_with_the_variables_of_the_job(
     done = subprocess.run(
         [sys.executable, "-c", ask],
         input=json.dumps(job),
-        env={"PYTHONPATH": str(tmp_path / "own"), "PATH": "/bin"},
+        env={"PYTHONPATH": f"{tmp_path}/own:{sysconfig.get_path('purelib')}", "PATH": "/bin"},
         capture_output=True,
         text=True,
     )
@@ -612,8 +716,10 @@ def printing_to_nobody(
 
     def wait_for(text: str) -> None:
         deadline = time.monotonic() + 60
+        reads = True
         while text.encode() not in b"".join(errors):
-            assert time.monotonic() < deadline and reader.is_alive(), b"".join(errors).decode()
+            assert time.monotonic() < deadline and reads, b"".join(errors).decode()
+            reads = reader.is_alive()  # asked before the text is looked for the last time
             time.sleep(0.02)
 
     try:
