@@ -39,7 +39,7 @@ class ServerStats:
     version: int
     """How new the parameters are: with ``staleness=0`` the clock that was applied last, otherwise
     the number of steps. A restart loses steps, but workers go on with their clocks: the largest of
-    them is the version then."""
+    them is the version then, if there is one server."""
     lost_pushes: int
     """Acknowledged ones that are not in the parameters: a restart has lost them, or the others had
     gone on without their worker."""
@@ -374,7 +374,8 @@ class ServerCore:
 
     def _begin(self, terms: Terms, layout: Layout) -> _Begun:
         shard = Shard(layout, terms.server, self._optimizer)
-        self._begun = _Begun(terms, layout, shard, Schedule(self._workers, terms.staleness))
+        schedule = Schedule(self._workers, terms.staleness, terms.servers)
+        self._begun = _Begun(terms, layout, shard, schedule)
         plain = type(self._optimizer) is optim.SGD and not any(
             group["momentum"] for group in self._optimizer.param_groups
         )

@@ -56,17 +56,18 @@ class StaleWorkerError(Exception):
 class Schedule:
     """The state of all workers on one server. Not thread-safe: the server's lock is around it."""
 
-    def __init__(self, workers: int, staleness: int | None) -> None:
+    def __init__(self, workers: int, staleness: int | None, servers: int = 1) -> None:
         self.staleness = staleness
         self.version = 0
         """How new the parameters are: with ``staleness=0`` the clock whose pushes were applied
-        last, or after a restart the largest that a worker came back with, if that is larger;
-        otherwise the number of steps."""
+        last, or after a restart of a server that is alone the largest that a worker came back
+        with, if that is larger; otherwise the number of steps."""
         self.steps = 0
         """Of the optimizer. Clocks go on after a restart, so ``version`` may be larger."""
         self.lost_pushes = 0
         """Acknowledged ones that a restart of the server has forgotten, or that were LATE."""
         self._expected = workers
+        self._servers = servers
         self._workers: dict[int, Worker] = {}
         self._replaced: set[int] = set()
 
@@ -128,8 +129,10 @@ class Schedule:
     def _go_on_from(self, clock: int) -> None:
         """In lock-step, all go on from the largest clock that a worker has after a restart: the
         steps from the state to it are lost. A worker whose push waits is lifted now, others in
-        their next call, which says how far they are."""
-        if self.staleness != 0 or clock <= self.version:
+        their next call, which says how far they are. Not with several servers: of a push that was
+        under way some have the acknowledgement, so that they would lift a worker by different
+        numbers, and workers could wait for each other."""
+        if self.staleness != 0 or clock <= self.version or self._servers > 1:
             return
         self.version = clock
         for each in self._workers.values():
@@ -148,8 +151,7 @@ class Schedule:
             reached = min(live, default=known.clock)
         # With a push that waits, or live in lock-step, it has missed no step: _go_on_from() alone
         # has raised the version. One step less than another worker is no gap, but a push that had
-        # not come yet. Another server may have got it: if offsets differed, workers could wait for
-        # each other.
+        # not come yet.
         without = not known.live and not known.kept
         if (steps := reached - at) > (0 if without else 1):
             known.behind = known.behind or without

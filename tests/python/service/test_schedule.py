@@ -551,8 +551,7 @@ def test_steps_without_a_worker_that_the_checkpoint_does_not_know_are_made_up(fi
 
 
 def test_a_push_that_was_under_way_puts_nobody_forward() -> None:
-    """Of several servers one may have it and another not: they would count the worker's clocks
-    differently, and might then wait for each other's workers."""
+    """It was acknowledged to one worker and not yet to the other."""
     schedule = restarted_at_eight()
     for worker, clock in ((0, 30), (1, 29)):
         assert schedule.joined(worker, worker + 1, clock, 0) == clock
