@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.namespaces,
     pytest.mark.ci,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 QUORUM_WAIT_S = 4.0
