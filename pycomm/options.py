@@ -254,6 +254,11 @@ class Reconfigurable(Options):
     """
 
 
+def arguments_of(options: Options) -> dict[str, Any]:
+    """Of its constructor, by name: for one of another class, or with others changed."""
+    return {each.name: getattr(options, each.name) for each in dataclasses.fields(Options)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedOptions:
     """Every setting with its value and where it comes from. Made by ``Options.resolve``."""

@@ -39,7 +39,8 @@ struct SaidWeight {
 ///
 /// in place of 1, and everything behind that, wires and residuals included, is as without weights. `unit` is the weight of the rank's last pass,
 /// so that nothing is multiplied while it stays the same. A pass that weighs less keeps the unit before it with fp16 parameters, and if it weighs
-/// less than a millionth of the sum: .grad in a small unit would leave the range of its dtype. A rank without weight packs zeros, whatever its gradients hold.
+/// less than a millionth of the sum: .grad in a small unit would leave the range of its dtype. A rank without weight packs zeros, whatever its
+/// gradients hold.
 ///
 /// zero_grad() between passes forgets them: this shows as no parameter of the sum having a .grad. So that it shows after passes without weight,
 /// too, these leave zeros in place of no .grad, which are gone before a reduction. Forgotten passes still count as batches that were trained,

@@ -39,6 +39,7 @@ from pycomm.options import (
     Options,
     Reconfigurable,
     ResolvedOptions,
+    arguments_of,
     fault_points,
 )
 
@@ -426,12 +427,7 @@ def _options_of(group: Any, pg_options: object) -> Options:
         with contextlib.suppress(ValueError):  # it is another library's
             of_default = group_options(dist.distributed_c10d._get_default_group())
             # Not its class: a group whose members can change is asked for.
-            inherited = Options(
-                **{
-                    each.name: getattr(of_default, each.name)
-                    for each in dataclasses.fields(Options)
-                }
-            )
+            inherited = Options(**arguments_of(of_default))
     if inherited.timeout is not None and _is_wished(group.timeout):
         return dataclasses.replace(inherited, timeout=group.timeout)
     return inherited

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ from pycomm._native import loader
 from pycomm._settings import OFF
 from pycomm._wire_patterns import ENCODED
 from pycomm.errors import UnsupportedError
-from pycomm.options import Options, Reconfigurable
+from pycomm.options import Options, Reconfigurable, arguments_of
 
 logger = logging.getLogger("pycomm")
 
@@ -94,15 +93,21 @@ def check_group(group: Any, wires: Iterable[str | None]) -> None:
         need_pycomm(group, f"wire_dtype={encoded!r}")
 
 
+def members_can_change(group: Any) -> bool:
+    """By ``reconfigure()``. False for another library's group."""
+    backend = pycomm_backend(group)
+    return backend is not None and bool(loader.native.is_reconfigurable(backend))
+
+
 def wrapper_store(group: Any) -> Any:
     """A store for one wrapper's ranks, or None if the group has none. Call it on all ranks."""
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
     except KeyError:
         return None
+    if members_can_change(group):
+        return None  # they need not share one
     backend = pycomm_backend(group)
-    if backend is not None and loader.native.is_reconfigurable(backend):
-        return None  # its members need not share one
     # A store may outlive its ranks: what ranks of another run left is not for this group.
     run = 0 if backend is None else loader.native.group_run(backend)
     prefix = f"pycomm/ddp/{run}/{next_number(group, 'wrapper')}"
@@ -111,8 +116,7 @@ def wrapper_store(group: Any) -> Any:
 
 def wrapper_number(group: Any) -> int:
     """Of a wrapper that all ranks of the group make now, from 1; 0 if its members may change."""
-    backend = pycomm_backend(group)
-    if backend is not None and loader.native.is_reconfigurable(backend):
+    if members_can_change(group):
         return 0  # a newcomer has made fewer
     return next_number(group, "wrapper made in turn")
 
@@ -125,8 +129,7 @@ def host_group(group: Any) -> Any:
     Raises:
         UnsupportedError: The members of ``group`` can change.
     """
-    backend = pycomm_backend(group)
-    if backend is not None and loader.native.is_reconfigurable(backend):
+    if members_can_change(group):
         raise UnsupportedError(
             "sync_every above 1 needs a group of each host's ranks, which meet in a store, and the "
             "members of a group that can be reconfigured need not share one. Try: sync_every=1, or "
@@ -159,7 +162,7 @@ def elastic_group(group: Any) -> Any:
             "own group survives without a store, and lines of Python are compared in a store. Try: "
             "leave it unset"
         )
-    given = {each.name: getattr(options or Options(), each.name) for each in fields(Options)}
+    given = arguments_of(options or Options())
     changing = Reconfigurable(
         **{**given, "check_call_sites": False, "preflight": False, "metrics_dir": OFF}
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm._group.creation import native_backend
+from pycomm._group.queries import members_can_change
 from pycomm._native import loader
 from pycomm._settings import timeout_seconds
 from pycomm.errors import UnsupportedError
@@ -154,15 +154,12 @@ def unregister_abort_hook(hook_id: int, group: dist.ProcessGroup | None = None) 
 def _refuse_beside_changing_ranks(group: dist.ProcessGroup) -> None:
     """What src= calls a member of ``group`` is its place in the default group, which must stay."""
     default = dist.distributed_c10d._get_default_group()
-    if group is default:
-        return
-    with contextlib.suppress(ValueError):  # it is another library's
-        if supports_reconfigure(default):
-            raise UnsupportedError(
-                "reconfigure(group=) of a group of new_group() beside a default group that can be "
-                "reconfigured, too: src= and dst= would call its members by places that change. "
-                "Try: reconfigure the default group, or make that without Reconfigurable"
-            )
+    if group is not default and members_can_change(default):
+        raise UnsupportedError(
+            "reconfigure(group=) of a group of new_group() beside a default group that can be "
+            "reconfigured, too: src= and dst= would call its members by places that change. "
+            "Try: reconfigure the default group, or make that without Reconfigurable"
+        )
 
 
 def _refuse_wrapper(group: dist.ProcessGroup) -> None:

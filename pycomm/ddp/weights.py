@@ -164,6 +164,7 @@ class _WrapperLog:
                     "_update_process_group() save the sampler's state_dict(), and after it load "
                     "that into a new BalancedSampler"
                 )
+            self._group = group
         steps: int = self._wrapper.reducer.weighed_steps()
         return steps
 

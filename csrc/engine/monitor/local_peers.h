@@ -20,7 +20,8 @@
 
 namespace pycomm {
 
-/// The memory of groups that other processes may ask this one for: one or two keys per group that forms, and one per process of an elastic job (KeptRecord). It lives as long as the offer.
+/// The memory of groups that other processes may ask this one for: one or two keys for each group that forms, and one for each process of an
+/// elastic job (KeptRecord). It lives as long as the offer.
 class MemoryOffers {
  public:
   using Memory = std::shared_ptr<const SharedArena>;

@@ -107,8 +107,8 @@ class AgreementDriver final : public Engine::Maker {
   struct Epoch {
     uint64_t number = 0;
     Reconfigurable::Met met;
-    std::vector<int>
-        members; ///< by rank: the rank that each had in the first epoch, or the number that it got when it joined
+    /// By rank: the rank that each had in the first epoch, or the number that it got when it joined.
+    std::vector<int> members;
     int64_t meeting_ns = 0; ///< how long meet() took, of those after the first
     elastic::Changes changes; ///< so far, also in epochs that the training thread has not seen
   };
