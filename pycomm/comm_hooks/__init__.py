@@ -54,7 +54,8 @@ def ordered(
 
         model.register_comm_hook(state, pycomm.comm_hooks.ordered(powerSGD_hook))
 
-    Wrap the hook once, and on all ranks of its group in the same order as the group's other hooks.
+    Wrap hooks on all ranks of a group in the same order. One that another ordered hook calls, as
+    our wrapper's does, is a part of that: what counts is the outer one's group, codec and note.
     The chain must end: a hook whose future never completes holds up all later buckets, until the
     timeout of its collectives.
 
@@ -288,6 +289,22 @@ def _group_number(group: dist.ProcessGroup) -> int:
     return 0 if backend is None else int(loader.native.group_number(backend))
 
 
+class _InChain(threading.local):
+    """Whether this thread is in a hook that runs through ``ordered``."""
+
+    now = False
+
+    def run(self, hook: _Hook[Any], job: _Job) -> Future[Any]:
+        self.now = True
+        try:
+            return hook(job.state, job.bucket)
+        finally:
+            self.now = False
+
+
+_in_chain = _InChain()
+
+
 class _Worker:
     """The thread of one wrapped hook: started by the first bucket, ended with the hook."""
 
@@ -321,6 +338,8 @@ class _Worker:
                 "belong to the parent. Try: start workers with the spawn method, or wrap the model "
                 "and register the hook in the child"
             )
+        if _in_chain.now:
+            return self._hook(state, bucket)
         group = self._group or group_of(state) or dist.group.WORLD
         inline = group is not None and by_nccl(group, bucket.buffer().device)
         # Where operations have no names, all are issued on one thread.
@@ -354,7 +373,7 @@ class _Worker:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
             with _issue_chain(job.chain, codec, job.tag):
                 # torch's reducer needs a Python value, and that of Work.get_future() is none.
-                return self._hook(job.state, job.bucket).then(_value)
+                return _in_chain.run(self._hook, job).then(_value)
         except BaseException as error:
             self._fail(job, error)
             return job.outcome.future
@@ -386,7 +405,7 @@ class _Worker:
             stream = self._stream(job.bucket.buffer())
             with job.surroundings(stream):
                 with _issue_chain(job.chain, codec, job.tag):
-                    result = self._hook(job.state, job.bucket).wait()
+                    result = _in_chain.run(self._hook, job).wait()
                 # A chain of its own: callbacks of this future are not those of the hook's futures.
                 ends = None if job.chain is None else job.chain._replace(hook=job.chain.hook ^ 1)
                 with _issue_chain(ends, codec, job.tag):

@@ -2,12 +2,14 @@
 
 With error feedback a rank keeps the loss of its bytes and adds it to the values that it sends next
 time. So nothing is lost for good, only late (Seide et al. 2014; Karimireddy et al. 2019). A hook
-runs on one thread, one bucket at a time (``comm_hooks.ordered``), so it may simply wait.
+runs on one thread, one bucket at a time (``comm_hooks.ordered``), so it may simply wait. Of a hook
+that several wrappers share, each has a thread of its own.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 _INDEX_LIMIT = 2**31
+_lock = threading.Lock()  # guards which residuals there are; not held while other ranks are awaited
 
 
 class Residuals:
@@ -69,8 +72,9 @@ class Residuals:
         self._of = {id(named[name]): state[name].reshape(-1).float().clone() for name in state}
 
     def forget(self) -> None:
-        for part in self._of.values():
-            part.zero_()
+        """Those that another thread works on go with it."""
+        self._flat.clear()
+        self._of = {key: torch.zeros_like(part) for key, part in self._of.items()}
 
     def _named(self) -> dict[str, nn.Parameter]:
         if self._module is None:
@@ -96,7 +100,8 @@ class TopK:
         if bucket.index() == 0:
             self.settle()  # only now: a bucket that comes late takes part in its pass's residuals
         size = dist.get_world_size(group)
-        residual = self.residuals.of(bucket.parameters(), gradient.numel())
+        with _lock:
+            residual = self.residuals.of(bucket.parameters(), gradient.numel())
         kept = residual + gradient
         count = max(1, math.ceil(self.fraction * gradient.numel()))
         able = kept.clone()
@@ -117,7 +122,9 @@ class TopK:
             where, what = row.view(torch.int32)[:count], row.view(torch.float32)[count:]
             gradient.index_add_(0, where, what)
         gradient.div_(size)
-        self._finite = self._finite and bool(gradient.isfinite().all())
+        if not gradient.isfinite().all():
+            with _lock:
+                self._finite = False
         return gradient
 
     def settle(self) -> None:
@@ -125,9 +132,10 @@ class TopK:
 
         A program drops such a step, as GradScaler does, and what was not sent is of its size.
         """
-        if not self._finite:
-            self.residuals.forget()
-        self._finite = True
+        with _lock:
+            if not self._finite:
+                self.residuals.forget()
+            self._finite = True
 
 
 def _numels(bucket: GradBucket) -> list[int]:

@@ -4,6 +4,7 @@ Annotations are not postponed here: torch compares a hook's with its own classes
 """
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -173,6 +174,36 @@ def test_what_is_wrong_is_said() -> None:
         hook.load_state_dict({"other": torch.zeros(2)})
     with pytest.raises(ValueError, match="shape"):
         hook.load_state_dict({"weight": torch.zeros(2)})
+
+
+def share(rank: int, world_size: int) -> list[float]:
+    """How far off the averages of two models are that share a hook, each rank late with another."""
+    hook = top_k(fraction=1.0)
+    models: list[Any] = []
+    for which in range(2):
+        model = pycomm.DistributedDataParallel(nn.Linear(30, 30, bias=False))
+        codec_of = model._codec_of  # the hook's thread calls it first
+
+        def late(bucket: Any, is_late: bool = which == rank, codec_of: Any = codec_of) -> Any:
+            time.sleep(0.2 if is_late else 0.0)
+            return codec_of(bucket)
+
+        model._codec_of = late
+        model.register_comm_hook(None, hook)
+        models.append(model)
+    off = []
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+        (models[0](torch.eye(30)) + 10 * models[1](torch.eye(30))).mul(1.0 + rank).sum().backward()
+        for model, factor in zip(models, (1, 10), strict=True):
+            off.append(float((model.module.weight.grad - 1.5 * factor).abs().max()))
+    return off
+
+
+def test_two_wrappers_share_a_hook_and_no_gradients() -> None:
+    for off in run_ranks(2, share, preload=TORCH_DDP).values():
+        assert max(off) < 1e-5, off
 
 
 def refuse_doubles(rank: int, world_size: int) -> str:

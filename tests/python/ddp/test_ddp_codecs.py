@@ -292,6 +292,27 @@ def hooked(rank: int, world_size: int) -> None:
     assert sent == 2 * 2 * (world_size - 1) * NUMEL // world_size  # two sums of `weight` alone
 
 
+def ordered_before(rank: int, world_size: int) -> None:
+    """Sums of a hook that is ordered already travel as our wrapper's wire_dtype says, too."""
+    import pycomm
+
+    hook = pycomm.comm_hooks.ordered(default_hooks.allreduce_hook)
+    encoded = dist.new_group(pg_options=pycomm.Options(wire_dtype="int8"))
+    slopes = slopes_of(rank)
+    mean = rows(slopes).mean(0)
+    for group, wire, exact in (
+        (encoded, None, True),
+        (encoded, "group", False),
+        (None, "bf16", False),
+        (None, "group", True),
+    ):
+        model = wrap(Slopes(), wire_dtype=wire, process_group=group)
+        model.register_comm_hook(group, hook)
+        weight, _ = reduced(model, slopes)
+        off = float(np.abs(weight.double().numpy() - mean).max())
+        assert off < 1e-6 if exact else 1e-4 < off < 0.05, (wire, off)
+
+
 def one_operation(rank: int, world_size: int) -> None:
     """codecs.all_reduce: this operation only, and what it lost adds up on all ranks."""
     from pycomm import codecs
@@ -395,7 +416,8 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> None:
 def test_encoded_gradients_on_two_ranks() -> None:
     names = ["by_pattern", "feedback", "sums_are_conserved", "checkpoint", "half_parameters"]
     names += ["unused", "unused_in_join"]
-    names += ["uneven", "infinite", "hooked", "one_operation", "averages_are_written_early"]
+    names += ["uneven", "infinite", "hooked", "ordered_before", "one_operation"]
+    names += ["averages_are_written_early"]
     options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
     ranks.run_ranks(2, in_turn, args=(names,), **options)
 

@@ -195,9 +195,16 @@ def updated_alone(
         (passes_loaded, {"accumulate": 4}, Layers, "the number of passes"),
         rings.nightly((passes_loaded, {"accumulate": 4}, Rows, "the number of passes")),
         rings.nightly((passes_loaded, {"accumulate": 4}, sum_hook, "the number of passes")),
+    import pycomm
+
         (passes_loaded, {"accumulate": 4}, late_sum_hook, "the number of passes"),
     ],
-    ids=["scales", "order", "passes", "passes-sparse", "passes-hook", "passes-callback"],
+    ids=[
+        *("scales", "order", "passes", "passes-sparse", "passes-hook", "passes-ordered"),
+        "passes-callback",
+    ],
+    if kind == "ordered":
+        model.register_comm_hook(None, pycomm.comm_hooks.ordered(sum_hook))
 )
 def test_ranks_that_do_not_share_their_state_get_an_error_that_names_the_part(
     change: Any, options: dict[str, Any], kind: Any, part: str
@@ -220,6 +227,7 @@ def loaded_alone(
     rank: int, world_size: int, ranks_that_load: list[int], buffers: bool, steps: int
 ) -> str:
     """A run is resumed, and only some ranks load the wrapper's state: the order of its buckets."""
+        (passes_loaded, {"accumulate": 4}, "ordered", "the number of passes"),
     first = wrap(Layers(), bucket_cap_mb=0.004)
     for _ in range(3):
         step(first, 0.03)
