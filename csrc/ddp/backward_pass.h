@@ -54,6 +54,9 @@ class BackwardPass {
   /// The first gradient of a pass has come that a forward pass asked to reduce: it is Reducing, or Accumulating if more come first.
   void begin() {
     phase_ = countPass() ? Phase::Reducing : Phase::Accumulating;
+    if (!reducing()) {
+      state_.change([](SharedValues& values) { values.has_local = true; });
+    }
     if (reducing() && static_graph_ && !counting()) {
       awaited_ = times_;
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <iterator>
 #include <utility>
 
 #include "c10d/raising.h"
@@ -133,6 +134,7 @@ void Reducer::prepareForForward() {
     failure_.raise(group_.jobRank());
     return;
   }
+  join_work_.reset(); // of a forward pass that no reduction has followed
   if (agreement_ == nullptr) { // else they change, and the next step adopts them
     group_.requireSameMembers();
   } else if (agreement_->hasLeft()) {
@@ -316,7 +318,11 @@ void Reducer::compressToFp16() {
 
 void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
   const Turn turn(*this);
-  post_backward_ = std::move(futures);
+  std::erase_if(post_backward_, [](const auto& each) { // of forward passes without a backward pass, as of an evaluation
+    return each->completed() && !each->hasError() && each->devices().empty();
+  });
+  post_backward_.insert(
+      post_backward_.end(), std::make_move_iterator(futures.begin()), std::make_move_iterator(futures.end()));
 }
 
 void Reducer::removeAutogradHooks() {
@@ -505,6 +511,7 @@ void Reducer::load(Saved saved) {
   if (saved.agreed) {
     values.order = order;
   }
+  values.has_local = saved.accumulated > 0;
   for (size_t index = 0; index < params_.size(); ++index) {
     if (const auto found = saved.exponents.extract(params_[index].name)) {
       values.exponents[index] = found.mapped();

@@ -134,7 +134,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   // join(): ranks without data follow the others.
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
   void setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size);
-  /// Takes part in the others' reduction with zeros.
+  /// Takes part in the others' reduction: with zeros, or with what passes have accumulated here since the last one. That is gone from .grad after
+  /// it. If the others divide by those that still have data, it is zeros always.
   void shadowBackward();
 
   // With a StepAgreement.
@@ -285,7 +286,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;
   [[nodiscard]] bool isUsed(size_t index);
-  void reduceZeros();
+  void reduceWithoutBatch(bool rest);
   bool commit();
 
   // reducer_elastic.cc

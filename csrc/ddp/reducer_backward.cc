@@ -687,8 +687,9 @@ void Reducer::forgetResiduals() {
 std::optional<bool> Reducer::finish(bool residuals_elsewhere) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
-    if (!pass_.reducing()) {
-      return std::nullopt; // of a static graph whose first pass was local
+    if (!pass_.reducing()) { // it only accumulates, or is of a static graph whose first pass was local
+      orFail("what a buffer hook has begun was awaited", [this] { awaitFutures(); });
+      return std::nullopt;
     }
     if (!allCame()) {
       checkNested();
@@ -857,18 +858,30 @@ void Reducer::shadowBackward() {
     followTrained();
     resetStep();
     recorder_.drop();
+    const bool accumulates = options_.accumulate > 1 && state_.now().has_local;
     if (pass_.countPass()) {
-      reduceZeros();
+      reduceWithoutBatch(/*rest=*/accumulates && join_work_ == nullptr);
+      for (size_t index = 0; accumulates && index < params_.size(); ++index) {
+        if (trained()[index]) { // else it would enter the next reduction
+          params_[index].tensor.mutable_grad().reset();
+        }
+      }
     }
   });
 }
 
-void Reducer::reduceZeros() {
+void Reducer::reduceWithoutBatch(bool rest) {
   orFail("a rank without data took part in a reduction", [&] {
     shareState();
-    pipeline_->beginShadow(group_.size());
-    if (used_.has_value()) {
-      used_->clear();
+    if (rest) {
+      for (const size_t index : pass_.missing()) {
+        markReady(index);
+      }
+    } else {
+      pipeline_->beginShadow(group_.size());
+      if (used_.has_value()) {
+        used_->clear();
+      }
     }
     launchFull();
   });

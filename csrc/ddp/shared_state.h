@@ -28,7 +28,7 @@ struct SharedValues {
   bool agreed = false; ///< that order is the one of rank 0's first reduction
   bool ordered = false; ///< the first reduction is over, so an order can be agreed on
   int64_t accumulated = 0; ///< passes since the last one that reduced
-  bool has_local = false; ///< likewise: some were in no_sync()
+  bool has_local = false; ///< likewise: some were here, not those of other ranks alone, or in no_sync()
   int64_t passes =
       0; ///< all passes, those that only accumulate included: a rank that is a pass ahead or behind shows by it
   std::vector<bool> trained; ///< by parameter

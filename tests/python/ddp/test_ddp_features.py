@@ -9,9 +9,10 @@ from typing import Any
 import ddp_models
 import pytest
 import ranks
+import rings
 import torch
 import torch.distributed as dist
-from ddp_rig import all_ranks, wrap
+from ddp_rig import Layers, all_ranks, wrap
 from time_bound import assert_within
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -127,6 +128,51 @@ def uneven(rank: int, world_size: int) -> list[float]:
             torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
         found.append(sum(float(each.detach().sum()) for each in ours.parameters()))
     return found
+
+
+def rest_of(rank: int, world_size: int, options: dict[str, Any], by_all: bool) -> list[Any]:
+    """Rank 1 runs out of data between two reductions, in two epochs; each rank's averages, and
+    what is left of the gradients of an epoch.
+    """
+    every = options["accumulate"]
+    model = wrap(Layers(), bucket_cap_mb=0.004, **options)
+    found = []
+    for _ in range(2):
+        with model.join(divide_by_initial_world_size=by_all):
+            for batch in range(2 * every if rank == 0 else every + 1):
+                model(torch.full((1,), 1.0 + batch + 10 * rank)).backward()
+                if batch % every == every - 1:
+                    found.append([float(each.grad[0]) for each in model.parameters()])
+                    model.zero_grad()
+        found.append([each.grad for each in model.parameters() if each.grad is not None])
+    return found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"accumulate": 2}, {"accumulate": 3, "wire_dtype": "fp16"}),
+        rings.nightly({"accumulate": 2, "gradient_as_bucket_view": False}),
+        rings.nightly({"accumulate": 3, "find_unused_parameters": True}),
+        rings.nightly({"accumulate": 2, "static_graph": True}),
+    ],
+    ids=["own", "fp16", "no-views", "unused", "static_graph"],
+)
+def test_what_a_rank_has_accumulated_before_its_data_end_is_in_the_next_average(
+    options: dict[str, Any], by_all: bool
+) -> None:
+    found = ranks.run_ranks(
+        2, rest_of, args=(options, by_all), timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    every = options["accumulate"]
+    first = sum(range(1, every + 1)) + sum(range(11, every + 11))
+    rest = sum(range(every + 1, 2 * every + 1))
+    averages = [first / 2, (rest + 11 + every) / 2 if by_all else rest]
+    for rank in range(2):
+        wanted = [[each] * 2 for each in averages[: 2 - rank]]
+        assert found[rank].value == [*wanted, [], *wanted, []]
 
 
 def by_pattern(rank: int, world_size: int) -> None:
@@ -263,6 +309,27 @@ def alone() -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_a_pass_that_accumulates_waits_for_the_buffers_of_all_forwards(alone: None) -> None:
+    """The first forward's hook fails, and the second one's does not."""
+    begun: list[torch.futures.Future[Any]] = []
+
+    def fail(done: Any) -> None:
+        raise ArithmeticError("the buffers of the first forward")
+
+    def hook(state: object, buffers: dict[str, torch.Tensor]) -> list[Any]:
+        begun.append(torch.futures.Future())
+        return [begun[-1].then(fail) if len(begun) == 1 else begun[-1]]
+
+    model = wrap(nn.BatchNorm1d(3), accumulate=3)
+    model._register_buffer_comm_hook(None, hook)
+    losses = [model(torch.randn(4, 3)).sum() for _ in range(2)]
+    for each in begun:
+        each.set_result(None)
+    with pytest.raises(RuntimeError, match="the buffers of the first forward"):
+        losses[0].backward()
 
 
 @pytest.mark.ci
