@@ -1,5 +1,4 @@
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
@@ -302,16 +301,6 @@ void registerPythonHook(
   raising([&] { reducer.registerCommHook(std::move(made)); });
 }
 
-void registerBuiltinHook(Reducer& reducer, c10d::BuiltinCommHookType type) {
-  switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE:
-      return; // what happens without a hook: the mean
-    case c10d::BuiltinCommHookType::FP16_COMPRESS:
-      reducer.compressToFp16();
-      return;
-  }
-}
-
 // Methods that torch's wrapper calls only under options that ours refuses. They exist so that a new way to get here is
 // a sentence and not an AttributeError.
 template <typename Class>
@@ -437,7 +426,7 @@ void bindReducer(py::module_& m) {
           py::arg("hook"),
           py::arg("name") = "",
           py::arg("process_group") = py::none())
-      .def("_register_builtin_comm_hook", blocking(registerBuiltinHook), py::arg("type"))
+      .def("_register_builtin_comm_hook", blocking(&Reducer::registerBuiltinHook), py::arg("type"))
       .def("_remove_autograd_hooks", blocking(&Reducer::removeAutogradHooks))
       .def("_check_reducer_finalized", blocking(&Reducer::checkFinalized))
       .def("_reset_state", blocking(&Reducer::resetState))

@@ -304,16 +304,19 @@ void Reducer::checkHookMayBeSet() {
 
 void Reducer::registerCommHook(CommHook hook) {
   const Turn turn(*this);
-  requireNoHook();
-  hook_ = std::move(hook);
+  TORCH_CHECK(!pass_.reducing(), "a comm hook cannot change in the middle of a backward pass");
+  std::swap(hook_, hook); // the old one goes after the turn: it needs the interpreter's lock
   cutBuckets();
 }
 
-void Reducer::compressToFp16() {
+void Reducer::registerBuiltinHook(c10d::BuiltinCommHookType type) {
   const Turn turn(*this);
   requireNoHook();
-  castToFp16(params_);
-  cutBuckets();
+  if (type == c10d::BuiltinCommHookType::FP16_COMPRESS) {
+    castToFp16(params_);
+    cutBuckets();
+  }
+  has_builtin_hook_ = true;
 }
 
 void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
@@ -508,10 +511,10 @@ void Reducer::load(Saved saved) {
   values.ordered = !order.empty();
   values.agreed = saved.agreed;
   values.accumulated = values.passes = saved.accumulated;
+  values.has_local = saved.accumulated > 0;
   if (saved.agreed) {
     values.order = order;
   }
-  values.has_local = saved.accumulated > 0;
   for (size_t index = 0; index < params_.size(); ++index) {
     if (const auto found = saved.exponents.extract(params_[index].name)) {
       values.exponents[index] = found.mapped();
@@ -633,7 +636,7 @@ std::vector<size_t> Reducer::bucketNbytes() {
 }
 
 void Reducer::requireNoHook() const {
-  TORCH_CHECK(hook_.run == nullptr, "a comm hook has been registered already; there can be one");
+  TORCH_CHECK(hook_.run == nullptr && !has_builtin_hook_, "a comm hook has been registered already; there can be one");
   TORCH_CHECK(!pass_.reducing() && stats_.passes == 0, "a comm hook must be registered before the first backward pass");
 }
 

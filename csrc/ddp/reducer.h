@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 
 #include <atomic>
 #include <exception>
@@ -97,14 +98,14 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Whether that has not come so far: the next pass is the first one.
   [[nodiscard]] bool isCounting();
 
-  /// Throws if registerCommHook() would refuse any hook.
+  /// Throws unless a first hook may be registered: there is none, and no backward pass has begun.
   void checkHookMayBeSet();
-  /// Once, before the first backward pass. Buckets then hold the parameters' own dtype. If a pass fails, so do the operations of the hook's
-  /// group.
+  /// The first hook, or another one between two passes. Buckets then hold the parameters' own dtype. If a pass fails, so do the operations of the
+  /// hook's group.
   void registerCommHook(CommHook hook);
-  /// The same, for buckets that travel as fp16 (torch's FP16_COMPRESS).
-  void compressToFp16();
-  /// The end of the next backward pass waits for these.
+  /// torch's hooks of C++: the average, as without a hook, and of buckets that travel as fp16. Throws as checkHookMayBeSet().
+  void registerBuiltinHook(c10d::BuiltinCommHookType type);
+  /// The end of the next backward pass waits for these, too.
   void installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
 
   // Weights. All throw unless options().weighs.
@@ -373,6 +374,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   GroupUse use_; ///< of group_; with a StepAgreement nobody else has it
   ReducerOptions options_;
   CommHook hook_;
+  bool has_builtin_hook_ = false;
 
   SharedState state_; ///< this and stats_: before those that borrow them
   ReducerStats stats_;

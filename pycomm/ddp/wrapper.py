@@ -383,7 +383,12 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self._not_elastic("a comm hook", "wire_dtype=")
         self._check_comm_hook(hook)
         self.reducer.check_hook_may_be_set()  # before the hook gets a number, which ranks share
-        name = hook.__qualname__
+        self._order_hook(hook, state)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+
+    def _order_hook(self, hook: Callable[..., Any], state: object) -> None:
+        """Gives the reducer the hook, with a number of its own in its group of now."""
         from pycomm.comm_hooks import group_of_hook, ordered
 
         group = group_of_hook(hook, state, self._reducing_group())
@@ -392,9 +397,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         wrapped = ordered(
             hook, group=group, describe=self._describe_bucket, codec_of=self._codec_of
         )
-        self.reducer._register_comm_hook(state, wrapped, name, group)
-        self.logger._set_comm_hook_name(name)
-        self._comm_hooks.append((hook, state))
+        self.reducer._register_comm_hook(state, wrapped, hook.__qualname__, group)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         # torch knows its bf16 hooks by their names and wants NCCL for them; pycomm adds bf16 up.
@@ -419,11 +422,15 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        """Hooks go on over the group that is in their state by now, else over the new one."""
         super()._update_process_group(new_process_group)
         if self.process_group is new_process_group and not self._use_python_reducer:
             store = wrapper_store(new_process_group)
             if store is not None:
                 self.reducer.share_store(store)
+            # The ranks of the new group may have called the hook another number of times.
+            for hook, state in self._comm_hooks:
+                self._order_hook(hook, state)
 
     def _reducing_group(self) -> Any:
         return self.process_group if self._own_group is None else self._own_group

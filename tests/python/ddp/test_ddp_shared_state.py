@@ -19,16 +19,39 @@ from training_models import Broken
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(300)]
 
 
+def mean_hook(state: Any, bucket: Any) -> Any:
+    """Over the group that its program has put into the state."""
+    group = state["group"]
+    mean = bucket.buffer().div_(dist.get_world_size(group))
+    work = dist.all_reduce(mean, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+mean_hook.__annotations__.clear()  # torch compares them, and here they are strings
+
+
+def wrap_over(group: Any, options: dict[str, Any], state: dict[str, Any]) -> Any:
+    """In two buckets, with ``mean_hook`` if the options say so."""
+    options = dict(options)
+    hooks = options.pop("hook", False)
+    model = wrap(Layers(), process_group=group, bucket_cap_mb=0.004, **options)
+    state["group"] = group
+    if hooks:
+        model.register_comm_hook(state, mean_hook)
+    return model
+
+
 def newcomer(rank: int, world_size: int, options: dict[str, Any]) -> list[list[float]]:
     """Ranks 0 and 1 have trained; rank 2 has just made its wrapper; all meet in one group."""
     pair = dist.new_group([0, 1])
     alone = dist.new_group([2])
-    model = wrap(
-        Layers(), process_group=alone if rank == 2 else pair, bucket_cap_mb=0.004, **options
-    )
+    state: dict[str, Any] = {}
+    model = wrap_over(alone if rank == 2 else pair, options, state)
     if rank < 2:
         for _ in range(3):
             step(model, 30.0)
+    state["group"] = dist.group.WORLD
     model._update_process_group(dist.group.WORLD)
     return [step(model, 0.001 * (1 + rank)) for _ in range(3)]
 
@@ -36,10 +59,10 @@ def newcomer(rank: int, world_size: int, options: dict[str, Any]) -> list[list[f
 @pytest.mark.parametrize(
     "options",
     [
-        *({"wire_dtype": "fp16"}, {}, {"static_graph": True}),
+        *({"wire_dtype": "fp16"}, {}, {"static_graph": True}, {"hook": True}),
         *(rings.nightly({"wire_dtype": wire}) for wire in ("bf16", "int8")),
     ],
-    ids=["fp16", "own", "static_graph", "bf16", "int8"],
+    ids=["fp16", "own", "static_graph", "hook", "bf16", "int8"],
 )
 def test_a_newcomer_and_ranks_that_have_trained_average_alike(options: dict[str, Any]) -> None:
     found = ranks.run_ranks(
@@ -63,7 +86,8 @@ def failed_between_commits(
     """
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     group = dist.new_group([0, 1])
-    model = wrap(Layers(), process_group=group, bucket_cap_mb=0.004, **options)
+    state: dict[str, Any] = {}
+    model = wrap_over(group, options, state)
     for _ in range(3):
         step(model, 0.03)
     model.zero_grad()
@@ -87,7 +111,8 @@ def failed_between_commits(
     else:
         with pytest.raises(Exception, match="Rank 1"):
             step(model, 0.24)
-    model._update_process_group(dist.new_group([0, 1]))
+    state["group"] = dist.new_group([0, 1])
+    model._update_process_group(state["group"])
     return [step(model, 0.008) for _ in range(3)]
 
 
@@ -107,10 +132,10 @@ def raise_at_the_second(model: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"wire_dtype": "fp16"}, {}),
+        *({"wire_dtype": "fp16"}, {}, {"hook": True}),
         *(rings.nightly(each) for each in ({"wire_dtype": "bf16"}, {"wire_dtype": "int8"})),
     ],
-    ids=["fp16", "own", "bf16", "int8"],
+    ids=["fp16", "own", "hook", "bf16", "int8"],
 )
 def test_ranks_of_which_one_has_committed_a_pass_average_alike_in_another_group(
     where: str, options: dict[str, Any]
@@ -170,9 +195,13 @@ def updated_alone(
     rank: int, world_size: int, change: Any, options: dict[str, Any], kind: Any
 ) -> str:
     """Rank 1 alone changes its state, with the store of a group that replaced the first one."""
+    import pycomm
+
     model = wrap(Rows() if kind is Rows else Layers(), bucket_cap_mb=0.004, **options)
     if kind in (sum_hook, late_sum_hook):
         model.register_comm_hook(None, kind)
+    if kind == "ordered":
+        model.register_comm_hook(None, pycomm.comm_hooks.ordered(sum_hook))
     model._update_process_group(dist.new_group([0, 1]))
     for _ in range(4):
         step(model, 0.03)
@@ -195,16 +224,13 @@ def updated_alone(
         (passes_loaded, {"accumulate": 4}, Layers, "the number of passes"),
         rings.nightly((passes_loaded, {"accumulate": 4}, Rows, "the number of passes")),
         rings.nightly((passes_loaded, {"accumulate": 4}, sum_hook, "the number of passes")),
-    import pycomm
-
+        (passes_loaded, {"accumulate": 4}, "ordered", "the number of passes"),
         (passes_loaded, {"accumulate": 4}, late_sum_hook, "the number of passes"),
     ],
     ids=[
         *("scales", "order", "passes", "passes-sparse", "passes-hook", "passes-ordered"),
         "passes-callback",
     ],
-    if kind == "ordered":
-        model.register_comm_hook(None, pycomm.comm_hooks.ordered(sum_hook))
 )
 def test_ranks_that_do_not_share_their_state_get_an_error_that_names_the_part(
     change: Any, options: dict[str, Any], kind: Any, part: str
@@ -227,7 +253,6 @@ def loaded_alone(
     rank: int, world_size: int, ranks_that_load: list[int], buffers: bool, steps: int
 ) -> str:
     """A run is resumed, and only some ranks load the wrapper's state: the order of its buckets."""
-        (passes_loaded, {"accumulate": 4}, "ordered", "the number of passes"),
     first = wrap(Layers(), bucket_cap_mb=0.004)
     for _ in range(3):
         step(first, 0.03)
