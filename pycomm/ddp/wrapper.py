@@ -453,7 +453,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     ) -> Any:
         """For uneven data: ranks that have run out of it follow the others with zeros.
 
-        As torch's method of this name.
+        As torch's method of this name. With ``accumulate`` the first average after a rank's last
+        batch has what that rank had gathered, unless it divides by those that still have data.
 
         Raises:
             UnsupportedError: ``sync_every`` is above 1, ``elastic`` is set, or torch's Python
