@@ -284,7 +284,7 @@ class ElasticGroup:
         words[-1] = counts
         if counts:  # else it may be NaN
             words[:-1] = tensor.detach().flatten().double() * counts
-        sums = self._reducer.sum_of_members(words)
+        sums = self._reducer.sum_of_members(words, f"a mean of {tuple(tensor.shape)}")
         means = (sums[:-1] / sums[-1]).reshape(tensor.shape).to(tensor.dtype)
         return means if isinstance(value, torch.Tensor) else float(means)
 
@@ -311,7 +311,7 @@ class ElasticGroup:
         """
         if self.left:
             return False
-        self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
+        self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64), "nothing")
         return self.leader
 
     def join_point(self) -> None:
