@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm._group.creation import group_timeout, native_backend
-from pycomm._group.queries import elastic_group
+from pycomm._group.queries import elastic_group, members_can_change
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._metrics.ddp_stats import wrappers
 from pycomm._native import loader
@@ -442,6 +442,9 @@ def refuse(what: str, why: str, instead: str) -> None:
 def make_group(group: Any, elastic: Elastic) -> Any:
     """A group of the same ranks for a wrapper alone, whose members change. Collective."""
     global _warned
+    if members_can_change(dist.group.WORLD):
+        why = "members of the wrapper's group are called by their places in it, which change"
+        refuse("a default group that can be reconfigured", why, "pycomm.Options() for that group")
     if elastic.join and dist.get_world_size(group) != 1:
         raise ValueError(
             f"Elastic.join=True, and the process group has {dist.get_world_size(group)} ranks: a "
