@@ -470,6 +470,7 @@ def step_agreement(
     quorum_wait_ms: int,
     join_pause_ms: int = 10000,
     join_wait_ms: int = 60000,
+    join_spent_ms: int = 0,
     description: str = "",
     peers_path: str = "",
     has_port: bool = False,

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -499,6 +500,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
 
     ``description``: of the model and its options; a process that joins must have the same.
     """
+    began_s = time.monotonic()
     joins = None
     pause_s = elastic.join_pause
     if pause_s is None:
@@ -509,7 +511,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
     if elastic.join:
         from pycomm.ddp.joining import find_members
 
-        joins = find_members(group, elastic, description)
+        joins = find_members(group, elastic, description, began_s + elastic.join_wait)
     return loader.native.step_agreement(
         native_backend(group),
         group,
@@ -518,6 +520,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
         quorum_wait_ms=max(1, round(elastic.quorum_wait * 1000)),
         join_pause_ms=max(1, min(round(pause_s * 1000), _LONGEST_PAUSE_MS)),
         join_wait_ms=max(1, round(elastic.join_wait * 1000)),
+        join_spent_ms=round((time.monotonic() - began_s) * 1000),
         description=description,
         peers_path="" if elastic.peers_port else elastic.peers or "",
         has_port=elastic.peers_port is not None,

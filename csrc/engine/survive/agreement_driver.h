@@ -54,6 +54,7 @@ class AgreementDriver final : public Engine::Maker {
   struct Config : elastic::Agreement::Config {
     std::string description; ///< of the model and its options: newcomers must have the same
     std::string peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: none
+    int join_spent_ms = 0; ///< of join_wait_ms, before a newcomer has found these members
     bool has_port = false; ///< members are found at a FixedPort: the caller has Reconfigurable::offer()
     [[nodiscard]] bool mayBeJoined() const noexcept {
       return has_port || !peers_path.empty();

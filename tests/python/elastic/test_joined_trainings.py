@@ -285,6 +285,32 @@ def test_nobody_answers(tmp_path: Path) -> None:
     assert_within(none["after_s"], 10.0)
 
 
+@pytest.mark.nightly
+@pytest.mark.time_bound
+def test_the_wait_for_an_answer_is_part_of_join_wait(tmp_path: Path) -> None:
+    """Members answer late, and admit nobody then: they come to no ``join_point()``."""
+    plan = Plan(str(tmp_path / "peers"), 2, points=10**6, settings=(("join_pause", None),))
+    late = dataclasses.replace(
+        joining(plan),
+        peers=str(tmp_path / "late"),
+        settings=(("join_pause", None), ("join_wait", 8.0)),
+    )
+    with start(1, plan, SHARED) as running:
+        running.wait_for_mark(0, "trains")
+        with start(1, late, SHARED) as newcomer:
+            newcomer.wait_for_mark(0, "asks")
+            time.sleep(6.0)
+            (tmp_path / "peers").rename(tmp_path / "late")
+            refused = newcomer.collect(60)[0].value
+        running.kill(0)
+        running.collect(30)
+    text = refused["error"].text
+    assert refused["error"].is_a("RendezvousTimeoutError"), text
+    assert "was not admitted to an elastic training within join_wait=8 s" in text, text
+    assert refused["after_s"] > 7.9
+    assert_within(refused["after_s"], 12.0)
+
+
 def test_a_state_that_takes_too_long_is_refused(tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "peers"), 2, payload=200 << 20, settings=(("join_pause", 0.1),))
     with start(2, plan, TCP) as running:
