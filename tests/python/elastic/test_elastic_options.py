@@ -93,7 +93,7 @@ def test_the_variable_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYCOMM_PEERS", "pycomm://alpha,beta:29600")
     assert pycomm.Elastic(state=state).peers == "pycomm://alpha,beta:29600"
     assert pycomm.Elastic(state=state).peers_port == "pycomm://alpha,beta:29600"
-    assert pycomm.Elastic(state=state, peers="file").peers == "file"
+    assert pycomm.Elastic(state=state, peers="file").peers == os.path.abspath("file")
     assert pycomm.Elastic(state=state, peers="file").peers_port is None
     with pytest.raises(ValueError, match="peers= needs state="):
         pycomm.Elastic()
