@@ -245,6 +245,7 @@ void bindElastic(py::module_& m) {
       .def(
           "leave", [](StepAgreement& steps) { raising([&] { steps.leave(); }); }, py::call_guard<WithoutGil>())
       .def("has_left", [](const StepAgreement& steps) { return raising([&] { return steps.hasLeft(); }); })
+      .def("is_over", [](const StepAgreement& steps) { return raising([&] { return steps.isOver(); }); })
       .def(
           "changes",
           [](const StepAgreement& steps) {

@@ -425,7 +425,7 @@ def check_alone(elastic: Elastic) -> None:
         if (
             theirs is None
             or (elastic.peers is None and theirs.peers is None)
-            or wrapper.elastic.left
+            or wrapper._agreement.is_over()
         ):
             continue
         why = (

@@ -184,6 +184,8 @@ class AgreementDriver final : public Engine::Maker {
   void leave();
   /// Whether it has: its last step is committed, and begin() throws.
   [[nodiscard]] bool hasLeft() const;
+  /// Whether this process is a member no more, for whatever reason; in a child of fork() it never was. Throws nothing.
+  [[nodiscard]] bool hasEnded() const;
 
  private:
   /// What other threads hand to the agreement's.
@@ -359,6 +361,7 @@ class AgreementDriver final : public Engine::Maker {
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
   [[nodiscard]] bool awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline, size_t members);
+  [[nodiscard]] std::optional<ErrorRecord> whyEnded() const; ///< why no step begins here any more; with mutex_
   void launch(elastic::Round round); ///< with mutex_
   [[nodiscard]] bool arePresent(size_t members) const noexcept { ///< at least so many; with mutex_
     return !over_ && present_ && view_.members.size() >= members;
