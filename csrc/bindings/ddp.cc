@@ -437,7 +437,7 @@ void bindReducer(py::module_& m) {
       .def("leads", blocking(&Reducer::leads))
       .def("await_newcomers", blocking(&Reducer::awaitNewcomers))
       .def("join_point", blocking(&Reducer::joinPoint))
-      .def("sum_of_members", blocking(&Reducer::sumOfMembers), py::arg("values"))
+      .def("sum_of_members", blocking(&Reducer::sumOfMembers), py::arg("values"), py::arg("about"))
       .def("ask_to_leave", blocking(&Reducer::askToLeave))
       .def("has_left", blocking(&Reducer::hasLeft))
       .def("explain_forward", blocking(&Reducer::explainForward), py::arg("error"))

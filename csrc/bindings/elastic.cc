@@ -118,6 +118,7 @@ std::shared_ptr<ElasticSteps> open(
     int quorum_wait_ms,
     int join_pause_ms,
     int join_wait_ms,
+    int join_spent_ms,
     std::string description,
     std::string peers_path,
     bool has_port,
@@ -131,6 +132,7 @@ std::shared_ptr<ElasticSteps> open(
     config.quorum_wait_ms = quorum_wait_ms;
     config.join_pause_ms = join_pause_ms;
     config.join_wait_ms = join_wait_ms;
+    config.join_spent_ms = join_spent_ms;
     config.description = std::move(description);
     config.peers_path = std::move(peers_path);
     config.has_port = has_port;
@@ -243,6 +245,7 @@ void bindElastic(py::module_& m) {
       .def(
           "leave", [](StepAgreement& steps) { raising([&] { steps.leave(); }); }, py::call_guard<WithoutGil>())
       .def("has_left", [](const StepAgreement& steps) { return raising([&] { return steps.hasLeft(); }); })
+      .def("is_over", [](const StepAgreement& steps) { return raising([&] { return steps.isOver(); }); })
       .def(
           "changes",
           [](const StepAgreement& steps) {
@@ -275,6 +278,7 @@ void bindElastic(py::module_& m) {
       py::arg("quorum_wait_ms"),
       py::arg("join_pause_ms") = 10000,
       py::arg("join_wait_ms") = 60000,
+      py::arg("join_spent_ms") = 0,
       py::arg("description") = "",
       py::arg("peers_path") = "",
       py::arg("has_port") = false,

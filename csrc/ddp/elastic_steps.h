@@ -61,6 +61,9 @@ class ElasticSteps final : public StepAgreement {
   [[nodiscard]] bool hasLeft() const override {
     return driver_->hasLeft();
   }
+  [[nodiscard]] bool isOver() const override {
+    return driver_->hasEnded();
+  }
   [[nodiscard]] elastic::Changes changes() const override {
     return present_.changes;
   }

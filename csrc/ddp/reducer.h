@@ -147,9 +147,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Whether this is rank 0, also if members() has one before it that died as the last step was committed.
   [[nodiscard]] bool leads();
   /// The sums of `values` over the members, as a transaction of its own: a member that dies meanwhile is left out. Collective over those who
-  /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. Throws what a
-  /// step throws; after that the reducer has failed.
-  [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values);
+  /// live, between two passes. (numel,) float64 on the CPU; with no values it only finds out that this rank still is a member. `about`: what
+  /// they are, the same on all, or CollectiveMismatch. Throws what a step throws; after that the reducer has failed.
+  [[nodiscard]] at::Tensor sumOfMembers(const at::Tensor& values, const std::string& about);
   /// Stops here for a process that joins, if all members have said at the end of the last step that one is reached, or if they are too few for a
   /// step. Collective then; throws what a step throws. Returns how many newcomers wait for the state of this rank, which gives it to them and
   /// calls this again; 0: the program may go on. Between the passes of a step it does not wait: no process gets the state there.

@@ -166,7 +166,7 @@ void Reducer::transact(
 }
 
 // Nothing of a step changes, buckets included, so the next one adopts members that change here.
-at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
+at::Tensor Reducer::sumOfMembers(const at::Tensor& values, const std::string& about) {
   return raising([&] {
     const Turn turn(*this);
     throwIfUnfinished();
@@ -180,7 +180,7 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values) {
           return;
         }
         std::vector<at::Tensor> tensors{sums};
-        const CallTag about(CallTag::of("a mean over the members"));
+        const CallTag tag(CallTag::of(about));
         try {
           const auto work = group_.get()->allreduce(tensors);
           beforeWait();

@@ -76,6 +76,10 @@ class StepAgreement {
   virtual void leave() = 0;
   /// Whether it has: the step that end() has committed was this rank's last, and begin() throws. Any thread.
   [[nodiscard]] virtual bool hasLeft() const = 0;
+  /// Whether this process is a member no more, for whatever reason: it has left, closed or failed, or is a child of fork(). Any thread.
+  [[nodiscard]] virtual bool isOver() const {
+    return false;
+  }
   /// How many members are gone and have come since the wrapper was made, as of the last call of begin() or end(). Also counts a process that
   /// has joined and is gone again since the call before: members() does not show it, but it shows others that were faster.
   [[nodiscard]] virtual elastic::Changes changes() const = 0;

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm._group.creation import group_timeout, native_backend
-from pycomm._group.queries import elastic_group
+from pycomm._group.queries import elastic_group, members_can_change
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._metrics.ddp_stats import wrappers
 from pycomm._native import loader
@@ -284,7 +285,7 @@ class ElasticGroup:
         words[-1] = counts
         if counts:  # else it may be NaN
             words[:-1] = tensor.detach().flatten().double() * counts
-        sums = self._reducer.sum_of_members(words)
+        sums = self._reducer.sum_of_members(words, f"a mean of {tuple(tensor.shape)}")
         means = (sums[:-1] / sums[-1]).reshape(tensor.shape).to(tensor.dtype)
         return means if isinstance(value, torch.Tensor) else float(means)
 
@@ -311,7 +312,7 @@ class ElasticGroup:
         """
         if self.left:
             return False
-        self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64))
+        self._reducer.sum_of_members(torch.empty(0, dtype=torch.float64), "nothing")
         return self.leader
 
     def join_point(self) -> None:
@@ -424,7 +425,7 @@ def check_alone(elastic: Elastic) -> None:
         if (
             theirs is None
             or (elastic.peers is None and theirs.peers is None)
-            or wrapper.elastic.left
+            or wrapper._agreement.is_over()
         ):
             continue
         why = (
@@ -442,6 +443,9 @@ def refuse(what: str, why: str, instead: str) -> None:
 def make_group(group: Any, elastic: Elastic) -> Any:
     """A group of the same ranks for a wrapper alone, whose members change. Collective."""
     global _warned
+    if members_can_change(dist.group.WORLD):
+        why = "members of the wrapper's group are called by their places in it, which change"
+        refuse("a default group that can be reconfigured", why, "pycomm.Options() for that group")
     if elastic.join and dist.get_world_size(group) != 1:
         raise ValueError(
             f"Elastic.join=True, and the process group has {dist.get_world_size(group)} ranks: a "
@@ -496,6 +500,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
 
     ``description``: of the model and its options; a process that joins must have the same.
     """
+    began_s = time.monotonic()
     joins = None
     pause_s = elastic.join_pause
     if pause_s is None:
@@ -506,7 +511,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
     if elastic.join:
         from pycomm.ddp.joining import find_members
 
-        joins = find_members(group, elastic, description)
+        joins = find_members(group, elastic, description, began_s + elastic.join_wait)
     return loader.native.step_agreement(
         native_backend(group),
         group,
@@ -515,6 +520,7 @@ def make_agreement(group: Any, elastic: Elastic, description: str = "") -> Any:
         quorum_wait_ms=max(1, round(elastic.quorum_wait * 1000)),
         join_pause_ms=max(1, min(round(pause_s * 1000), _LONGEST_PAUSE_MS)),
         join_wait_ms=max(1, round(elastic.join_wait * 1000)),
+        join_spent_ms=round((time.monotonic() - began_s) * 1000),
         description=description,
         peers_path="" if elastic.peers_port else elastic.peers or "",
         has_port=elastic.peers_port is not None,

@@ -47,16 +47,15 @@ def look_up(peers: str) -> tuple[str, ...]:
     return tuple(loader.native.look_up(at.hosts, _LOOK_UP_MS))
 
 
-def find_members(group: Any, elastic: Elastic, description: str) -> list[str]:
+def find_members(group: Any, elastic: Elastic, description: str, deadline_s: float) -> list[str]:
     """Handles of the members, as one of them has said.
 
     Raises:
         JoinRefusedError: Their model, options or secret differ, or the file is none of handles.
-        RendezvousTimeoutError: No member has answered within ``join_wait``.
+        RendezvousTimeoutError: No member has answered until then: ``join_wait`` is over.
     """
     peers = elastic.peers
     assert peers is not None
-    deadline_s = time.monotonic() + elastic.join_wait
     while True:
         left_ms = round((deadline_s - time.monotonic()) * 1000)
         try:

@@ -46,12 +46,13 @@ def peers_port(peers: str) -> PeersPort | None:
 
 
 def peers_in_force(peers: str | os.PathLike[str] | None) -> str | None:
-    """Of ``Elastic(peers=...)``: itself, else the variable's.
+    """Of ``Elastic(peers=...)``: itself, else the variable's. A file by its absolute name: it is
+    written at each change of members, when the program may be in another folder.
 
     Raises:
         ValueError: As ``peers_port()``.
     """
     found = os.fspath(peers) if peers is not None else options.peers()
-    if found:
-        peers_port(found)
+    if found and peers_port(found) is None:
+        return os.path.abspath(found)
     return found or None

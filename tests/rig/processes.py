@@ -10,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 RIG = Path(__file__).resolve().parent
@@ -155,3 +156,19 @@ def thread_names() -> list[str]:
         with contextlib.suppress(OSError):
             names.append(Path("/proc/self/task", task, "comm").read_text().strip())
     return sorted(names)
+
+
+def fork_and_wait(body: Callable[[], object]) -> int:
+    """Runs ``body`` in a forked child; its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

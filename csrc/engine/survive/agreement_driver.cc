@@ -333,17 +333,26 @@ bool AgreementDriver::awaitPresent(std::unique_lock<std::mutex>& lock, Deadline 
   if (!waitFor(lock, deadline, [&] { return error_ || ledger_.hasLeft() || arePresent(members); })) {
     return false;
   }
-  if (ledger_.hasLeft()) {
-    throw Error(hasLeftRecord());
-  }
-  if (error_) {
-    throw Error(*error_);
+  if (const auto why = whyEnded()) {
+    throw Error(*why);
   }
   refuseUndelivered();
-  if (const auto failure = present_->met.group->failure(); failure && !Agreement::changesMembers(failure->code)) {
-    throw Error(*failure); // the agreement's thread reads that soon
-  }
   return true;
+}
+
+std::optional<ErrorRecord> AgreementDriver::whyEnded() const {
+  if (ledger_.hasLeft()) {
+    return hasLeftRecord();
+  }
+  if (error_) {
+    return error_;
+  }
+  if (arePresent(0)) {
+    if (auto failure = present_->met.group->failure(); failure && !Agreement::changesMembers(failure->code)) {
+      return failure; // the agreement's thread reads that soon
+    }
+  }
+  return std::nullopt;
 }
 
 void AgreementDriver::launch(elastic::Round round) {
@@ -446,6 +455,14 @@ bool AgreementDriver::hasLeft() const {
   refuseInChild();
   const std::lock_guard<std::mutex> lock(mutex_);
   return ledger_.hasLeft();
+}
+
+bool AgreementDriver::hasEnded() const {
+  if (forkCount() != forks_) {
+    return true; // the parent's
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return whyEnded().has_value();
 }
 
 int64_t AgreementDriver::steps() const {

@@ -54,6 +54,7 @@ class AgreementDriver final : public Engine::Maker {
   struct Config : elastic::Agreement::Config {
     std::string description; ///< of the model and its options: newcomers must have the same
     std::string peers_path; ///< the file to which rank 0 writes the members' handles at each change; empty: none
+    int join_spent_ms = 0; ///< of join_wait_ms, before a newcomer has found these members
     bool has_port = false; ///< members are found at a FixedPort: the caller has Reconfigurable::offer()
     [[nodiscard]] bool mayBeJoined() const noexcept {
       return has_port || !peers_path.empty();
@@ -183,6 +184,8 @@ class AgreementDriver final : public Engine::Maker {
   void leave();
   /// Whether it has: its last step is committed, and begin() throws.
   [[nodiscard]] bool hasLeft() const;
+  /// Whether this process is a member no more, for whatever reason; in a child of fork() it never was. Throws nothing.
+  [[nodiscard]] bool hasEnded() const;
 
  private:
   /// What other threads hand to the agreement's.
@@ -358,6 +361,7 @@ class AgreementDriver final : public Engine::Maker {
   void refuseInChild() const;
   void refuseUndelivered() const; ///< with mutex_
   [[nodiscard]] bool awaitPresent(std::unique_lock<std::mutex>& lock, Deadline deadline, size_t members);
+  [[nodiscard]] std::optional<ErrorRecord> whyEnded() const; ///< why no step begins here any more; with mutex_
   void launch(elastic::Round round); ///< with mutex_
   [[nodiscard]] bool arePresent(size_t members) const noexcept { ///< at least so many; with mutex_
     return !over_ && present_ && view_.members.size() >= members;

@@ -374,6 +374,7 @@ elastic::Agreement::Config AgreementDriver::settings() const {
   elastic::Agreement::Config settings = config_;
   settings.self = self_;
   settings.dead_after_ms = members_.config().dead_after_ms;
+  settings.join_wait_ms = std::max(1, config_.join_wait_ms - config_.join_spent_ms);
   return settings;
 }
 

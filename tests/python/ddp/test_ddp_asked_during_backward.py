@@ -185,7 +185,7 @@ def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
         "share_store": (dist.distributed_c10d._get_default_store(),),
         "set_buffers": ([],),
         "follow_members": (3,),
-        "sum_of_members": (torch.zeros(0, dtype=torch.float64),),
+        "sum_of_members": (torch.zeros(0, dtype=torch.float64), "nothing"),
         "await_newcomers": (),
         "join_point": (),
         "explain_forward": ("text",),

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,19 @@ def test_a_mean_that_is_summed_again_has_the_same_bits() -> None:
     run_ranks(2, summed_again, timeout_s=100, preload=TORCH_DDP).check()
 
 
-def shapes_differ(rank: int, world_size: int) -> None:
+def shapes_differ(rank: int, world_size: int, shapes: Sequence[tuple[int, ...]]) -> None:
     import pycomm
 
     model = wrap(Net(), elastic=pycomm.Elastic())
     with pytest.raises(pycomm.errors.CollectiveMismatchError):
-        model.elastic.mean(torch.ones(1 + rank))
+        model.elastic.mean(torch.ones(shapes[rank]))
     with pytest.raises(RuntimeError, match="a mean over the members was being computed"):
         model(batch_of(rank, 0))
 
 
-def test_shapes_that_differ_are_an_error_on_all_ranks() -> None:
-    run_ranks(2, shapes_differ, timeout_s=100, preload=TORCH_DDP).check()
+@pytest.mark.parametrize("shapes", [((1,), (2,)), ((2, 3), (3, 2))])
+def test_shapes_that_differ_are_an_error_on_all_ranks(shapes: Sequence[tuple[int, ...]]) -> None:
+    run_ranks(2, shapes_differ, args=(shapes,), timeout_s=100, preload=TORCH_DDP).check()
 
 
 def rounds_differ(rank: int, world_size: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +93,7 @@ def test_the_variable_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYCOMM_PEERS", "pycomm://alpha,beta:29600")
     assert pycomm.Elastic(state=state).peers == "pycomm://alpha,beta:29600"
     assert pycomm.Elastic(state=state).peers_port == "pycomm://alpha,beta:29600"
-    assert pycomm.Elastic(state=state, peers="file").peers == "file"
+    assert pycomm.Elastic(state=state, peers="file").peers == os.path.abspath("file")
     assert pycomm.Elastic(state=state, peers="file").peers_port is None
     with pytest.raises(ValueError, match="peers= needs state="):
         pycomm.Elastic()
@@ -189,6 +191,40 @@ def refuses_call_sites(rank: int, world_size: int, where: str) -> None:
 
     with pytest.raises(UnsupportedError, match=rf"{where}=True does not go with elastic="):
         wrap(Net(), elastic=pycomm.Elastic())
+
+
+def refuses_changing_ranks(rank: int, world_size: int, store: str) -> None:
+    import torch.distributed as dist
+
+    import pycomm
+
+    dist.init_process_group(
+        "pycomm",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        pg_options=pycomm.Reconfigurable(),
+    )
+    pycomm.reconfigure(1, [pycomm.reconfigure_handle()])
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    with pytest.raises(
+        pycomm.errors.UnsupportedError,
+        match="a default group that can be reconfigured does not go with elastic=",
+    ):
+        wrap(Net(), elastic=pycomm.Elastic())
+    assert len(groups) == before
+
+
+def test_a_default_group_that_can_be_reconfigured_is_refused(tmp_path: Path) -> None:
+    ranks.run_ranks(
+        1,
+        refuses_changing_ranks,
+        args=(str(tmp_path / "store"),),
+        init="none",
+        timeout_s=60,
+        preload=ranks.TORCH_DDP,
+    ).check()
 
 
 def test_call_sites_are_refused() -> None:

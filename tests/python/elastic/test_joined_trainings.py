@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import random
 import signal
 import time
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from elastic_joining import Plan, start, trains_with_faults
 from elastic_training import SHARED, TCP
+from processes import fork_and_wait
 from ranks import TORCH_DDP, RankResult, Ranks, run_ranks, start_ranks
 from time_bound import assert_within
 
@@ -235,24 +237,31 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "peers").read_text() == "the only copy of a thesis\n"
 
 
+def founded(peers: str, **settings: Any) -> Any:
+    import pycomm
+
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    elastic = pycomm.Elastic(peers=peers, state=[optimizer], **settings)
+    return pycomm.DistributedDataParallel(net, elastic=elastic)
+
+
+def make_step(model: Any) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
 def begins_again(rank: int, world_size: int, peers: str) -> list[Any]:
     """What the second of three wrappers raises: the first one trains then, and has left later."""
     import pycomm
 
-    def wrap() -> Any:
-        net = torch.nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        elastic = pycomm.Elastic(peers=peers, state=[optimizer])
-        return pycomm.DistributedDataParallel(net, elastic=elastic)
-
-    first = wrap()
+    first = founded(peers)
     with pytest.raises(pycomm.errors.UnsupportedError) as refused:
-        wrap()
+        founded(peers)
     first.elastic.leave()
-    first(torch.ones(2, 3)).sum().backward()
+    make_step(first)
     assert first.elastic.left
-    second = wrap()
-    second(torch.ones(2, 3)).sum().backward()
+    second = founded(peers)
+    make_step(second)
     return [str(refused.value), second.elastic.step]
 
 
@@ -260,6 +269,94 @@ def test_a_process_that_has_left_begins_anew_with_its_file(tmp_path: Path) -> No
     ((text, steps),) = run_ranks(1, begins_again, args=(str(tmp_path / "peers"),)).values()
     assert "a second elastic wrapper" in text
     assert steps == 1
+
+
+def begins_after(rank: int, world_size: int, how: str, folder: str) -> int:
+    """Steps of the second wrapper. The first one is there still, and trains no more."""
+    import pycomm
+
+    first = founded(f"{folder}/peers", min_ranks=world_size, quorum_wait=0.2)
+    if how == "backward fails":
+        first.module.weight.register_hook(lambda gradient: gradient[0, 0, 0])
+        with pytest.raises(IndexError):
+            make_step(first)
+        with pytest.raises(RuntimeError):
+            make_step(first)
+    if how == "too few are left":
+        if rank == 1:
+            first.elastic.leave()
+        make_step(first)
+        if rank == 1:
+            return 0
+        with pytest.raises(pycomm.errors.QuorumLostError):
+            make_step(first)
+    if how != "backward fails":
+        begin_alone(folder)
+    second = founded(f"{folder}/peers")
+    make_step(second)
+    steps: int = second.elastic.step
+    return steps
+
+
+def begin_alone(folder: str) -> None:
+    """Another default group in the place of the one that there is."""
+    dist.destroy_process_group()
+    dist.init_process_group("pycomm", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("how", ["destroyed", "backward fails", "too few are left"])
+def test_a_wrapper_that_trains_no_more_does_not_block_the_next_one(
+    how: str, tmp_path: Path
+) -> None:
+    size = 2 if how == "too few are left" else 1
+    assert run_ranks(size, begins_after, args=(how, str(tmp_path))).values()[0] == 1
+
+
+def begins_in_a_child(rank: int, world_size: int, folder: str) -> int:
+    first = founded(f"{folder}/peers")
+
+    def child() -> None:
+        begin_alone(folder)
+        second = founded(f"{folder}/of the child")
+        make_step(second)
+        assert second.elastic.step == 1
+
+    code = fork_and_wait(child)
+    make_step(first)
+    return code
+
+
+def test_a_child_of_fork_begins_a_training_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(1, begins_in_a_child, args=(str(tmp_path),)).values() == [0]
+
+
+def members_in(path: Path) -> int:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return len([line for line in lines if line and not line.startswith("#")])
+
+
+def goes_to_another_folder(rank: int, world_size: int, folder: str) -> tuple[int, list[str]]:
+    """How many members the file has when one has left, and what the second folder holds."""
+    first, second = Path(folder, "first"), Path(folder, "second")
+    os.chdir(first)
+    model = founded("peers")
+    while members_in(first / "peers") < 2:
+        time.sleep(0.01)
+    os.chdir(second)
+    if rank == 1:
+        model.elastic.leave()
+    make_step(model)
+    while rank == 0 and members_in(first / "peers") == 2 and not os.listdir(second):
+        time.sleep(0.01)
+    return members_in(first / "peers"), os.listdir(second)
+
+
+def test_the_file_stays_where_the_program_was(tmp_path: Path) -> None:
+    """Its name is relative, and the program goes to another folder between two changes."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    found = run_ranks(2, goes_to_another_folder, args=(str(tmp_path),)).values()
+    assert found[0] == (1, [])
 
 
 @pytest.mark.time_bound
@@ -283,6 +380,32 @@ def test_nobody_answers(tmp_path: Path) -> None:
         wrong = newcomer.collect(60)[0].value
     assert wrong["error"].is_a("JoinRefusedError"), wrong["error"].text
     assert_within(none["after_s"], 10.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.time_bound
+def test_the_wait_for_an_answer_is_part_of_join_wait(tmp_path: Path) -> None:
+    """Members answer late, and admit nobody then: they come to no ``join_point()``."""
+    plan = Plan(str(tmp_path / "peers"), 2, points=10**6, settings=(("join_pause", None),))
+    late = dataclasses.replace(
+        joining(plan),
+        peers=str(tmp_path / "late"),
+        settings=(("join_pause", None), ("join_wait", 8.0)),
+    )
+    with start(1, plan, SHARED) as running:
+        running.wait_for_mark(0, "trains")
+        with start(1, late, SHARED) as newcomer:
+            newcomer.wait_for_mark(0, "asks")
+            time.sleep(6.0)
+            (tmp_path / "peers").rename(tmp_path / "late")
+            refused = newcomer.collect(60)[0].value
+        running.kill(0)
+        running.collect(30)
+    text = refused["error"].text
+    assert refused["error"].is_a("RendezvousTimeoutError"), text
+    assert "was not admitted to an elastic training within join_wait=8 s" in text, text
+    assert refused["after_s"] > 7.9
+    assert_within(refused["after_s"], 12.0)
 
 
 def test_a_state_that_takes_too_long_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import open_files
+from processes import fork_and_wait, open_files
 from ranks import describe_exception, mark, run_ranks, start_ranks
 from time_bound import assert_within
 
@@ -53,22 +52,6 @@ def grown(before: dict[str, int]) -> dict[str, int]:
         if max(more.values()) <= 0 or time.monotonic() > settled_s:
             return more
         time.sleep(0.01)
-
-
-def fork_and_wait(body: Any) -> int:
-    """Runs ``body`` in a forked child; its exit code."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        except BaseException as error:
-            sys.stderr.write(describe_exception(error).traceback)
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # --- fork -----------------------------------------------------------------------------------------
