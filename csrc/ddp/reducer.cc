@@ -374,9 +374,9 @@ PassWeights& Reducer::weights() {
   return *weights_;
 }
 
-bool Reducer::forwardBegan() {
+bool Reducer::forwardBegan(double weight) {
   const Turn turn(*this);
-  return weights().forwardBegan();
+  return weights().forwardBegan(weight);
 }
 
 bool Reducer::isWithinBackward() {

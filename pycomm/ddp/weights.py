@@ -398,7 +398,7 @@ class Weighed(TorchDDP):
         return prepared
 
     def _forward_began(self) -> None:
-        if self.reducer.forward_began():
+        if self.reducer.forward_began(self._forward_weight):
             for reader in _READERS.get(self, ()):
                 with contextlib.suppress(UnsupportedError):  # of another group: when it deals next
                     reader.read_steps()
