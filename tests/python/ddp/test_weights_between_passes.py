@@ -486,6 +486,8 @@ def too_far(rank: int, world_size: int) -> list[str]:
             model.samples = bad
         except ValueError as error:
             found.append(str(error))
+        with pytest.raises(ValueError, match="a weight is 0 or from 1e-20 to 1e20"):
+            model.reducer.set_weight(bad)
     return found
 
 
