@@ -258,21 +258,23 @@ def test_an_epoch_that_a_state_has_complete_is_begun_with_a_warning(
     assert line.endswith(f"epoch {epoch} anew. Try, with Accelerate: loader.set_epoch({epoch + 1})")
 
 
-def test_the_position_holds_for_another_number_of_ranks() -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_position_holds_for_another_number_of_ranks(world_size: int) -> None:
     three = Three()
     three.set_epoch(4)
     begin = three.epoch(5)
-    pair = Job(2)
+    other = Job(world_size)
     samplers = [
-        BalancedSampler(range(203), model=log, global_batch=24, lookahead=4) for log in pair.logs
+        BalancedSampler(range(203), model=log, global_batch=24, lookahead=4) for log in other.logs
     ]
+    even = (24 // world_size,) * world_size
     for sampler in samplers:
         sampler.load_state_dict(three.state())
-        assert sampler.stats().shares == (12, 12)
+        assert sampler.stats().shares == even
     rest = []
     for batches in zip(*samplers, strict=True):
-        pair.train([12, 12], [1.0, 1.0])
-        pair.returned()
+        other.train(even, [1.0] * world_size)
+        other.returned()
         rest.append([list(batch) for batch in batches])
     assert len(rest) == 3 and len(set(indices(begin + rest))) == 8 * 24
 
