@@ -111,8 +111,10 @@ void PassWeights::gapEnds() noexcept {
   }
 }
 
-bool PassWeights::forwardBegan() noexcept {
+bool PassWeights::forwardBegan(double weight) noexcept {
   gapEnds();
+  forward_weight_ = weight;
+  in_forward_ = true;
   forward_began_ = WaitClock::now();
   const bool many = step_count_ - shown_steps_ >= static_cast<int64_t>(kStepsKept / 4);
   shown_steps_ = many ? step_count_ : shown_steps_;
@@ -120,7 +122,7 @@ bool PassWeights::forwardBegan() noexcept {
 }
 
 void PassWeights::marked(ForwardMark& mark) {
-  forward_weight_ = mark.weight;
+  in_forward_ = false;
   mark.number = ++forwards_;
   mark.began = forward_began_;
   if (set_ != nullptr) {
@@ -217,7 +219,7 @@ void PassWeights::enter(Entered entered) {
   const at::NoGradGuard no_grad;
   const double now = entered.weight;
   withdrawEarly();
-  if ((sum_.passes > 0 || sum_.cannot_follow) && forgotten()) {
+  if ((sum_.passes > 0 || sum_.cannot_follow || sum_.stray) && forgotten()) {
     forget();
   }
   TORCH_CHECK(
@@ -246,6 +248,7 @@ void PassWeights::enter(Entered entered) {
 void PassWeights::enterWithoutBatch() {
   set_.reset();
   forward_began_ = {};
+  in_forward_ = false;
   dropEarly();
   enter(Entered{});
 }
@@ -327,19 +330,20 @@ void PassWeights::takeZerosBack() {
 }
 
 void PassWeights::begin(bool reduces) {
+  const at::NoGradGuard no_grad;
+  if (!entered_.has_value()) {
+    forward_weight_ = pending().value_or(forward_weight_); // also of another one in the same forward pass
+    enter(Entered{forward_weight_, nullptr, 0, /*marked=*/false});
+  }
   TORCH_CHECK(
       !sum_.stray,
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
-      "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
-  const at::NoGradGuard no_grad;
-  if (entered_.has_value() && entered_->begun) { // its call goes through a graph outside no_sync(), too
+      "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made, and backward() comes after it");
+  if (entered_->begun) { // its call goes through a graph outside no_sync(), too
     if (reduces) {
       takeZerosBack();
     }
     return;
-  }
-  if (!entered_.has_value()) {
-    enter(Entered{pending().value_or(forward_weight_), nullptr, 0, /*marked=*/false});
   }
   const double now = entered_->weight;
   if (entered_->said != nullptr) {

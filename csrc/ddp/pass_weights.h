@@ -96,9 +96,9 @@ class PassWeights {
   }
   /// The program has ended its own work between two passes.
   void gapEnds() noexcept;
-  /// A forward pass begins to compute. True if readers of steps() must look: so many steps have ended since it last was that some are dropped
-  /// soon, or the ranks have used up different numbers of batches in the last one.
-  [[nodiscard]] bool forwardBegan() noexcept;
+  /// A forward pass of this weight begins to compute. True if readers of steps() must look: so many steps have ended since it last was that some are
+  /// dropped soon, or the ranks have used up different numbers of batches in the last one.
+  [[nodiscard]] bool forwardBegan(double weight) noexcept;
   /// A forward pass is over.
   void marked(ForwardMark& mark);
   /// A gradient will be added to .grad, in a call of backward() that is no pass so far. Cost: a copy of .grad, which lives until the next call
@@ -145,9 +145,9 @@ class PassWeights {
     sum_.cannot_follow = true;
   }
   /// A gradient of a backward pass through no marked graph. It counts with the weight of the last pass that had some, else with that of the
-  /// next one, as that of a penalty does, unless a forward pass may have made it.
+  /// next one, as that of a penalty does, unless a forward pass may have made it, or is under way.
   void stray() noexcept {
-    sum_.stray = sum_.cannot_follow;
+    sum_.stray = sum_.stray || sum_.cannot_follow || in_forward_;
   }
 
   /// Of the pass that has begun; else Ends::InTurn.
@@ -264,7 +264,8 @@ class PassWeights {
   bool narrow_; ///< some are fp16
   std::shared_ptr<SaidWeight> set_; ///< null: nothing is
   int64_t forwards_ = 0;
-  double forward_weight_ = 1.0; ///< of the last one
+  double forward_weight_ = 1.0; ///< of the last one that has begun
+  bool in_forward_ = false; ///< it has not ended
   std::optional<Entered> entered_; ///< the pass that will begin, or that has
   std::vector<Early> early_; ///< of the present call
   Accumulated sum_; ///< since the last reduction, the pass under way included

@@ -383,9 +383,9 @@ PassWeights& Reducer::weights() {
   return *weights_;
 }
 
-bool Reducer::forwardBegan() {
+bool Reducer::forwardBegan(double weight) {
   const Turn turn(*this);
-  return weights().forwardBegan();
+  return weights().forwardBegan(weight);
 }
 
 bool Reducer::isWithinBackward() {
@@ -399,8 +399,8 @@ void Reducer::setWeight(std::optional<double> weight) {
       !pass_.reducing() || failure_.any(),
       "model.samples is set before backward(), and gradients are being reduced: the other ranks know the weight already");
   TORCH_CHECK_VALUE(
-      !weight.has_value() || (std::isfinite(*weight) && *weight >= 0),
-      "a weight is finite and not negative, and this one is ",
+      weight.value_or(0) == 0 || (*weight >= 1e-20 && *weight <= 1e20),
+      "a weight is 0 or from 1e-20 to 1e20, and this one is ",
       weight.value_or(0));
   weights().set(weight);
 }

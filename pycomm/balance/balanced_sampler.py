@@ -41,9 +41,9 @@ _LARGEST = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class SamplerStats:
-    """What a ``BalancedSampler`` deals, and why. Tuples are in the order of ``members``; but for
-    ``epoch`` and ``cursor``, all of it concerns the time since the sampler was made or its state
-    was saved.
+    """What a ``BalancedSampler`` deals, and why. Tuples are in the order of ``members``. Counters
+    and estimates continue those of a state that was loaded, unless its ranks are others; ``epoch``
+    and ``cursor`` always do.
 
     Example::
 
@@ -78,13 +78,13 @@ class SamplerStats:
 
 
 class BalancedSampler(Sampler[list[int]]):
-    """Deals each rank as many samples of a step as it can train in the time that the others take.
+    """Deals each rank as many samples of a batch as it can train in the time that the others take.
 
     A batch sampler for any ``DataLoader``: ``DataLoader(dataset, batch_sampler=sampler)``. All
-    ranks have the same number of batches, and those of one step have ``global_batch`` samples
-    together. An epoch has each index once, but for the remainder that does not fill a step. Shares
-    begin equal. They follow from the compute time of each rank's earlier steps, which the model's
-    ranks exchange anyway, and change only for a predicted gain above 2 %.
+    ranks have the same number of batches, and their n-th ones have ``global_batch`` samples
+    together. An epoch has each index once, but for the remainder that does not fill a batch of all
+    ranks. Shares begin equal. They follow from the compute time of each rank's earlier steps, which
+    the model's ranks exchange anyway, and change only for a predicted gain above 2 %.
 
     With ``elastic`` ranks may die. From ``lookahead`` batches after that on, the others have
     ``global_batch`` samples together again. What the dead rank had been dealt and has not trained
@@ -106,6 +106,12 @@ class BalancedSampler(Sampler[list[int]]):
                 loss_of(model(inputs), targets).backward()
                 optimizer.step()
 
+        # A rank with less memory than the others:
+        largest = 16 if socket.gethostname() == "beta" else None
+        sampler = pycomm.BalancedSampler(
+            dataset, global_batch=256, model=model, max_batch=largest
+        )
+
     Args:
         dataset: Has ``len()``, and is the same on all ranks.
         global_batch: Samples of all ranks together in one backward pass. With ``accumulate=k`` a
@@ -117,18 +123,20 @@ class BalancedSampler(Sampler[list[int]]):
             same, and at least ``num_workers * prefetch_factor + 2 * accumulate`` of the loader that
             runs ahead furthest, plus 1 with Lightning or Accelerate. More is slower to follow.
         min_batch: The least share of any rank. BatchNorm needs 2.
-        max_batch: The largest share of *this* rank, as its memory allows; None: no limit.
+        max_batch: The largest share of *this* rank, as its memory allows: ranks may have different
+            ones. None: no limit.
         multiple_of: Shares are multiples of it, so that a compiled model meets fewer shapes.
 
     Raises:
         TypeError: ``dataset`` is iterable or has no ``len()``; ``model`` keeps no record of steps.
         ValueError: An argument is out of range, no shares are allowed, or the dataset is shorter
-            than one step.
+            than one batch of all ranks.
         ConfigMismatchError: An argument other than ``max_batch`` differs between ranks, on all; or
             another rank has raised one of the errors above, but that of ``model``. Or it differs
             from the members', on a process that joins.
-        UnsupportedError: The model has lost ranks, with which to compare arguments, or others have
-            joined; or with ``Elastic(peers=)`` it has another ``BalancedSampler``.
+        UnsupportedError: The model has parameters on a CUDA device, or ``sync_every`` above 1; or
+            it has lost ranks, with which to compare arguments, or others have joined; or with
+            ``Elastic(peers=)`` it has another ``BalancedSampler``, or ``join_pause=None``.
 
     The loop's iterator raises RuntimeError if its loader runs ahead further than ``lookahead``, if
     the model makes more passes than batches were dealt, or if before the last batch ``set_epoch()``
@@ -172,7 +180,7 @@ class BalancedSampler(Sampler[list[int]]):
             }
             if (length := self._arguments["len(dataset)"]) < global_batch:
                 raise ValueError(
-                    f"the dataset has {length} samples, fewer than one step of global_batch="
+                    f"the dataset has {length} samples, fewer than one batch of global_batch="
                     f"{global_batch}. Try: a smaller global_batch"
                 )
             most = 0 if max_batch is None else _whole("max_batch", max_batch, 1)
@@ -180,12 +188,7 @@ class BalancedSampler(Sampler[list[int]]):
 
         received = self._log.received()
         largest = [check()[-1]] if received is not None else self._agree(_ARGUMENTS, check)
-        self._length = self._arguments["len(dataset)"]
-        self._global_batch = global_batch
-        self._shuffle = shuffle
-        self._seed = seed
-        self._lookahead = lookahead
-        self._deals = Deals(self._length)
+        self._deals = Deals(self._arguments["len(dataset)"])
         self._next_step = self._log.steps
         self._epoch = 0
         self._begin: int | None = None  # which batch of all is the epoch's first; None: the next
@@ -216,7 +219,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks. An epoch with a death has more."""
-        return self._length // self._global_batch
+        return self._arguments["len(dataset)"] // self._arguments["global_batch"]
 
     def __iter__(self) -> Iterator[list[int]]:
         """Deals the batches of this epoch that were not trained yet, on all ranks alike.
@@ -331,7 +334,7 @@ class BalancedSampler(Sampler[list[int]]):
         """Counters and estimates so far, equal on ranks that are at the same step."""
         self.read_steps()
         plan = self._plan
-        (_, shares, members), fits = plan.newest, plan.fits() or []
+        (_, shares, members), fits = plan.newest, plan.fits()
         even = even_shares(plan.limits)
         return SamplerStats(
             epoch=self._epoch,
@@ -369,8 +372,8 @@ class BalancedSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict()`` was taken. Collective: call it on all ranks.
 
-        The position also holds for another number of ranks, or other limits of shares; then shares
-        begin equal. So they do if ranks had died.
+        The position also holds for another number of ranks; then shares begin equal. So they do if
+        ranks had died or joined. ``lookahead`` and limits of shares may be others than they were.
 
         Raises:
             ValueError: The state is of another dataset, ``global_batch``, ``seed`` or ``shuffle``;
@@ -392,10 +395,13 @@ class BalancedSampler(Sampler[list[int]]):
         self._agree(("the loaded epoch", "the loaded cursor", "the loaded state"), check)
         saved, plan, cursor = state["options"], state["plan"], int(state["cursor"])
         first, skipped, carried = state["rest"]
-        if saved == mine and plan is not None:
-            self._plan = SharePlan.load(plan, self._first_limits, self._lookahead)
+        limits, lookahead = self._first_limits, self._arguments["lookahead"]
+        of_others = plan is None or len(saved["most"]) != len(limits.most)
+        if of_others:
+            self._plan = SharePlan(limits, lookahead)
         else:
-            self._plan = SharePlan(self._first_limits, self._lookahead)
+            self._plan = SharePlan.load({**plan, "most": limits.most}, limits, lookahead)
+            self._plan.keep_within_limits(self._plan.trained + self._log.pending_passes)
         self._next_step = self._log.steps
         self._told = self._plan.newest
         self._start(int(state["epoch"]))
@@ -407,12 +413,11 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._catch_up(now):
             self._deals.resume(batch, self._order(), Rest((*carried, *first), skipped), ())
         self._loaded_epoch = self._epoch
-        of_others = plan is None or len(saved["most"]) != len(mine["most"]) or state["of_others"]
-        self._step_of_others = self._log.steps if of_others else None
+        self._step_of_others = self._log.steps if of_others or state["of_others"] else None
 
     def most_ranks(self) -> int:
         """For the model, to which processes join: how many ranks a batch has samples for."""
-        return self._global_batch // self._first_limits.fewest
+        return self._arguments["global_batch"] // self._first_limits.fewest
 
     def state_for_others(self) -> dict[str, Any]:
         """For the model, to which processes join: what their samplers begin with."""
@@ -441,7 +446,8 @@ class BalancedSampler(Sampler[list[int]]):
                 f"max_batch={max_batch} is below the least share, {limits.fewest}. Try: a larger "
                 "one"
             )
-        self._plan = SharePlan.load(part_of(state, "plan"), limits, self._lookahead)
+        lookahead = self._arguments["lookahead"]
+        self._plan = SharePlan.load(part_of(state, "plan"), limits, lookahead)
         self._epoch = self._loaded_epoch = int(part_of(state, "epoch"))
         self._begin = int(part_of(state, "begin"))
         self._deals.load(self._order(), part_of(state, "deals"))
@@ -451,7 +457,7 @@ class BalancedSampler(Sampler[list[int]]):
     def is_idle(self) -> bool:
         """For the model: whether its passes train no batch of this sampler now."""
         self.read_steps()
-        return self._is_idle()
+        return self._deal_trained()
 
     def has_share(self) -> bool:
         """For the model: False in the first passes of a process that has joined."""
@@ -462,11 +468,13 @@ class BalancedSampler(Sampler[list[int]]):
         return not self._waits
 
     def _order(self) -> torch.Tensor:
-        return epoch_order(self._length, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
+        length, seed = self._arguments["len(dataset)"], self._arguments["seed"]
+        shuffle = bool(self._arguments["shuffle"])
+        return epoch_order(length, seed=seed, epoch=self._epoch, shuffle=shuffle)
 
     def _limits_of(self, most: Sequence[int]) -> Limits:
         return Limits.of(
-            self._global_batch,
+            self._arguments["global_batch"],
             unit=self._arguments["multiple_of"],
             fewest=self._arguments["min_batch"],
             most=[each or None for each in most],
@@ -537,9 +545,9 @@ class BalancedSampler(Sampler[list[int]]):
         if (shares := plan.shares_of(batch)) is None:
             raise RuntimeError(
                 f"rank {self._rank}'s loader has run {batch - now} batches ahead of training, "
-                f"too far for lookahead={self._lookahead} of BalancedSampler: the steps that "
-                "decide the next shares are not trained yet. Try: lookahead=num_workers * "
-                "prefetch_factor + 2 * accumulate of the loader that runs ahead furthest, plus 1 "
+                f"too far for lookahead={self._arguments['lookahead']} of BalancedSampler: the "
+                "steps that decide the next shares are not trained yet. Try: lookahead=num_workers "
+                "* prefetch_factor + 2 * accumulate of the loader that runs ahead furthest, plus 1 "
                 "with Lightning or Accelerate, the same on all ranks. If the loop trains only some "
                 "of the batches, as when Accelerate's prepare() cuts them among the ranks, no "
                 "lookahead is enough: see docs/unequal-machines.md"
@@ -551,14 +559,14 @@ class BalancedSampler(Sampler[list[int]]):
         steps, plan = self._log.steps, self._plan
         if steps == self._next_step:
             return
-        idle = self._is_idle()
+        idle = self._deal_trained()
         for record in () if idle else self._log.records(self._next_step):
             before = plan.newest
             plan.add(record)
             self._next_step += 1
             if plan.newest is not before and self._rank == plan.newest.members[0]:
                 self._tell()
-            if idle := self._is_idle():
+            if idle := self._deal_trained():
                 break
         if idle and steps != self._next_step:
             # Another loader's, and every rank leaves out the same ones, however late it looks.
@@ -566,15 +574,17 @@ class BalancedSampler(Sampler[list[int]]):
             self._next_step = steps
         self._deals.forget(min([plan.timed, *(each.since for each in plan.departures)]))
 
-    def _is_idle(self) -> bool:
-        """All batches of an epoch are trained, and the next one has not begun."""
+    def _deal_trained(self) -> bool:
+        """Deals what steps on record have trained and nobody pulled; whether those behind them are
+        of no epoch, as all batches of the last one are trained, and the next one has not begun."""
         return self._begin is None or self._catch_up(self._plan.trained)
 
     def _tell(self) -> None:
-        """Logs shares that have changed by more than a tenth, whom they are of, and new advice."""
+        """Logs shares that have changed by more than a tenth, whom they are of, and advice about
+        another rank than the last one."""
         fits, told, now = self._plan.fits(), self._told, self._plan.newest
         if now.members != told.members:
-            less = self._plan.limits.total < self._global_batch
+            less = self._plan.limits.total < self._plan.limits.whole
             logger.log(
                 logging.WARNING if less else logging.INFO,
                 "from batch %d on ranks %s train on %s samples (before: ranks %s on %s)%s",
@@ -590,18 +600,19 @@ class BalancedSampler(Sampler[list[int]]):
                 now.batch,
                 _listed(now.shares),
                 _listed(told.shares),
-                batch_seconds(fits or [], now.shares),
-                batch_seconds(fits or [], told.shares),
+                batch_seconds(fits, now.shares),
+                batch_seconds(fits, told.shares),
             )
             self._told = now
         advice = self._advice()
-        if advice and not self._told_advice:
+        about, _, _ = advice.partition(":")  # which rank; its seconds change with each step
+        if about not in ("", self._told_advice):
             logger.info("%s", advice)
-            self._told_advice = advice
+        self._told_advice = about
 
     def _advice(self) -> str:
         plan = self._plan
-        return why_leave_out(plan.fits() or [], plan.limits, LEAST_GAIN, plan.newest.members)
+        return why_leave_out(plan.fits(), plan.limits, LEAST_GAIN, plan.newest.members)
 
     def _options(self) -> dict[str, Any]:
         return {**self._arguments, "most": list(self._first_limits.most)}

@@ -121,7 +121,7 @@ class Deals:
         Args:
             batch: ``next_batch``, or one before: then that and later ones are dealt anew.
             change: Its shares.
-            departures: All whose ``until`` is this batch.
+            departures: All that are kept; of those whose ``until`` this is, it has the parts back.
         """
         rest, total = self._before(batch, departures), sum(change.shares)
         if total > self._count(rest):

@@ -114,11 +114,11 @@ class SharePlan:
         """Those whose ranks may still be dealt a batch that is not on record, the oldest first."""
         return self._departures
 
-    def fits(self) -> list[Fit] | None:
-        """The fit of each of the newest members; None before all have one."""
+    def fits(self) -> list[Fit]:
+        """The fit of each of the newest members; empty before all have one."""
         fits = [times.fit() for times in self._times.values()]
         known = [fit for fit in fits if fit is not None]
-        return known if len(known) == len(fits) else None
+        return known if len(known) == len(fits) else []
 
     def add(self, record: StepRecord) -> None:
         """Takes the next record: it has the seconds of the step before it."""
@@ -131,6 +131,15 @@ class SharePlan:
         if list(record.members) != list(self._times):
             self._change_members(record)
         self._trained += record.batches
+
+    def keep_within_limits(self, batch: int) -> None:
+        """If its limits allow the shares of this batch or of later ones no more: finds others."""
+        coming = [self.decided(batch), *(each for each in self._history if each.batch > batch)]
+        if not all(self._limits.allow(each.shares) for each in coming):
+            self._history = [each for each in self._history if each.batch < batch]
+            self._history.append(Change(batch, self._likely_shares(), tuple(self._times)))
+            self._changes += 1
+            self._busy = self._lookahead + _BUSY
 
     def interrupt(self) -> None:
         """Steps follow that are not of these batches: how long the last one took is not known."""
@@ -255,7 +264,7 @@ class SharePlan:
         if any(changed):
             self._busy = self._lookahead + _BUSY
         fits = self.fits()
-        if fits is None:
+        if not fits:
             return
         now = batch_seconds(fits, self.newest.shares)
         # 2 ln N is 1.4 log2 N, which needs no logarithm that another C library may round otherwise.

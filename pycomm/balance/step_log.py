@@ -1,6 +1,6 @@
 """What a sampler asks of the model that trains on its batches: the steps that the ranks have made.
 
-This is the whole of what ``BalancedSampler`` knows about a model, and it is read only.
+This is the whole of what ``BalancedSampler`` knows about a model. It says one number: ``allow``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepReader(Protocol):
 
 
 class StepLog(Protocol):
-    """``model.step_log``: written by the wrapper, read by samplers.
+    """``model.step_log``: written by the wrapper, and but for ``allow`` only read by samplers.
 
     A step is on record once its backward pass has returned with averages, on the thread that called
     it; never earlier, and not if it raised, unless that was because no rank had samples. All

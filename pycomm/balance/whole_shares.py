@@ -1,4 +1,4 @@
-"""How many samples of a step each rank takes: whole numbers that add up to the global batch."""
+"""How many samples of a batch each rank takes: whole numbers that add up to the global batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Limits:
     """Which shares are allowed. All of its numbers but ``unit`` are multiples of ``unit``."""
 
     whole: int
-    """The samples of a step, if the ranks can take them."""
+    """The samples of a batch, if the ranks can take them."""
     unit: int
     fewest: int
     """The least share of any rank."""
@@ -25,7 +25,7 @@ class Limits:
 
     @property
     def total(self) -> int:
-        """The samples of a step."""
+        """The samples of a batch."""
         return min(self.whole, sum(self.most))
 
     @classmethod
@@ -33,7 +33,7 @@ class Limits:
         """Rounds each rank's limits to what its shares can be.
 
         Args:
-            total: The samples of a step.
+            total: The samples of a batch.
             unit: Shares are multiples of it.
             fewest: The least share of any rank.
             most: The largest share of each rank; None: no limit.
@@ -67,6 +67,13 @@ class Limits:
             )
         return cls(total, unit, least, tuple(min(each, total) for each in limits))
 
+    def allow(self, shares: Sequence[int]) -> bool:
+        """Whether a batch may have these shares."""
+        return sum(shares) == self.total and all(
+            self.fewest <= share <= most and share % self.unit == 0
+            for share, most in zip(shares, self.most, strict=True)
+        )
+
     def of_ranks(self, most: Sequence[int | None]) -> Limits:
         """The limits of other ranks, whose largest shares these are. None: no limit."""
         units = (self.whole if each is None else each // self.unit * self.unit for each in most)
@@ -84,12 +91,12 @@ def batch_seconds(fits: Sequence[Fit], shares: Sequence[int]) -> float:
 
 
 def can_end(fits: Sequence[Fit], limits: Limits, seconds: float) -> bool:
-    """Whether a step may be so short. Never False if it may: it allows a billionth more."""
+    """Whether a batch may be so short. Never False if it may: it allows a billionth more."""
     return sum(_within(fits, limits, seconds * (1.0 + 1e-9))) >= limits.total
 
 
 def best_shares(fits: Sequence[Fit], limits: Limits) -> tuple[int, ...]:
-    """The shares with the shortest step; of equally good ranks the first ones take more.
+    """The shares with the shortest batch; of equally good ranks the first ones take more.
 
     One unit after the other, each to the rank that would end first with it, is best, since times
     grow with shares. To save most of these steps, it begins at the largest shares that are certain:
@@ -132,7 +139,7 @@ def _within(fits: Sequence[Fit], limits: Limits, seconds: float) -> list[int]:
 
 
 def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float, members: Sequence[int]) -> str:
-    """A sentence that names a rank without which a step is shorter by the part ``gain``; or "".
+    """A sentence that names a rank without which a batch is shorter by the part ``gain``; or "".
 
     ``members``: the numbers of the ranks, in the order of ``fits``.
     """
@@ -149,6 +156,6 @@ def why_leave_out(fits: Sequence[Fit], limits: Limits, gain: float, members: Seq
     if then > (1.0 - gain) * now:
         return ""
     return (
-        f"rank {members[worst]} is better left out: with it a step takes {now:.3g} s, and "
+        f"rank {members[worst]} is better left out: with it a batch takes {now:.3g} s, and "
         f"{then:.3g} s without it"
     )

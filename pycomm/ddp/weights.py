@@ -281,7 +281,8 @@ class Weighed(TorchDDP):
         Set it before ``forward()``, or at the latest before ``backward()``, for one pass: the
         number of its samples, or of its tokens if the loss is their mean; 0, or any number from
         1e-20 to 1e20. None until it is set, and again after the pass: then the first dimension of
-        what ``forward()`` gets counts. Set it to None if a batch is skipped after ``forward()``. ::
+        what ``forward()`` gets counts. Of several passes within one ``forward()`` it counts for all
+        that follow. Set it to None if a batch is skipped after ``forward()``. ::
 
             model = pycomm.DistributedDataParallel(net, weight="samples")
             model.samples = int(mask.sum())
@@ -398,7 +399,7 @@ class Weighed(TorchDDP):
         return prepared
 
     def _forward_began(self) -> None:
-        if self.reducer.forward_began():
+        if self.reducer.forward_began(self._forward_weight):
             for reader in _READERS.get(self, ()):
                 with contextlib.suppress(UnsupportedError):  # of another group: when it deals next
                     reader.read_steps()

@@ -69,16 +69,28 @@ def fit(rank: int, world_size: int, how: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = make_model()
+            self.automatic_optimization = not how.startswith("manual")
 
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if how == "said":
                 self.trainer.model.samples = len(batch["inputs"])
 
         def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
-            return batch if how == "a dict" else {**batch, "turned": batch["inputs"].T}
+            if how in ("said", "leaves that disagree"):
+                return {**batch, "turned": batch["inputs"].T}
+            return batch
 
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return nn.functional.mse_loss(self.model(batch["inputs"]), batch["labels"])
+        def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+            if self.automatic_optimization:
+                return nn.functional.mse_loss(self.model(batch["inputs"]), batch["labels"])
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            times = 2 if how == "manual, twice a step" else 1
+            for _ in range(times):
+                loss = nn.functional.mse_loss(self.model(batch["inputs"]), batch["labels"])
+                self.manual_backward(loss / times)
+            optimizer.step()
+            return None
 
         def on_train_end(self) -> None:
             self.trained = parameters_of(self.model)
@@ -112,6 +124,17 @@ def fit(rank: int, world_size: int, how: str) -> Any:
 )
 @pytest.mark.integration("Lightning", "unequal batches with weight='samples', as one process")
 def test_lightning(how: str, values: list[Any]) -> None:
+    assert_as_alone(values)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=case(fit, how, launcher="torchrun"))
+        for how in ("manual", "manual, twice a step")
+    ],
+)
+def test_lightning_that_calls_backward_itself(how: str, values: list[Any]) -> None:
     assert_as_alone(values)
 
 

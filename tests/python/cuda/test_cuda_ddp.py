@@ -144,6 +144,49 @@ def test_training_gives_what_one_process_gives(fake_cuda: Path, nccl: bool) -> N
         assert got["launches of fp16"] >= 2 * STEPS, "and one more where the scale was wrong"
 
 
+FIRST = (5, 16, 3)
+"""Of a step's 16 samples, those of rank 0: in the second step rank 1 has none."""
+
+
+def _unequal(rank: int, size: int, library: str, nccl: bool, names: list[str]) -> dict[str, Any]:
+    Device(Path(library), nccl=nccl)
+    group = dist.new_group(
+        list(range(size)),
+        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "host"),  # type: ignore[arg-type]
+    )
+    results: dict[str, Any] = {}
+    for name in names:
+        options, _ = WRAPPED[name]
+        ddp = pycomm.DistributedDataParallel(
+            _model().to("cuda:0"), process_group=group, weight="samples", **options
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
+        for step, first in enumerate(FIRST):
+            samples, wanted = (
+                (each[:first] if rank == 0 else each[first:]).to("cuda:0") for each in _batch(step)
+            )
+            if len(samples) == 0:
+                ddp.no_batch()
+            else:
+                _loss(ddp(samples), wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results[name] = _weights(ddp)
+    return results
+
+
+@pytest.mark.parametrize("nccl", rings.first_of([False, True]), ids=["host", "nccl"])
+def test_ranks_count_by_their_samples(fake_cuda: Path, nccl: bool) -> None:
+    alone = _alone()
+    names = ["plain", "fp16"] if nccl else ["plain", "no views", "fp16", "int8"]
+    ranks = _run(_unequal, fake_cuda, nccl, names)
+    for got in ranks:
+        for name in names:
+            for mine, other, expected in zip(got[name], ranks[0][name], alone, strict=True):
+                assert (mine == other).all(), f"{name}: ranks differ"
+                assert abs(mine - expected).max() < WRAPPED[name][1], name
+
+
 def _large_wrappers(rank: int, size: int, library: str, nccl: bool) -> dict[str, Any]:
     Device(Path(library), nccl=nccl)
     group = dist.new_group(

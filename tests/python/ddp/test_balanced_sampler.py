@@ -258,23 +258,62 @@ def test_an_epoch_that_a_state_has_complete_is_begun_with_a_warning(
     assert line.endswith(f"epoch {epoch} anew. Try, with Accelerate: loader.set_epoch({epoch + 1})")
 
 
-def test_the_position_holds_for_another_number_of_ranks() -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_position_holds_for_another_number_of_ranks(world_size: int) -> None:
     three = Three()
     three.set_epoch(4)
     begin = three.epoch(5)
-    pair = Job(2)
+    other = Job(world_size)
     samplers = [
-        BalancedSampler(range(203), model=log, global_batch=24, lookahead=4) for log in pair.logs
+        BalancedSampler(range(203), model=log, global_batch=24, lookahead=4) for log in other.logs
     ]
+    even = (24 // world_size,) * world_size
     for sampler in samplers:
         sampler.load_state_dict(three.state())
-        assert sampler.stats().shares == (12, 12)
+        assert sampler.stats().shares == even
     rest = []
     for batches in zip(*samplers, strict=True):
-        pair.train([12, 12], [1.0, 1.0])
-        pair.returned()
+        other.train(even, [1.0] * world_size)
+        other.returned()
         rest.append([list(batch) for batch in batches])
     assert len(rest) == 3 and len(set(indices(begin + rest))) == 8 * 24
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"max_batch": 20}, True),
+        ({"lookahead": 9}, True),
+        ({"min_batch": 2}, True),
+        ({"max_batch": 12}, False),
+        ({"multiple_of": 4}, False),
+        ({"min_batch": 6}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_other_limits_keep_times_and_the_shares_that_they_allow(
+    options: dict[str, int], kept: bool, waiting: int
+) -> None:
+    three = Three()
+    three.epoch(), three.epoch(5)
+    before = three.samplers[0].stats()
+    other = Three(three.job.restarted(), **options)
+    for log, sampler in zip(other.job.logs, other.samplers, strict=True):
+        log.pending_passes = waiting
+        sampler.load_state_dict(three.state())
+    after = other.samplers[0].stats()
+    assert after.fixed_seconds == before.fixed_seconds != ()
+    assert after.seconds_per_sample == before.seconds_per_sample
+    assert (after.shares == before.shares) == kept
+    assert after.changes == before.changes + (not kept)
+    steps = other.epoch()
+    assert len(steps) == 3 - waiting
+    least, unit = options.get("min_batch", 1), options.get("multiple_of", 1)
+    for step in sizes(steps):
+        assert sum(step) == 24 and all(share % unit == 0 for share in step)
+        assert least <= min(step) and max(step) <= options.get("max_batch", 24)
+    assert sizes(steps)[0] == after.shares
 
 
 @pytest.mark.parametrize("first", ["saves", "set_epoch", "iter"])
@@ -421,7 +460,7 @@ class Endless(IterableDataset[int]):
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dataset": Endless()}, TypeError, "dataset is a Endless, which is iterable and has no ind"),
     ({"dataset": object()}, TypeError, r"dataset is of type object, which has no len\(\)"),
-    ({"dataset": range(23)}, ValueError, "23 samples, fewer than one step of global_batch=24"),
+    ({"dataset": range(23)}, ValueError, "23 samples, fewer than one batch of global_batch=24"),
     ({"model": torch.nn.Linear(1, 1)}, TypeError, "model is of type Linear, which keeps no record"),
     ({"model": None}, TypeError, "model is of type NoneType"),
     ({"global_batch": 2}, ValueError, "global_batch=2 is too small for 3 ranks"),
@@ -696,9 +735,25 @@ def test_a_rank_that_is_better_left_out_is_named_once(caplog: pytest.LogCaptureF
             job.train([mine, theirs], [1 + mine, 60 + 30 * theirs])
             job.returned()
     (said,) = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
-    assert said.startswith("rank 1 is better left out: with it a step takes")
+    assert said.startswith("rank 1 is better left out: with it a batch takes")
     advice = samplers[1].stats().advice
     assert advice.startswith("rank 1 is better left out") and advice.endswith("21 s without it")
+
+
+def test_advice_about_another_rank_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    three = Three(length=2403)
+    with caplog.at_level(logging.INFO, "pycomm"):
+        for number, batches in enumerate(zip(*map(iter, three.samplers), strict=True)):
+            sizes = [len(batch) for batch in batches]
+            slow = 1 if number < 50 else 2
+            seconds = [
+                (60 if rank == slow else 1) + size * speed
+                for rank, (size, speed) in enumerate(zip(sizes, SPEEDS, strict=True))
+            ]
+            three.job.train(sizes, seconds)
+            three.job.returned()
+    said = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+    assert [line.partition(" is ")[0] for line in said] == ["rank 1", "rank 2"]
 
 
 def test_a_line_is_logged_if_shares_change_by_more_than_a_tenth(

@@ -162,11 +162,12 @@ UNSUPPORTED = (
 
 
 def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
-    plain = "prepare_for_forward forward_began check_hook_may_be_set _rebuild_buckets "
+    plain = "prepare_for_forward check_hook_may_be_set _rebuild_buckets "
     plain += "_set_static_graph _delay_all_reduce shadow_backward _remove_autograd_hooks "
     plain += "_check_reducer_finalized _reset_state is_within_backward"
     return {
         **dict.fromkeys(plain.split(), ()),
+        "forward_began": (1.0,),
         "mark_forward": ([], True, 1.0),
         "set_weight": (1.0,),
         "set_weight_unsynced": (1.0,),

@@ -101,7 +101,7 @@ def test_a_rank_that_delays_the_others_is_named() -> None:
     limits = Limits.of(64, unit=1, fewest=1, most=[None] * 3)
     slow = [Fit(0.1, 0.01), Fit(2.0, 0.5), Fit(0.1, 0.01)]
     assert why_leave_out(slow, limits, 0.02, range(3)) == (
-        "rank 1 is better left out: with it a step takes 2.5 s, and 0.42 s without it"
+        "rank 1 is better left out: with it a batch takes 2.5 s, and 0.42 s without it"
     )
     helps = [Fit(0.1, 0.01), Fit(0.1, 0.1), Fit(0.1, 0.01)]
     assert why_leave_out(helps, limits, 0.02, range(3)) == ""

@@ -254,7 +254,6 @@ def test_several_passes_of_a_step_are_as_many_batches() -> None:
         plan.add(job.records[-1])
     assert (plan.trained, plan.timed) == (15, 12)
     fits = plan.fits()
-    assert fits is not None
     assert [fit.seconds(32) for fit in fits] == pytest.approx([1.0, 4.0])
     assert plan.newest.batch == 8 + 4  # the third step ends with batch 8
     assert plan.newest.shares[1] < 20
@@ -267,7 +266,6 @@ def test_samples_of_another_unit_are_not_taken_for_samples() -> None:
         job.train([32 * 900.0, 32 * 700.0], [1.0, 2.0])
         plan.add(job.records[-1])
     fits = plan.fits()
-    assert fits is not None
     assert [fit.seconds(32) for fit in fits] == pytest.approx([1.0, 2.0])
     assert sum(plan.newest.shares) == 64
 
@@ -279,5 +277,5 @@ def test_unknown_seconds_and_empty_batches_are_left_out(unknown: float) -> None:
         job.train([32, 0 if step % 2 else 32], [1.0, unknown if step % 4 == 0 else 3.0])
         plan.add(job.records[-1])
     fits = plan.fits()
-    assert fits is not None  # the second rank's steps 2, 6 and 10
+    # The second rank's are of its steps 2, 6 and 10.
     assert [fit.seconds(32) for fit in fits] == pytest.approx([1.0, 3.0])

@@ -252,7 +252,8 @@ def test_passes_of_unequal_weights_over_wires_that_round(world_size: int) -> Non
 
 
 def equal_weights(rank: int, world_size: int) -> list[str]:
-    """Bits, with and without weights, of all shapes of models."""
+    """Bits, with and without weights, of all shapes of models. On 3 ranks first: of 2, a part of
+    1/2 is exact however it is found."""
     wrong = []
     for name, shape in ddp_shapes.SHAPES.items():
         models = [
@@ -278,7 +279,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_equal_weights_have_the_bits_of_no_weights(world_size: int) -> None:
     found = ranks.run_ranks(world_size, equal_weights, timeout_s=300, preload=ranks.TORCH_DDP)
     assert list(found.values()) == [[]] * world_size
@@ -318,7 +319,7 @@ def equal_in_each_wire(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", rings.first_of([2, 3]))
+@pytest.mark.parametrize("world_size", rings.first_of([3, 2]))
 def test_equal_weights_have_the_bits_of_no_weights_in_each_wire(world_size: int) -> None:
     found = ranks.run_ranks(world_size, equal_in_each_wire, timeout_s=200, preload=ranks.TORCH_DDP)
     assert list(found.values()) == [[]] * world_size
@@ -418,15 +419,15 @@ def test_ranks_with_other_numbers_of_passes_are_named() -> None:
         assert "rank 0 has made 1" in text
 
 
-def changing_weights(rank: int, world_size: int) -> tuple[float, float]:
-    """int8 with error feedback, weights 1,000 times larger in some steps: the sum of 60 steps."""
+def changing_weights(rank: int, world_size: int) -> tuple[float, float, float]:
+    """int8 with error feedback, where each rank in turn weighs 1,000 times as much: the sum of 60
+    steps, with and without what is kept, and the last step."""
     net = Net(torch.float32)
     model = wrap(copy.deepcopy(net), weight="samples", wire_dtype="int8")
     arrived = torch.zeros(1, dtype=torch.float64)
     right = torch.zeros(1, dtype=torch.float64)
     for step in range(60):
-        scale = 1000.0 if step % 7 == 0 else 1.0
-        weights = [scale * (1 + r) for r in range(world_size)]
+        weights = [(1000.0 if r == step % 2 else 1.0) * (1 + r) for r in range(world_size)]
         model.zero_grad()
         model.samples = weights[rank]
         loss_of(model, batch_of(rank, 0, 5, torch.float32)).backward()
@@ -437,15 +438,21 @@ def changing_weights(rank: int, world_size: int) -> tuple[float, float]:
             loss_of(single, batch_of(r, 0, 5, torch.float32).double()).backward()
             whole = whole + weights[r] * gradients(single) / sum(weights)
         right = right + whole
-    off = float((arrived - right).abs().max() / right.abs().max())
+    residuals = model.communication_state_dict()["residuals"]
+    kept = torch.cat([residuals[name].flatten() for name, _ in model.module.named_parameters()])
+    whole_sum = arrived + torch.stack(all_ranks(kept.double())).sum(0)
     single_step = float((gradients(model) - whole).abs().max() / whole.abs().max())
-    return off, single_step
+    off, off_with_kept = (
+        float((each - right).abs().max() / right.abs().max()) for each in (arrived, whole_sum)
+    )
+    return off, off_with_kept, single_step
 
 
 def test_residuals_have_the_unit_of_averages_whatever_the_weights() -> None:
     found = ranks.run_ranks(2, changing_weights, timeout_s=100, preload=ranks.TORCH_DDP)
-    for off, single_step in found.values():
+    for off, off_with_kept, single_step in found.values():
         assert off < 3e-4  # feedback: of 60 steps only the last loss is left
+        assert off_with_kept < 1e-6
         assert single_step < 2e-2
 
 

@@ -486,6 +486,8 @@ def too_far(rank: int, world_size: int) -> list[str]:
             model.samples = bad
         except ValueError as error:
             found.append(str(error))
+        with pytest.raises(ValueError, match="a weight is 0 or from 1e-20 to 1e20"):
+            model.reducer.set_weight(bad)
     return found
 
 
@@ -592,8 +594,11 @@ def of_unmarked(rank: int, world_size: int, loads: bool) -> str:
         model(batch_of(rank, 0)).value.backward()
     if loads:
         state = copy.deepcopy(model.communication_state_dict())
+        grads = [each.grad for each in model.parameters()]
         model = wrap(Hidden(), weight="samples")
         model.load_communication_state_dict(state)
+        for each, grad in zip(model.parameters(), grads, strict=True):
+            each.grad = grad
     try:
         model(batch_of(rank, 1)).value.backward()
     except RuntimeError as error:

@@ -486,34 +486,82 @@ def test_a_compiled_wrapper() -> None:
 # When the weights come
 
 
+class Order:
+    """In each backward pass: the others begin after all gradients of rank 0, or rank 0 waits in the
+    middle for all gradients of the others."""
+
+    def __init__(self, rank: int, world_size: int, net: nn.Module, late: str) -> None:
+        self.rank, self.late = rank, late
+        self.others = [r for r in range(world_size) if r != rank]
+        self.store = dist.distributed_c10d._get_default_store()
+        self.step, self.count = "", len(list(net.parameters()))
+        self.came_ns: list[int] = []
+        for each in net.parameters():
+            each.register_post_accumulate_grad_hook(self.come)
+
+    def begin(self, step: str) -> None:
+        self.step, self.came_ns = step, []
+        if self.late == "the others" and self.rank != 0:
+            self.wait_for([0])
+
+    def come(self, parameter: torch.Tensor) -> None:
+        self.came_ns.append(time.monotonic_ns())
+        if len(self.came_ns) == self.count:
+            self.store.set(f"{self.step}, all of {self.rank}", "")
+        if self.late == "rank 0" and self.rank == 0 and len(self.came_ns) == self.count // 2:
+            self.wait_for(self.others)
+
+    def wait_for(self, others: list[int]) -> None:
+        self.store.wait([f"{self.step}, all of {r}" for r in others], timedelta(seconds=60))
+
+    def sent_early(self, model: Any) -> bool:
+        """Whether rank 0 sent a bucket before its last gradient, so that it had the weights."""
+        buckets = model.reducer.last_step()["buckets"]
+        early = min(each["launched_ns"] for each in buckets) < self.came_ns[-1]
+        told = torch.tensor(float(early))
+        dist.broadcast(told, 0)
+        return bool(told)
+
+
+def trained_in_order(
+    rank: int, world_size: int, late: str, dtype: torch.dtype, options: Any
+) -> tuple[torch.Tensor, list[bool]]:
+    """The gradients of the last of three steps; and of each step, whether rank 0 sent early."""
+    torch.manual_seed(5)
+    net = nn.Sequential(*(nn.Linear(9, 9, dtype=dtype) for _ in range(4)))
+    for each in net.parameters():
+        nn.init.normal_(each)
+    group = dist.new_group()  # of one wrapper: of several, buckets wait for the end of the pass
+    model = wrap(net, weight="samples", bucket_cap_mb=1e-4, process_group=group, **options)
+    model.reducer.record_steps(True)
+    order = Order(rank, world_size, net, late)
+    steps = []
+    for step in range(3):
+        for repeat in range(50):  # the others' weights were sent, and may be under way
+            model.zero_grad()
+            model.samples = (5, 3, 11)[rank]
+            loss = model(batch_of(rank, step, 4, dtype)).square().mean() / 30
+            loss = loss * (1e-3 if dtype == torch.float16 else 1.0)  # subnormal ones
+            order.begin(f"{dtype} {options} {late} {step} {repeat}")
+            loss.backward()
+            early = order.sent_early(model)
+            if early or late == "the others":
+                break
+        steps.append(early)
+    return gradients(model), steps
+
+
 def at_other_times(rank: int, world_size: int) -> list[str]:
-    """The others' weights come after all gradients of rank 0, or before most of them."""
+    """The others' weights come after all gradients of rank 0, or before half of them."""
     wrong = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for options in ({}, {"gradient_as_bucket_view": False}, {"wire_dtype": "fp16"}):
             if dtype != torch.float32 and "wire_dtype" in options:
                 continue
-            seen = []
-            for late in ("the others", "rank 0"):
-                net = nn.Sequential(*(nn.Linear(9, 9, dtype=dtype) for _ in range(4)))
-                torch.manual_seed(5)
-                for each in net.parameters():
-                    nn.init.normal_(each)
-                model = wrap(net, weight="samples", bucket_cap_mb=1e-4, **options)
-                for step in range(3):
-                    model.zero_grad()
-                    model.samples = (5, 3, 11)[rank]
-                    loss = model(batch_of(rank, step, 4, dtype)).square().mean() / 30
-                    loss = loss * (1e-3 if dtype == torch.float16 else 1.0)  # subnormal ones
-                    torch.distributed.barrier()
-                    if late == "the others" and rank != 0:
-                        time.sleep(0.05)
-                    if late == "rank 0" and rank == 0:
-                        net[2].weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.05))
-                    loss.backward()
-                seen.append(gradients(model))
-            if not torch.equal(*seen):
-                wrong.append(f"{dtype} {options}")
+            one, early = trained_in_order(rank, world_size, "rank 0", dtype, options)
+            other, late = trained_in_order(rank, world_size, "the others", dtype, options)
+            if not torch.equal(one, other) or not all(early) or any(late):
+                wrong.append(f"{dtype} {options}, sent early: {early} and {late}")
     return wrong
 
 

@@ -205,6 +205,88 @@ def test_a_load_and_none_end_a_number() -> None:
         assert found == {"pending": None, "after a load": 3.0, "taken back": 2.0}
 
 
+class Inner(nn.Module):
+    """Its forward goes backward itself, as a training_step of Lightning's manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+        self.around: list[Any] = []  # the wrapper, which a list keeps out of the modules
+        self.forgets = True
+
+    def forward(self, batch: torch.Tensor, said: tuple[float, ...] = ()) -> list[float]:
+        (model,), found = self.around, []
+        for number in range(2):
+            if number < len(said):
+                model.samples = said[number]
+            if self.forgets:
+                self.zero_grad()
+            if model.require_backward_grad_sync:
+                model.reducer._rebuild_buckets()
+                model.reducer.prepare_for_backward([])
+            self.layer(batch).square().mean().backward()
+            found.append(counted(model) if model.require_backward_grad_sync else 0.0)
+        model.require_backward_grad_sync = False  # the wrapper shall expect no other backward
+        return found
+
+
+def within_forward(rank: int, world_size: int) -> dict[str, Any]:
+    model = wrap(Inner(), weight="samples")
+    model.module.around.append(model)
+
+    def step(*args: Any) -> Any:
+        counted_as = model(*args)
+        model.require_backward_grad_sync = True
+        return counted_as
+
+    found = {"counted": step(batch_of(4 + rank)), "and the next batch": step(batch_of(2 + rank))}
+    model.samples = 50
+    found["said before forward"] = step(batch_of(3))
+    found["said once within"] = step(batch_of(3), (60,))
+    found["said for each"] = step(batch_of(3), (60, 70))
+    found["and then"] = step(batch_of(3))
+
+    values = [batch_of(4 + r) * (1 + r) for r in range(world_size)]
+    step(values[rank])
+    single = copy.deepcopy(model.module.layer)
+    single.zero_grad()
+    single(torch.cat(values)).square().mean().backward()
+    found["off by"] = float((single.weight.grad - model.module.layer.weight.grad).abs().max())
+
+    model._has_share = lambda: rank == 0  # as of a process that has joined
+    found["without a share"] = step(batch_of(3))
+    del model._has_share
+    with model.no_sync():
+        step(batch_of(3))
+    found["after one in no_sync() that is forgotten"] = step(batch_of(3))
+    model.module.forgets = False
+    with model.no_sync():
+        step(batch_of(3))
+    try:
+        step(batch_of(3))
+    except RuntimeError as error:
+        found["after one in no_sync()"] = str(error)
+    return found
+
+
+def test_a_backward_within_forward_counts_by_the_batch_of_that_forward() -> None:
+    results = ranks.run_ranks(2, within_forward, timeout_s=60, preload=ranks.TORCH_DDP)
+    for rank, found in enumerate(results.values()):
+        assert found.pop("off by") < 1e-14
+        assert "cannot tell which forward pass" in found.pop("after one in no_sync()")
+        assert found == {
+            "counted": [4.0 + rank] * 2,
+            "and the next batch": [2.0 + rank] * 2,
+            "said before forward": [50.0, 50.0],
+            "said once within": [60.0, 60.0],
+            "said for each": [60.0, 70.0],
+            "and then": [3.0, 3.0],
+            "without a share": [3.0 * (rank == 0)] * 2,
+            "after one in no_sync() that is forgotten": [3.0, 3.0],
+        }
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     from pycomm.ddp.weights import check_samples
 

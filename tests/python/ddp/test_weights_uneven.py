@@ -96,7 +96,7 @@ def odd(rank: int, world_size: int) -> float:
     batch = batches_of(rank)[0]
     more = torch.zeros(len(batch) + (rank == 1), dtype=torch.float64)
     names: dict[str, Any] = {"model": model, "batch": (batch, more)}
-    exec(program("except ValueError"), names)
+    exec(program("for each in batch}) == 1"), names)
     parts = [batches_of(r)[0] for r in range(world_size) if r != 1]
     net(torch.cat(parts), torch.zeros(1)).square().mean().backward()
     pairs = zip(model.parameters(), net.parameters(), strict=True)
