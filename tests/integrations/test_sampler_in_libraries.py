@@ -268,6 +268,13 @@ def recipe(library: str) -> str:
 WHOLE = 256  # of a batch, in the recipes
 
 
+def with_workers(workers: int) -> Any:
+    """What a recipe makes its loader with."""
+    if not workers:
+        return DataLoader
+    return functools.partial(DataLoader, num_workers=workers, multiprocessing_context="fork")
+
+
 def assert_dealt_alike(values: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
     """Of two ranks, by epoch: all batches of the recipe, however fast this machine is."""
     for of_ranks in zip(*values, strict=True):
@@ -277,13 +284,13 @@ def assert_dealt_alike(values: Sequence[Sequence[Sequence[Sequence[int]]]]) -> N
 
 
 def assert_epoch(
-    steps: Sequence[Sequence[Sequence[int]]], epoch: int, length: int, seed: int = 0
+    steps: Sequence[Sequence[Sequence[int]]], epoch: int, length: int, begin: int = 0
 ) -> None:
-    """The batches of two ranks are those of this epoch, each once."""
-    order = epoch_order(length, seed=seed, epoch=epoch, shuffle=True).tolist()
+    """The batches of two ranks are those of this epoch from ``begin`` on, each once."""
+    order = epoch_order(length, seed=0, epoch=epoch, shuffle=True).tolist()
     whole = sum(map(len, steps[0]))
-    assert len(steps) == length // whole
-    for at, batches in zip(range(0, length, whole), steps, strict=False):
+    assert len(steps) == length // whole - begin
+    for at, batches in zip(range(begin * whole, length, whole), steps, strict=False):
         assert [index for batch in batches for index in batch] == order[at : at + whole]
 
 
@@ -293,7 +300,8 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
     Args:
         saved: "": never. "behind fit": by the caller. "in a batch": in each epoch's last one, by
             ModelCheckpoint; "in a batch, thrice": also after two more and one more, and max_steps
-            ends it. "in validation": by ModelCheckpoint, as it does by default.
+            ends it. "in validation": by ModelCheckpoint, as it does by default. "in mid epoch":
+            behind the first batch of the second epoch.
         workers: They pull batches as soon as Lightning calls ``iter()``.
     """
     from lightning.pytorch import LightningModule, Trainer
@@ -323,13 +331,11 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     folder = os.environ["CASE_FOLDER"]
-    loader = DataLoader
-    if workers:
-        loader = functools.partial(DataLoader, num_workers=workers, multiprocessing_context="fork")  # type: ignore[assignment]
 
     def fit_to(epochs: int, path: str | None, to: str) -> Module:
         callbacks = {
             "in a batch": [ModelCheckpoint(to, "last", every_n_train_steps=3)],
+            "in mid epoch": [ModelCheckpoint(to, "last", every_n_train_steps=4)],
             "in validation": [ModelCheckpoint(to, "last")],
         }.get(saved.partition(",")[0], [])
 
@@ -346,7 +352,7 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
             )
 
         names: dict[str, Any] = {
-            "DataLoader": loader,
+            "DataLoader": with_workers(workers),
             "LightningModule": Module,
             "Trainer": trainer,
             "make_strategy": make_strategy,
@@ -389,38 +395,89 @@ def test_lightning_by_the_recipe(values: list[Any]) -> None:
 )
 def test_lightning_resumed_by_the_recipe(saved: str, workers: int, values: list[Any]) -> None:
     ((mine,), (theirs,)) = values
-    epoch = 3 if "thrice" in saved else 2  # Lightning does not count a resumed fit's last one
+    epoch = 5 if "thrice" in saved else 2
     assert_epoch(list(zip(mine, theirs, strict=True)), epoch, 3 * WHOLE + 5)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param(
+            workers, marks=case(fit_by_recipe, "in mid epoch", workers, launcher="torchrun")
+        )
+        for workers in (0, 1)
+    ],
+)
+def test_lightning_resumed_in_mid_epoch(workers: int, values: list[Any]) -> None:
+    """The rest of the epoch, each batch once, and the next one."""
+    rest, whole = ([*zip(*of_ranks, strict=True)] for of_ranks in zip(*values, strict=True))
+    assert_epoch(rest, 1, 3 * WHOLE + 5, begin=1)
+    assert_epoch(whole, 2, 3 * WHOLE + 5)
 
 
 # Accelerate
 
 
-def accelerate_by_recipe(rank: int, world_size: int) -> Any:
-    model = make_model()
-    names: dict[str, Any] = {
-        "DataLoader": DataLoader,
-        "dataset": Samples(3 * WHOLE + 5),
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
-    }
-    exec(recipe("accelerate"), names)
-    epochs = []
-    for _ in range(EPOCHS):
+def accelerate_by_recipe(rank: int, world_size: int, saved_behind: int | None) -> Any:
+    """It is saved after so many batches of the second epoch, and resumed with new objects; returns
+    what it saw after that."""
+
+    def named() -> dict[str, Any]:
+        model = make_model()
+        names: dict[str, Any] = {
+            "DataLoader": with_workers(1),
+            "dataset": Samples(3 * WHOLE + 5),
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        }
+        exec(recipe("accelerate"), names)
+        return names
+
+    def trained(names: dict[str, Any], most: int | None = None) -> list[list[int]]:
         seen = []
-        for indices, inputs in names["loader"]:
+        for indices, inputs in itertools.islice(names["loader"], most):
             seen.append(indices.tolist())
             names["optimizer"].zero_grad()
             names["accelerator"].backward(names["model"](inputs).mean())
             names["optimizer"].step()
-        epochs.append(seen)
-    return epochs
+        return seen
+
+    names = named()
+    if saved_behind is None:
+        return [trained(names) for _ in range(EPOCHS)]
+    trained(names)
+    trained(names, saved_behind)
+    folder = os.environ["CASE_FOLDER"]
+    names["accelerator"].save_state(folder)
+    names["accelerator"].wait_for_everyone()
+    names["accelerator"].free_memory()
+    names = named()
+    names["accelerator"].load_state(folder)
+    begin = names["sampler"].stats().next_epoch
+    names["loader"].set_epoch(begin)
+    return [trained(names) for _ in range(begin, EPOCHS)]
 
 
-@case(accelerate_by_recipe, launcher="torchrun")
+@case(accelerate_by_recipe, None, launcher="torchrun")
 def test_accelerate_by_the_recipe(values: list[Any]) -> None:
     assert len(values[0]) == EPOCHS
     assert_dealt_alike(values)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        pytest.param(behind, marks=case(accelerate_by_recipe, behind, launcher="torchrun"))
+        for behind in (1, 3)
+    ],
+)
+def test_accelerate_resumed_by_the_recipe(behind: int, values: list[Any]) -> None:
+    """In the middle of an epoch, and at its end."""
+    epochs = [[*zip(*of_ranks, strict=True)] for of_ranks in zip(*values, strict=True)]
+    if behind == 1:
+        assert_epoch(epochs.pop(0), 1, 3 * WHOLE + 5, begin=1)
+    (last,) = epochs
+    assert_epoch(last, 2, 3 * WHOLE + 5)
 
 
 def accelerate_loop(rank: int, world_size: int, how: str) -> Any:
@@ -460,58 +517,6 @@ def accelerate_loop(rank: int, world_size: int, how: str) -> Any:
 @case(accelerate_loop, "prepare_data_loader", launcher="torchrun")
 def test_accelerate_with_a_loader_of_one_process(values: list[Any]) -> None:
     assert_unharmed(values)
-
-
-def accelerate_resumed(rank: int, world_size: int, most: int | None) -> Any:
-    """Trains an epoch and so many steps of the next one, and goes on with a new model, sampler and
-    loader to the end of three epochs."""
-    from accelerate.data_loader import prepare_data_loader
-
-    from pycomm.integrations.accelerate import make_accelerator
-
-    accelerator = make_accelerator()
-
-    def loader_for(log: GroupLog) -> Any:
-        return prepare_data_loader(
-            loader_of(log), accelerator.device, num_processes=1, process_index=0
-        )
-
-    def trained(log: GroupLog, loader: Any, most: int | None) -> list[list[int]]:
-        seen = []
-        for indices, _ in itertools.islice(loader, most):
-            seen.append(indices.tolist())
-            log.train(len(indices))
-        return seen
-
-    log = GroupLog()
-    loader = loader_for(log)
-    trained(log, loader, None)
-    seen = trained(log, loader, most)
-    state = loader.batch_sampler.state_dict()
-    log = GroupLog()
-    loader = loader_for(log)
-    loader.batch_sampler.load_state_dict(state)
-    begin = loader.batch_sampler.stats().next_epoch
-    loader.set_epoch(begin)
-    for _ in range(begin, EPOCHS):
-        seen += trained(log, loader, None)
-    return begin, seen
-
-
-@pytest.mark.parametrize(
-    ("most", "begin"),
-    [
-        pytest.param(most, begin, marks=case(accelerate_resumed, most, launcher="torchrun"))
-        for most, begin in ((5, 1), (None, 2))
-    ],
-)
-def test_accelerate_resumes(most: int | None, begin: int, values: list[Any]) -> None:
-    """In the middle of an epoch, and at its end."""
-    assert [epoch for epoch, _ in values] == [begin] * 2
-    steps = list(zip(*(seen for _, seen in values), strict=True))
-    assert len(steps) == (EPOCHS - 1) * STEPS
-    for epoch in range(1, EPOCHS):
-        assert_epoch(steps[(epoch - 1) * STEPS : epoch * STEPS], epoch, LENGTH, seed=5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 from cases import case
 from test_libraries import (
     EPOCHS,
-    EXACT,
     LR,
     SAMPLES,
     TRAINER_OPTIONS,
@@ -23,7 +22,7 @@ from test_libraries import (
     assert_as_alone,
 )
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from training import BATCH, assert_close, digest, make_model, parameters_of
 from versions import require
 
@@ -39,10 +38,14 @@ def libraries() -> None:
 
 
 class Parts:
-    """A batch sampler: of each 8 samples, 6 are the first rank's."""
+    """A batch sampler: of each 8 samples, 6 are the first rank's.
 
-    def __init__(self, rank: int) -> None:
+    With ``gaps`` it has all of every other batch, and the second rank puts any samples through.
+    """
+
+    def __init__(self, rank: int, gaps: bool = False) -> None:
         self.rank = rank
+        self.gaps = gaps
 
     def __len__(self) -> int:
         return SAMPLES // BATCH
@@ -50,11 +53,18 @@ class Parts:
     def __iter__(self) -> Iterator[list[int]]:
         for begin in range(0, SAMPLES, BATCH):
             whole = list(range(begin, begin + BATCH))
-            yield whole[:6] if self.rank == 0 else whole[6:]
+            if self.gaps and is_gap(begin // BATCH):
+                yield whole if self.rank == 0 else [0, 5]
+            else:
+                yield whole[:6] if self.rank == 0 else whole[6:]
 
 
-def loader_of(rank: int) -> DataLoader[Any]:
-    return DataLoader(Samples(), batch_sampler=Parts(rank))
+def is_gap(batch: int) -> bool:
+    return batch % 2 == 1
+
+
+def loader_of(rank: int, gaps: bool = False) -> DataLoader[Any]:
+    return DataLoader(Samples(), batch_sampler=Parts(rank, gaps))
 
 
 # Lightning
@@ -74,6 +84,8 @@ def fit(rank: int, world_size: int, how: str) -> Any:
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if how == "said":
                 self.trainer.model.samples = len(batch["inputs"])
+            if how == "gaps" and rank == 1 and is_gap(index):
+                self.trainer.model.samples = 0
 
         def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
             if how in ("said", "leaves that disagree"):
@@ -112,7 +124,7 @@ def fit(rank: int, world_size: int, how: str) -> Any:
             use_distributed_sampler=False,
         )
         try:
-            trainer.fit(module, loader_of(rank))
+            trainer.fit(module, loader_of(rank, how == "gaps"))
         except ValueError as error:
             return str(error)
     return module.trained
@@ -135,6 +147,12 @@ def test_lightning(how: str, values: list[Any]) -> None:
     ],
 )
 def test_lightning_that_calls_backward_itself(how: str, values: list[Any]) -> None:
+    assert_as_alone(values)
+
+
+@case(fit, "gaps", launcher="torchrun")
+@pytest.mark.integration("Lightning", "a rank without a batch: any one with samples = 0")
+def test_lightning_without_a_batch(values: list[Any]) -> None:
     assert_as_alone(values)
 
 
@@ -178,73 +196,115 @@ def test_accelerate(values: list[Any]) -> None:
 # Hugging Face Trainer
 
 
-class Summed(WithLoss):
-    """Divides its loss by the tokens that it gets, as causal models do; these are elements."""
-
-    def forward(self, inputs: Any, labels: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
-        out = super().forward(inputs, labels)
-        if num_items_in_batch is not None:
-            out["loss"] = out["loss"] * labels.numel() / num_items_in_batch
-        return out
-
-
-class Ragged(Parts):
-    """A step's two passes have 4 samples and 1 of each rank."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __iter__(self) -> Iterator[list[int]]:
-        mine = range(RAGGED)[self.rank :: 2]
-        yield from (list(mine[:4]), list(mine[4:]))
-
-
-RAGGED = 10
-
-
-def trainer_loop(rank: int, world_size: int, ragged: bool) -> Any:
-    """The subclass of docs/integrations.md."""
+def subclass(name: str, batches: Any) -> Any:
+    """Of docs/integrations.md."""
     from transformers import Trainer
 
     import pycomm
+
+    page = documents.blocks(documents.read("docs/integrations.md"), "python")
+    names = {"Trainer": Trainer, "DataLoader": DataLoader, "pycomm": pycomm, "my_batches": batches}
+    exec(next(block for block in page if "class Weighed" in block), names)
+    return names[name]
+
+
+def train(kind: Any, model: nn.Module, passes: int, **options: Any) -> tuple[str, Any]:
+    """Returns which wrapper it was, and the trained parameters."""
     from pycomm.integrations.transformers import make_training_arguments
 
-    names: dict[str, Any] = {"Trainer": Trainer, "pycomm": pycomm}
-    page = documents.blocks(documents.read("docs/integrations.md"), "python")
-    exec(next(block for block in page if "class Weighed" in block), names)
-
-    class Dealt(names["Weighed"]):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(Samples(), batch_sampler=(Ragged if ragged else Parts)(rank))
-
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        options = {**TRAINER_OPTIONS, "output_dir": folder}
         arguments = make_training_arguments(
-            **options, gradient_accumulation_steps=2 if ragged else 1
+            **TRAINER_OPTIONS, output_dir=folder, gradient_accumulation_steps=passes
         )
-        model = Summed() if ragged else WithLoss()
-        trainer = Dealt(model=model, args=arguments, train_dataset=Samples())
+        trainer = kind(model=model, args=arguments, **options)
         trainer.train()
-        wrapped = type(trainer.model_wrapped) is pycomm.DistributedDataParallel
-        return wrapped, parameters_of(trainer.model.model)
+        return type(trainer.model_wrapped).__module__.partition(".")[0], parameters_of(model)
 
 
-@case(trainer_loop, False, launcher="torchrun")
+def trainer_loop(rank: int, world_size: int) -> Any:
+    model = WithLoss()
+    wrapper, _ = train(subclass("Weighed", Parts(rank)), model, 1, train_dataset=Samples())
+    return wrapper, parameters_of(model.model)
+
+
+@case(trainer_loop, launcher="torchrun")
 @pytest.mark.integration("HF Trainer", "unequal batches with weight='samples', as one process")
 def test_trainer(values: list[Any]) -> None:
-    assert [wrapped for wrapped, _ in values] == [True, True]
+    assert [wrapper for wrapper, _ in values] == ["pycomm", "pycomm"]
     assert_as_alone([parameters for _, parameters in values])
 
 
-@case(trainer_loop, True, launcher="torchrun")
-def test_trainer_whose_passes_are_not_alike(values: list[Any]) -> None:
-    model, samples = make_model(), Samples()
+WORDS = 11
+ROWS = [3, 9, 4, 7, 2, 8, 5, 6, 12, 3]
+"""The lengths of the rows in tokens."""
+WITHOUT_LABELS = 4
+PASSES = 2
+# By rank: of two steps, the rows of each pass. Row 4 has no labels, so it counts nothing.
+DEALT = [[[0, 1, 2], [3], [5, 6], [7, 8]], [[8], [WITHOUT_LABELS], [9, 0, 3], [1]]]
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Token numbers; rows have different lengths."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.rows = [torch.randint(1, WORDS, (length,), generator=generator) for length in ROWS]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.rows[index]
+        labels = torch.full_like(row, -100) if index == WITHOUT_LABELS else row
+        return {"input_ids": row, "labels": labels}
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], True, padding)
+        for name, padding in (("input_ids", 0), ("labels", -100))
+    }
+
+
+class Causal(nn.Module):
+    """Each token predicts the next one, in float64, which the library's own models do not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)).double()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: Any = None,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        from transformers.loss.loss_utils import fixed_cross_entropy
+
+        logits = self.layers(input_ids)
+        wanted = labels[:, 1:].flatten()
+        loss = fixed_cross_entropy(logits[:, :-1].flatten(0, 1), wanted, num_items_in_batch)
+        return {"loss": loss, "logits": logits}
+
+
+def causal_loop(rank: int, world_size: int) -> Any:
+    kind = subclass("WeighedByTokens", DEALT[rank])
+    options = {"train_dataset": Rows(), "data_collator": padded}
+    return train(kind, Causal(), PASSES, **options)[1]
+
+
+@case(causal_loop, launcher="torchrun")
+@pytest.mark.integration("HF Trainer", "a causal model whose rows are not alike, as one process")
+def test_trainer_counts_tokens(values: list[Any]) -> None:
+    """Also of passes that accumulate, and of one without tokens on one rank."""
+    assert len({digest(value.values()) for value in values}) == 1, "ranks differ"
+    model, rows = Causal(), Rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for _ in range(EPOCHS):
+    for first in [*range(0, len(DEALT[0]), PASSES)] * EPOCHS:
+        passes = [each for of_rank in DEALT for each in of_rank[first : first + PASSES]]
         optimizer.zero_grad()
-        out = model(samples.inputs[:RAGGED])
-        nn.functional.mse_loss(out, samples.targets[:RAGGED]).backward()
+        model(**padded([rows[index] for each in passes for index in each]))["loss"].backward()
         optimizer.step()
-    trained = [parameters for _, parameters in values]
-    assert len({digest(value.values()) for value in trained}) == 1, "ranks differ"
-    assert_close(trained[0], parameters_of(model), EXACT)
+    assert_close(values[0], parameters_of(model), 1e-14)
