@@ -267,7 +267,7 @@ def test_what_is_frozen_stands_still_and_is_trained_on_later() -> None:
         assert all(found.values()), [case for case, right in found.items() if not right]
 
 
-def thawed(rank: int, world_size: int) -> dict[str, float]:
+def unfrozen_again(rank: int, world_size: int) -> dict[str, float]:
     """Beside the equations in float64: a frozen scalar keeps its momentum until it moves again."""
     import pycomm
 
@@ -293,6 +293,8 @@ def thawed(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-def test_a_parameter_that_is_thawed_goes_on_with_its_momentum() -> None:
-    for found in ranks.run_ranks(2, thawed, timeout_s=100, preload=ranks.TORCH_DDP).values():
+def test_a_parameter_that_is_unfrozen_goes_on_with_its_momentum() -> None:
+    for found in ranks.run_ranks(
+        2, unfrozen_again, timeout_s=100, preload=ranks.TORCH_DDP
+    ).values():
         assert max(found.values()) < 1e-12, found
