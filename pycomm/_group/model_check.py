@@ -74,13 +74,6 @@ def gather_numbers(numbers: Sequence[int], group: Any, device: torch.device) -> 
     return [other.tolist() for other in _gather(mine, group)]
 
 
-def first_other(numbers: Sequence[int]) -> int | None:
-    """The first rank whose number differs from that of the first rank that has one; 0 is none."""
-    known = {rank: number for rank, number in enumerate(numbers) if number}
-    first = next(iter(known.values()), 0)
-    return next((rank for rank, number in known.items() if number != first), None)
-
-
 def _describe(kind: str, name: str, tensor: torch.Tensor) -> str:
     """Its kind, name and properties, separated by tabs."""
     strided = tensor.layout == torch.strided

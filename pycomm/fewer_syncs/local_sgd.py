@@ -30,21 +30,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycomm._group.averaging import average_, ring_nbytes, weight_ratio
-from pycomm._group.model_check import (
-    check_same_on_all_ranks,
-    checksum_of,
-    first_other,
-    gather_numbers,
-)
+from pycomm._group.model_check import check_same_on_all_ranks, gather_numbers
 from pycomm._saved_state import check_outer, check_tensors, part_of
 from pycomm.ddp.ddp_options import ignored_names, reducible, sent_buffers
 from pycomm.ddp.weights import check_samples, check_weight
 from pycomm.errors import UnsupportedError
 from pycomm.fewer_syncs.outer_step import (
+    Fragment,
     MakeOptimizer,
-    anchors_differ,
+    check_anchors,
     check_stepped,
-    have_moved,
+    idle_on_all,
 )
 
 _BUFFERS_NBYTES = 32 << 20
@@ -331,7 +327,8 @@ class DiLoCo(FixedParameters):
     Raises:
         ValueError: As ``LocalSGD``.
         CollectiveMismatchError: In the first sync: parameters differ between ranks, since
-            ``init_sync`` was false. In any: the outer step before it ended with an error on a rank.
+            ``init_sync`` was false. In any: the outer step before it ended with an error on a rank,
+            or only some ranks have loaded a state.
 
     Memory: one more copy of the parameters, and the outer optimizer's state.
     """
@@ -355,65 +352,59 @@ class DiLoCo(FixedParameters):
             broadcast_buffers=broadcast_buffers,
             weight=weight,
         )
-        self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         make = nesterov if outer_optimizer is None else outer_optimizer
-        self._outer = make(list(self._anchor.values()))
-        self._compared = False  # whether the ranks' anchors were equal since they were made
-        self._stepping = False  # else an outer step was interrupted here
+        self._whole = Fragment(0, self._parameters, make)
 
     def _average(self, due: bool) -> bool:
-        if not self._anyone_moved(due):
+        idle = self._compare(due)
+        if idle is None:
             return False  # an outer step would follow momentum alone
+        whole = self._whole
         moved = {
-            name: anchor - self._parameters[name].detach() for name, anchor in self._anchor.items()
+            name: anchor - whole.parameters[name].detach() for name, anchor in whole.anchor.items()
         }
         self._wire_nbytes += average_(moved, self._group, self._ratio())
-        for name, anchor in self._anchor.items():
-            anchor.grad = moved[name]
-        self._stepping = True
-        self._outer.step()
-        self._outer.zero_grad()
-        for name, anchor in self._anchor.items():
-            self._parameters[name].copy_(anchor)
-        self._stepping = False
+        whole.stepping = True
+        whole.take_step(moved, idle)
+        for name, anchor in whole.anchor.items():
+            whole.parameters[name].copy_(anchor)
+        whole.stepping = False
         return True
 
-    def _anyone_moved(self, due: bool) -> bool:
-        """Whether some rank has trained since the last sync, or this sync is ``due`` there.
+    def _compare(self, due: bool) -> set[str] | None:
+        """What no rank trains; None if no rank has trained since the last sync nor is this ``due``.
 
         The ranks compare, and so decide alike: one of them may have had more batches.
         """
-        moved = due or have_moved(self._parameters, self._anchor)
-        checksum = 0 if self._compared else checksum_of(self._anchor.values())
+        whole = self._whole
         device = next(iter(self._parameters.values())).device
-        of_ranks = gather_numbers([moved, checksum, self._stepping], self._group, device)
-        if (rank := first_other([other for _, other, _ in of_ranks])) is not None:
-            raise anchors_differ(dist.get_global_rank(self._group, rank), "all_gather")
+        mine = [due or whole.moved(), whole.checksum(), whole.stepping, *whole.idle()]
+        of_ranks = gather_numbers(mine, self._group, device)
         ranks = dist.get_process_group_ranks(self._group)
         check_stepped([each[2] for each in of_ranks], "all_gather", ranks)
-        self._compared = True
-        return any(each[0] for each in of_ranks)
+        check_anchors([each[1] for each in of_ranks], "all_gather", ranks)
+        whole.compared = True
+        if not any(each[0] for each in of_ranks):
+            return None
+        return idle_on_all([each[3:] for each in of_ranks], whole.anchor)
 
     def state_dict(self) -> dict[str, Any]:
         """Also the parameters of the last sync, by name, and the outer optimizer's state."""
-        anchor = {name: tensor.clone() for name, tensor in self._anchor.items()}
-        outer = copy.deepcopy(self._outer.state_dict())  # torch's has the live momentum in it
+        anchor = {name: tensor.clone() for name, tensor in self._whole.anchor.items()}
+        outer = copy.deepcopy(self._whole.outer.state_dict())  # torch's has the live momentum in it
         return {**super().state_dict(), "anchor": anchor, "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken.
+        """Continues where ``state_dict()`` was taken. On all ranks or on none.
 
         Raises:
             ValueError: The state is that of another model; nothing was changed.
         """
-        check_tensors("anchor", part_of(state, "anchor"), self._anchor)
-        check_outer(part_of(state, "outer"), self._outer)
+        check_tensors("anchor", part_of(state, "anchor"), self._whole.anchor)
+        check_outer(part_of(state, "outer"), self._whole.outer)
         super().load_state_dict(state)
-        self._compared = self._stepping = False
         with torch.no_grad():
-            for name, anchor in self._anchor.items():
-                anchor.copy_(state["anchor"][name])
-        self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch keeps the tensors
+            self._whole.load(state["anchor"], state["outer"])
 
 
 def nesterov(tensors: list[torch.Tensor]) -> Optimizer:

@@ -16,9 +16,12 @@ alike or not: the fragment stays ``stepping``, and its next launch is an error o
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
+import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,18 +31,43 @@ from torch.optim import Optimizer
 
 from pycomm import codecs
 from pycomm._group.averaging import SMALL_FLOATS, bits_of, chunks, exact_all_reduce, float_of
-from pycomm._group.model_check import checksum_of, first_other
+from pycomm._group.model_check import checksum_of
 from pycomm._native import loader, thread_ends
 from pycomm.errors import CollectiveMismatchError
 
 MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 
 _LEAST_ENCODED_NBYTES = 16 << 10  # codecs.all_reduce sends smaller tensors as they are
+_BITS = 63  # of an int64 that is not negative
 
 
 def have_moved(parameters: Mapping[str, nn.Parameter], anchor: Mapping[str, torch.Tensor]) -> bool:
     """Whether a parameter is not its anchor, bit for bit."""
     return any(not torch.equal(each.detach(), anchor[name]) for name, each in parameters.items())
+
+
+def idle_words(
+    parameters: Mapping[str, nn.Parameter], anchor: Mapping[str, torch.Tensor]
+) -> list[int]:
+    """A bit for each parameter that is frozen and at its anchor: an odd number of int64.
+
+    The anchor's order is that of all ranks.
+    """
+    bits = 0
+    for place, (name, tensor) in enumerate(anchor.items()):
+        each = parameters[name]
+        bits |= (not each.requires_grad and torch.equal(each.detach(), tensor)) << place
+    words = -(-len(anchor) // _BITS) | 1
+    return [bits >> word * _BITS & (1 << _BITS) - 1 for word in range(words)]
+
+
+def idle_on_all(of_ranks: Iterable[Sequence[int]], names: Iterable[str]) -> set[str]:
+    """The names whose bit is set in the ``idle_words`` of all ranks, which so decide alike.
+
+    An outer step leaves them alone, with their state: momentum alone would move them.
+    """
+    common = [functools.reduce(operator.and_, words) for words in zip(*of_ranks, strict=True)]
+    return {n for place, n in enumerate(names) if common[place // _BITS] >> place % _BITS & 1}
 
 
 class Fragment:
@@ -67,6 +95,23 @@ class Fragment:
         """Of the anchor; 0 if the ranks have compared it already."""
         return 0 if self.compared else checksum_of(self.anchor.values())
 
+    def idle(self) -> list[int]:
+        return idle_words(self.parameters, self.anchor)
+
+    def take_step(self, moved: Mapping[str, torch.Tensor], idle: Collection[str]) -> None:
+        """The outer optimizer's, from the mean of all ranks' movements."""
+        for name, anchor in self.anchor.items():
+            part = None if name in idle else moved[name].to(anchor.device, anchor.dtype)
+            anchor.grad = part  # zeros would let momentum move it
+        self.outer.step()
+        self.outer.zero_grad()
+
+    def load(self, anchor: Mapping[str, torch.Tensor], outer: dict[str, Any]) -> None:
+        for name, mine in self.anchor.items():
+            mine.copy_(anchor[name])
+        self.outer.load_state_dict(copy.deepcopy(outer))  # torch keeps the tensors
+        self.compared = self.stepping = False
+
 
 class Place(NamedTuple):
     """The numbers that ranks compare before an outer step."""
@@ -80,11 +125,16 @@ class Place(NamedTuple):
     """Whether an outer step before has not ended."""
     weight: int = 0
     """As ``bits_of``: not compared."""
+    idle: Sequence[int] = ()
+    """As ``idle_words``: not compared."""
 
     def __str__(self) -> str:
         at = f"at step {self.step}" if self.step else "in sync()"
         steps = "outer step" if self.version == 1 else "outer steps"
         return f"sent fragment {self.fragment} {at} after {self.version} {steps}"
+
+
+_ALONE = len(Place._fields) - 1  # numbers before those of ``idle``
 
 
 def check_places(places: Sequence[Place], op: str, ranks: Sequence[int]) -> None:
@@ -102,9 +152,8 @@ def check_places(places: Sequence[Place], op: str, ranks: Sequence[int]) -> None
             "sync() on all, and load checkpoints of one step",
             {"peer": ranks[other], "op": op},
         )
-    first = first_other([place.checksum for place in places])
-    if first is not None:
-        raise anchors_differ(ranks[first], op, f"fragment {places[0].fragment}")
+    checksums = [place.checksum for place in places]
+    check_anchors(checksums, op, ranks, f" fragment {places[0].fragment}")
 
 
 def check_stepped(stepping: Sequence[int], op: str, ranks: Sequence[int]) -> None:
@@ -124,13 +173,33 @@ def check_stepped(stepping: Sequence[int], op: str, ranks: Sequence[int]) -> Non
         )
 
 
-def anchors_differ(rank: int, op: str, which: str = "") -> CollectiveMismatchError:
-    began = f"began {which}" if which else "began"
-    return CollectiveMismatchError(
-        f"The ranks {began} with different parameters: rank {rank} is the first that differs."
-        " Nothing was changed. Try: leave init_sync=True, or load checkpoints of one step on all "
-        "ranks",
-        {"peer": rank, "op": op},
+def check_anchors(checksums: Sequence[int], op: str, ranks: Sequence[int], which: str = "") -> None:
+    """Raises CollectiveMismatchError, on all ranks alike, unless their anchors are the same.
+
+    Args:
+        checksums: Of each rank's, 0 if it was compared before. They are compared on all ranks or
+            on none, so a rank that has one alone has loaded a state alone.
+        op: The operation that has brought it.
+        ranks: Their numbers in the job.
+        which: What of the model they are.
+    """
+    different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
+    if not different:
+        return
+    other = different[0]
+    if 0 in (checksums[0], checksums[other]):
+        loaded, rest = (other, 0) if checksums[other] else (0, other)
+        what = (
+            f"Rank {ranks[loaded]} has loaded a state since the ranks last compared their "
+            f"parameters, and rank {ranks[rest]} has not. Nothing was changed. Try: load"
+        )
+    else:
+        what = (
+            f"The ranks began{which} with different parameters: rank {ranks[other]} is the first "
+            "that differs. Nothing was changed. Try: leave init_sync=True, or load"
+        )
+    raise CollectiveMismatchError(
+        f"{what} checkpoints of one step on all ranks", {"peer": ranks[other], "op": op}
     )
 
 
@@ -227,8 +296,9 @@ class Flight:
             fragment.checksum(),
             fragment.stepping,
             bits_of(self.weight),
+            fragment.idle(),
         )
-        mine = torch.tensor(place, dtype=torch.int64, device=device)
+        mine = torch.tensor([*place[:-1], *place.idle], dtype=torch.int64, device=device)
         self._places = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         self._ranks = dist.get_process_group_ranks(group)
         self._works = [dist.all_gather(self._places, mine, group=group, async_op=True)]
@@ -258,7 +328,7 @@ class Flight:
                     raise RuntimeError(
                         f"the outer step of fragment {self.fragment.index} was interrupted: its "
                         "anchor may be half changed on this rank. Try: load a checkpoint, or the "
-                        "state_dict() of another rank"
+                        "state_dict() of another rank, on all ranks"
                     )
                 self._wait_for_sums()
                 self._take_step()
@@ -268,12 +338,15 @@ class Flight:
             raise self._error
 
     def land(self, alpha: float) -> None:
-        """Waits, then moves the parameters to the new anchor; ``alpha`` is the part that stays."""
+        """Waits, then moves the parameters to the new anchor; ``alpha`` is the part that stays.
+
+        One that is frozen has nothing to keep.
+        """
         self.wait()
         while self._to_land:
             name = self._to_land[-1]
             parameter, anchor = self.fragment.parameters[name], self.fragment.anchor[name]
-            if alpha:
+            if alpha and parameter.requires_grad:
                 parameter.lerp_(anchor, 1.0 - alpha)
             else:
                 parameter.copy_(anchor)
@@ -352,20 +425,19 @@ class Flight:
 
     @torch.no_grad()
     def _take_step(self) -> None:
-        total = math.fsum(float_of(place.weight) for place in self._check_places())
+        places = self._check_places()
+        total = math.fsum(float_of(place.weight) for place in places)
         # Where NCCL sums, wait() has only ordered streams. The operations are over now that the
         # host has waited for the stream, and wait() raises if the group has failed meanwhile.
         self._wait_for_sums()
         fragment, ranks = self.fragment, len(self._places)
         self._stepping = fragment.stepping = True
+        moved: dict[str, torch.Tensor] = {}
         for chunk in self._chunks:
             chunk.flat.div_((total or 1.0) if self._weighs else ranks)
-            for name, moved in chunk.parts.items():
-                anchor = fragment.anchor[name]
-                anchor.grad = moved.to(anchor.device, anchor.dtype)
+            moved.update(chunk.parts)
         if total or not self._weighs:  # else no rank has trained on any sample
-            fragment.outer.step()
-        fragment.outer.zero_grad()
+            fragment.take_step(moved, idle_on_all([p.idle for p in places], fragment.anchor))
         fragment.version += 1
         fragment.compared = True
         fragment.stepping = False
@@ -380,7 +452,8 @@ class Flight:
         device = self._places[0].device
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
-        places = [Place(*place.tolist()) for place in self._places]
+        numbers = [place.tolist() for place in self._places]
+        places = [Place._make([*each[:_ALONE], each[_ALONE:]]) for each in numbers]
         check_places(places, "all_reduce", self._ranks)
         return places
 

@@ -22,11 +22,17 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm._group.averaging import bits_of, float_of, ratios_of
-from pycomm._group.model_check import check_same_on_all_ranks, checksum_of, first_other
+from pycomm._group.model_check import check_same_on_all_ranks, checksum_of
 from pycomm._saved_state import check_options, check_tensors, part_of
 from pycomm.errors import CollectiveMismatchError
 from pycomm.fewer_syncs.local_sgd import FixedParameters
-from pycomm.fewer_syncs.outer_step import anchors_differ, check_stepped, have_moved
+from pycomm.fewer_syncs.outer_step import (
+    check_anchors,
+    check_stepped,
+    have_moved,
+    idle_on_all,
+    idle_words,
+)
 from pycomm.fewer_syncs.sparse_rows import GROUP, ROW, pack, rows_of, select, unpack
 
 __all__ = ["SparseLoCo"]
@@ -67,14 +73,15 @@ class SparseLoCo(FixedParameters):
             ranks.
         CollectiveMismatchError: In the first sync: parameters differ between ranks, since
             ``init_sync`` was false. In any: the one before it ended with an error on a rank while
-            it applied the entries.
+            it applied the entries, or only some ranks have loaded a state.
 
     Memory: one more copy of the parameters, and the error, a copy in float32. In a sync also three
     times the largest parameter in float32, 14 bits for each entry of each rank, and, before it is
     sent, 6 more bytes twice for each entry of this rank.
 
-    Cost of a sync: an all-gather of 14 bits for each entry and 48 bytes; two passes over the
-    parameters, and a partial sort of every 4,096 neighbours, which takes the most time.
+    Cost of a sync: an all-gather of 14 bits for each entry, a bit for each parameter and 48 bytes;
+    two passes over the parameters, and a partial sort of every 4,096 neighbours, which takes the
+    most time.
 
     Source: Sarfi and others, arXiv 2508.15706.
     """
@@ -142,7 +149,7 @@ class SparseLoCo(FixedParameters):
         positions, values = (torch.cat(list(each)) for each in zip(*chosen, strict=True))
         payload = pack(positions, values)
         del chosen, positions, values
-        arrived, ratios = self._exchange(payload, due)
+        arrived, ratios, idle = self._exchange(payload, due)
         if not arrived:
             return False
         counts = ratios[dist.get_rank(self._group)] != 0.0
@@ -150,6 +157,8 @@ class SparseLoCo(FixedParameters):
         end, finite = 0, []
         for name, error in self._error.items():
             begin, end = end, end + len(error)
+            if name in idle:  # what it has not sent would move it
+                continue
             where, what = unpack(rows_of(payload, self._top_k, begin, end), self._top_k)
             if counts:
                 error.copy_(self._summed(name).scatter_add_(1, where, -what))
@@ -170,7 +179,7 @@ class SparseLoCo(FixedParameters):
             self._parameters[name].copy_(anchor)
         # A round that has diverged counts nowhere: its unsent rest is of its own size. The means
         # have the same bits on all ranks, which decide alike.
-        if not torch.stack(finite).all():
+        if finite and not torch.stack(finite).all():
             for error in self._error.values():
                 error.zero_()
         self._version += 1
@@ -184,9 +193,11 @@ class SparseLoCo(FixedParameters):
         summed.view(-1)[: moved.numel()] += moved.to(summed.device, summed.dtype)
         return summed
 
-    def _exchange(self, payload: torch.Tensor, due: bool) -> tuple[list[torch.Tensor], list[float]]:
-        """Those of all ranks, and how much each counts; none if no rank has trained since the last
-        sync.
+    def _exchange(
+        self, payload: torch.Tensor, due: bool
+    ) -> tuple[list[torch.Tensor], list[float], set[str]]:
+        """Those of all ranks, how much each counts, and what no rank trains; nothing if no rank has
+        trained since the last sync.
 
         The ranks compare, and so decide alike.
         """
@@ -194,7 +205,8 @@ class SparseLoCo(FixedParameters):
         moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())
         weight = bits_of(1.0 if self._weight is None else self._samples)
-        place = [step, self._version, moved, checksum, self._stepping, weight]
+        idle = idle_words(self._parameters, self._anchor)
+        place = [step, self._version, moved, checksum, self._stepping, weight, *idle]
         header = torch.tensor(place, device=payload.device).view(torch.uint8)
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
@@ -216,13 +228,13 @@ class SparseLoCo(FixedParameters):
                 "equally often on all ranks, sync() on all, and load checkpoints of one step",
                 {"peer": rank, "op": "all_gather"},
             )
-        if (other := first_other([head[3] for head in heads])) is not None:
-            raise anchors_differ(numbers[other], "all_gather")
+        check_anchors([head[3] for head in heads], "all_gather", numbers)
         self._compared = True
         if not any(head[2] for head in heads):
-            return [], []
+            return [], [], set()
         ratios = ratios_of([float_of(head[5]) for head in heads])
-        return [each[header.numel() :] for each in arrived], ratios
+        entries = [each[header.numel() :] for each in arrived]
+        return entries, ratios, idle_on_all([head[6:] for head in heads], self._anchor)
 
     def _sent_nbytes(self) -> int:
         return self._wire_nbytes * (dist.get_world_size(self._group) - 1)
@@ -247,7 +259,7 @@ class SparseLoCo(FixedParameters):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the state of ``state_dict()``.
+        """Continues from the state of ``state_dict()``. On all ranks or on none.
 
         Raises:
             ValueError: The state is that of another model or other options; nothing was changed.

@@ -94,9 +94,10 @@ class StreamingDiLoCo(FixedParameters):
     Memory: one more copy of the parameters, the outer optimizer's state, and the largest fragment,
     in float32 if its own dtype is smaller.
 
-    Cost of a fragment: an all-gather of 48 bytes, and all-reduces of some 32 MiB each; two passes
-    over its parameters in ``step()``, one at the launch and one at the landing. The first launch
-    after construction or ``load_state_dict()`` also takes a checksum of its parameters.
+    Cost of a fragment: an all-gather of 48 bytes and a bit for each parameter, and all-reduces of
+    some 32 MiB each; two passes over its parameters in ``step()``, one at the launch and one at the
+    landing. The first launch after construction or ``load_state_dict()`` also takes a checksum of
+    its parameters.
 
     Source: Douillard and others, arXiv 2501.18512.
 
@@ -194,8 +195,8 @@ class StreamingDiLoCo(FixedParameters):
                 dropped, as if it had never been launched: anchor, outer state and parameters are
                 as they were, and ``state_dict()`` works.
             CollectiveMismatchError: Ranks sent different fragments, one of them has missed an
-                outer step, or one before has ended with an error; nothing was changed. On every
-                rank alike.
+                outer step or has loaded a state alone, or an outer step before has ended with an
+                error; nothing was changed. On every rank alike.
         """
         begin = time.perf_counter()
         number = self._checked(samples)
@@ -258,7 +259,7 @@ class StreamingDiLoCo(FixedParameters):
         """
         flying = None if self._flight is None else self._flight.fragment
         keeps = self._alpha > 0.0 and self._left < self._delay  # else it lands on the anchor
-        numbers: list[int] = []  # four for each fragment: a launch never sends as many
+        numbers: list[int] = []  # four for each fragment: a launch sends an odd number
         for fragment in self._fragments:
             trained = keeps if fragment is flying else fragment.moved()
             numbers += [trained, fragment.version, fragment.checksum(), fragment.stepping]
@@ -267,7 +268,7 @@ class StreamingDiLoCo(FixedParameters):
         found = []
         for fragment in self._fragments:
             parts = [each[4 * fragment.index : 4 * fragment.index + 4] for each in of_ranks]
-            places = [Place(0, fragment.index, *each[1:]) for each in parts]
+            places = [Place(0, fragment.index, n, c, s) for _, n, c, s in parts]
             check_places(places, "all_gather", dist.get_process_group_ranks(self._group))
             if any(trained for trained, *_ in parts):
                 found.append(fragment)
@@ -347,7 +348,7 @@ class StreamingDiLoCo(FixedParameters):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the state of ``state_dict()``.
+        """Continues from the state of ``state_dict()``. On all ranks or on none.
 
         A fragment in flight here is dropped, once its operations have ended: this waits for them.
 
@@ -363,11 +364,8 @@ class StreamingDiLoCo(FixedParameters):
         super().load_state_dict(state)
         with torch.no_grad():
             for number, fragment in enumerate(self._fragments):
-                for name, anchor in fragment.anchor.items():
-                    anchor.copy_(state["anchor"][name])
-                fragment.outer.load_state_dict(copy.deepcopy(state["outer"][number]))
+                fragment.load(state["anchor"], state["outer"][number])
                 fragment.version = int(state["versions"][number])
-                fragment.compared = fragment.stepping = False
         samples_of = self._saved(state, "samples_of", [0.0] * len(self._fragments))
         self._samples_of = [(float(each), 0.0) for each in samples_of]
         if (flight := state["flight"]) is not None:

@@ -111,6 +111,8 @@ def random_program(seed: int) -> Program:
         refused = ("ignored", "complex") if trainer == "SparseLoCo" else ("ignored",)
         parts = [kind for kind in parts if kind not in refused]
         options["sync_every"] = draw.choice([1, 2, 3])
+        if trainer == "StreamingDiLoCo":
+            options["fragment_sync_delay"] = draw.randrange(options["sync_every"])
     draw.shuffle(parts)
     if trainer == WRAPPER and (wire := options.pop("wire", None)):
         options["wire_dtype"] = _wire_dtype(draw, parts, wire)
@@ -203,6 +205,7 @@ _WRAPPERS = {
     "careless": 0.3,
     "broken": 0.3,
 }
+_LOCALS = {"full step": 20, "resume": 2, "load alone": 2}
 _WEIGHED = {"penalty": 4, "resume": 4, "local pass": 12}
 WEIGHTS = (0.0, -1.0, 0.1, 1.0, 3.5, 7.0, 50.0, 1000.0)
 
@@ -213,7 +216,7 @@ def _draw_step(
     weighed = "weight" in options
     often = {
         **_OFTEN,
-        **(_WRAPPERS if trainer == WRAPPER else {}),
+        **(_WRAPPERS if trainer == WRAPPER else _LOCALS),
         **(_WEIGHED if weighed else {}),
     }
     what = draw.choices(list(often), list(often.values()))[0]
@@ -236,6 +239,8 @@ def _draw_step(
             weights = tuple(one if alike else draw.choice(WEIGHTS) for _ in range(ranks))
         only = part if what == "careless" else -1
         return Step(what, how, without=without, part=only, weights=weights)
+    if what == "freeze" and trainer != WRAPPER:
+        return Step(what, draw.choice(["", "", "on rank 0"]), part=part)
     if what in ("freeze", "unfreeze", "unfreeze locally"):
         return Step(what, part=part)
     if what == "derived":

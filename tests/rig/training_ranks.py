@@ -29,6 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_callbacks import Callbacks, make_half
 from training_models import ASIDE, SMOOTH, Ignored, Sum, batch_of, loss_of
+from training_outer import Outer
 from training_programs import LOCAL, WRAPPER, Program, Step
 from training_weights import Window, factors
 
@@ -146,6 +147,12 @@ class Trainer:
         else:
             self.model = net
             self.local = getattr(pycomm, program.trainer)(net, **options)
+        self.compared = False
+        """Whether the anchors of all ranks have been compared since they were made or loaded."""
+        self.outer: Outer | None = None
+        if program.trainer in ("DiLoCo", "StreamingDiLoCo"):
+            anchor = {name: numbers(each) for name, each in self._trained().items()}
+            self.outer = Outer(anchor, options.get("fragment_sync_delay", 0))
         self.optimizer = torch.optim.SGD(self._trained().values(), lr=_LR)
         self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)  # type: ignore[attr-defined]
         self.grads: dict[str, Array] = {}
@@ -395,11 +402,16 @@ class Trainer:
         if self.local is not None:
             self.since_sync += 1
             due = self.since_sync == self.sync_every
-            before = self._everyones_parameters() if due else []
+            acts = due if self.outer is None else self.outer.acts(due=due)
+            before = self._everyones_parameters() if acts else []
+            frozen = self._everyones_frozen() if acts else []
+            idle = self._idle(before, frozen) if acts else set()
             self.local.step()
-            if due:
-                self.since_sync = 0
-                self._check_local_sync(before)
+            self.since_sync %= self.sync_every
+            if acts and self.outer is not None:
+                self._check_outer(self.outer.step(before, frozen, due=due), frozen)
+            elif acts:
+                self._check_local_sync(before, idle)
 
     def zero(self, step: Step) -> None:
         to_none = step.how == "to none"
@@ -415,7 +427,7 @@ class Trainer:
         left = {*range(len(self.program.parts))} - frozen - {step.part}
         if not left or (self.dirty and not self._may_mix()):
             return
-        if self.program.parts[step.part] == "ignored":
+        if self.program.parts[step.part] == "ignored" or (step.how and self.rank != 0):
             return
         self._set_trained(step.part, trained=False)
 
@@ -464,6 +476,7 @@ class Trainer:
                 "local": self.local.state_dict() if self.local is not None else None,
                 "kept": self.kept,
                 "window": self.window,
+                "outer": self.outer,
                 "position": (self.steps - self.steps_at_sync, self.since_sync),
                 "trains": self._trains_in_train(),
             }
@@ -484,9 +497,22 @@ class Trainer:
             self.last_forward = (self.steps, self.trains_in_mode)
         else:
             self.local.load_state_dict(saved["local"])
+            self.outer, self.compared = saved["outer"], False
+
+    def load_alone(self, step: Step) -> None:
+        """Rank 1 loads, and all do after the error."""
+        if self.saved is None or self.dirty or not self.compared or self.program.ranks == 1:
+            return
+        if self.rank == 1:
+            self.load(step)
+        self._refuses("has loaded a state|at different places", self.local.sync)
+        self.load(step)
 
     def resume(self, step: Step) -> None:
         """Another wrapper goes on, also between passes, from the state of this one."""
+        if self.local is not None:
+            self._resume_local()
+            return
         if not self._may_mix() or self.hosts or self.program.hook:
             return
         import pycomm
@@ -501,6 +527,21 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self._trained().values(), lr=_LR)
         self.steps = self.passes = 0
         self.armed = False
+
+    def _resume_local(self) -> None:
+        import pycomm
+
+        state = copy.deepcopy(self.local.state_dict())
+        trained = {name: each.requires_grad for name, each in self._parameters().items()}
+        for part, kind in zip(self.net.parts, self.program.parts, strict=True):
+            part.requires_grad_(kind != "base")  # as when the first one was made
+        self.local = getattr(pycomm, self.program.trainer)(
+            self.net, init_sync=False, **dict(self.program.options)
+        )
+        self.local.load_state_dict(state)
+        self.compared = False
+        for name, each in self._parameters().items():
+            each.requires_grad_(trained[name])
 
     def penalty(self, step: Step) -> None:
         """A backward pass beside the wrapper, alike on all ranks."""
@@ -550,9 +591,13 @@ class Trainer:
     def sync(self, step: Step) -> None:
         before = self._everyones_parameters()
         if self.local is not None:
+            frozen = self._everyones_frozen()
+            idle = self._idle(before, frozen)
             self.local.sync()
-            self.since_sync = 0
-            self._check_local_sync(before, landed=True)
+            self.since_sync, self.compared = 0, True
+            if self.outer is not None:
+                self._check_outer(self.outer.sync(before, frozen), frozen)
+            self._check_local_sync(before, idle)
         else:
             self.model.sync()
             if self.hosts:
@@ -787,7 +832,7 @@ class Trainer:
     def _passed(
         self, reduces: bool, members: Sequence[int], divisor: int = 0, *, spoiled: bool = False
     ) -> None:
-        self.dirty = True
+        self.dirty = self.wrapped
         if self.wrapped and reduces:
             self.armed = False
             self.passes += 1
@@ -963,10 +1008,51 @@ class Trainer:
             close(f"{name} after a sync", numbers(parameter), mean, bound)
         self._check_same()
 
-    def _check_local_sync(self, before: list[dict[str, Array]], *, landed: bool = False) -> None:
+    def _everyones_frozen(self) -> list[set[str]]:
+        mine = {name for name, each in self._owned().items() if not each.requires_grad}
+        return self.exchange.all(mine, self.everyone)
+
+    def _idle(self, before: list[dict[str, Array]], frozen: list[set[str]]) -> set[str]:
+        """What an outer step must leave alone: frozen, and at the anchor, on all ranks."""
+        if self.program.trainer != "SparseLoCo":
+            return set()
+        anchor = self.local.state_dict()["anchor"]
+        still = set.intersection(*frozen) & anchor.keys()
+        return {
+            name
+            for name in still
+            if all(np.array_equal(each[name], numbers(anchor[name])) for each in before)
+        }
+
+    def _check_local_sync(self, before: list[dict[str, Array]], idle: set[str]) -> None:
+        self.compared = self.program.trainer != "LocalSGD"
         if self.program.trainer == "LocalSGD":
             self._check_sync(before)
-        elif landed or self.program.trainer != "StreamingDiLoCo":
+        else:
+            self._check_same()
+        parameters = self._parameters()
+        for name in idle:
+            close(f"{name}, frozen", numbers(parameters[name]), before[self.rank][name], 0.0)
+
+    def _check_outer(self, wanted: list[dict[str, Array]] | None, frozen: list[set[str]]) -> None:
+        """Compares what has landed, and takes the anchor's bits from there on."""
+        if wanted is None:
+            return
+        self.compared = True
+        outer, parameters = self.outer, self._parameters()
+        assert outer is not None
+        anchor = self.local.state_dict()["anchor"]
+        assert len(set(self.exchange.all(bits(anchor.values()), self.everyone))) == 1
+        for name, mine in wanted[self.rank].items():
+            rounding = 20 * _ROUNDING[anchor[name].dtype] * outer.largest[name]
+            stands = name not in outer.moved
+            wrong = 0.0 if stands else rounding
+            close(f"{name}'s anchor", numbers(anchor[name]), outer.anchor[name], wrong)
+            wrong = 0.0 if stands and name in frozen[self.rank] else rounding
+            close(f"{name} after landing", numbers(parameters[name]), mine, wrong)
+            outer.anchor[name] = numbers(anchor[name])
+        outer.moved.clear()
+        if outer.delay == 0:
             self._check_same()
 
     def _check_same(self) -> None:

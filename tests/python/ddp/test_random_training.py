@@ -9,7 +9,7 @@ import pytest
 import rank_pool
 import torch.distributed as dist
 from ranks import TORCH_DDP
-from training_programs import WRAPPER, Program, Step, random_program, smaller
+from training_programs import LOCAL, WRAPPER, Program, Step, random_program, smaller
 from training_ranks import TIMEOUT_S, serve_training
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(7200)]
@@ -55,6 +55,43 @@ NAMED: dict[str, Program] = {
         trainer="LocalSGD",
         sync_every=4,
     ),
+    "frozen, with momentum": _named(
+        "linear bf16",
+        [_FULL, _FULL, Step("freeze", part=0), *[_FULL] * 3, Step("unfreeze", part=0), _FULL],
+        trainer="DiLoCo",
+        sync_every=1,
+    ),
+    "frozen in flight": _named(
+        "linear table",
+        [
+            *[_FULL] * 3,
+            Step("freeze", part=1),
+            *[_FULL] * 6,
+            Step("unfreeze", part=1),
+            *[_FULL] * 2,
+            Step("freeze", "on rank 0", part=0),
+            *[_FULL] * 4,
+            Step("sync"),
+        ],
+        trainer="StreamingDiLoCo",
+        sync_every=3,
+        fragment_sync_delay=1,
+    ),
+    "frozen, with an error": _named(
+        "linear table",
+        [_FULL, Step("freeze", part=1), *[_FULL] * 3, Step("resume"), _FULL],
+        trainer="SparseLoCo",
+        sync_every=1,
+    ),
+    **{
+        f"{trainer} loaded alone": _named(
+            "linear",
+            [_FULL, Step("save"), *[_FULL] * 2, Step("load alone"), *[_FULL] * 3, Step("sync")],
+            trainer=trainer,
+            sync_every=2,
+        )
+        for trainer in LOCAL[1:]
+    },
     "local after unused forward": _named(
         "linear",
         [Step("unused forward"), Step("local pass"), Step("pass"), Step("pass")],

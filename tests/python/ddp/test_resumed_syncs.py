@@ -321,3 +321,58 @@ def frozen_after_the_load(rank: int, world_size: int) -> dict[str, bool]:
 def test_a_wrapper_averages_nothing_that_was_not_trained_since_the_state_it_loads() -> None:
     found = ranks.run_ranks(WORLD, frozen_after_the_load, timeout_s=100, preload=ranks.TORCH_DDP)
     assert all(all(of_rank.values()) for of_rank in found.values()), found
+
+
+def loaded_alone(rank: int, world_size: int) -> dict[str, str]:
+    """Rank 1 alone loads a state of another step, or of another run after as many."""
+    import pycomm
+
+    def train(net: nn.Module, local: Any, steps: range) -> None:
+        for step in steps:
+            with torch.no_grad():
+                for each in net.parameters():
+                    each += torch.randn(each.shape, generator=torch.Generator().manual_seed(step))
+            local.step()
+
+    texts = {}
+    for name in LOCAL[1:]:
+        for how in ("another step", "another run"):
+            for end in ("step", "sync"):
+                nets = [nn.Linear(3, 2) for _ in range(2)]
+                net, local = nets[0], getattr(pycomm, name)(nets[0], sync_every=1)
+                other = getattr(pycomm, name)(nets[1], sync_every=1)
+                train(net, local, range(1))
+                first = copy.deepcopy((net.state_dict(), local.state_dict()))
+                train(net, local, range(1, 2))
+                train(nets[1], other, range(10, 12))
+                good = copy.deepcopy((net.state_dict(), local.state_dict()))
+                if rank == 1:
+                    bad = (
+                        first
+                        if how == "another step"
+                        else (nets[1].state_dict(), other.state_dict())
+                    )
+                    net.load_state_dict(bad[0])
+                    local.load_state_dict(bad[1])
+                begins = [each.detach().clone() for each in net.parameters()]
+                with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+                    getattr(local, end)()
+                texts[f"{name}, {how}, {end}"] = str(caught.value)
+                assert all(map(torch.equal, net.parameters(), begins))
+                net.load_state_dict(good[0])
+                local.load_state_dict(good[1])
+                train(net, local, range(2, 4))
+                for each in net.parameters():
+                    of_ranks = all_ranks(each.detach())
+                    assert all(torch.equal(of_ranks[0], one) for one in of_ranks)
+    return texts
+
+
+def test_a_state_that_one_rank_loads_alone_is_an_error_on_all() -> None:
+    first, *others = ranks.run_ranks(
+        WORLD, loaded_alone, timeout_s=100, preload=ranks.TORCH_DDP
+    ).values()
+    assert all(other == first for other in others) and len(first) == 12
+    for case, text in first.items():
+        assert "Nothing was changed" in text and "checkpoints of one step" in text, (case, text)
+        assert ("Rank 1 has loaded a state" in text) or ("different places" in text), (case, text)

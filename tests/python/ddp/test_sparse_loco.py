@@ -189,7 +189,7 @@ def beside_numpy(rank: int, world_size: int, name: str) -> None:
         assert all(torch.equal(copies[0], other) for other in copies)
     rows = sum(-(-each.numel() // ROW) for each in model.parameters())
     stats = local.stats()
-    once = rows * options["top_k"] * 14 // 8 + 48
+    once = rows * options["top_k"] * 14 // 8 + 56
     assert (stats.steps, stats.syncs) == (6, 3)
     assert stats.sent_nbytes == 3 * (world_size - 1) * once
 

@@ -214,3 +214,87 @@ def test_what_is_ignored_by_any_of_its_names_is_left_alone() -> None:
         2, names_of_ignored, timeout_s=100, preload=ranks.TORCH_DDP
     ).values():
         assert all(found.values()), found
+
+
+FREEZING: dict[str, tuple[str, dict[str, Any]]] = {
+    "DiLoCo": ("DiLoCo", {}),
+    "with decay": ("DiLoCo", {"outer_optimizer": lambda all_of: torch.optim.AdamW(all_of, lr=0.1)}),
+    "at once": ("StreamingDiLoCo", {}),
+    "in int8": ("StreamingDiLoCo", {"wire_dtype": "int8"}),
+    "later": ("StreamingDiLoCo", {"sync_every": 2, "fragment_sync_delay": 1}),
+    "in fragments": ("StreamingDiLoCo", {"sync_every": 2, "fragments": 2}),
+    "SparseLoCo": ("SparseLoCo", {"top_k": 16}),
+}
+
+
+def frozen_later(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer is trained, frozen for ten rounds, and trained again; or frozen on rank 0 alone."""
+    import pycomm
+
+    def train(net: nn.Module, local: Any, steps: int) -> None:
+        for _ in range(steps):
+            with torch.no_grad():
+                for each in net.parameters():
+                    if each.requires_grad:
+                        each += torch.randn(each.shape, generator=batches)
+            local.step()
+
+    batches = torch.Generator().manual_seed(rank)
+    found: dict[str, Any] = {}
+    for case, (kind, options) in FREEZING.items():
+        net = nn.Sequential(nn.Linear(80, 60, bias=False), nn.Linear(60, 2))
+        local = getattr(pycomm, kind)(net, **{"sync_every": 1, **options})
+        first, second = net[0].weight, net[1].weight
+        train(net, local, 6)
+        first.requires_grad_(False)
+        train(net, local, 4)  # what it was trained before is averaged, and lands
+        still, other = first.detach().clone(), second.detach().clone()
+        train(net, local, 10)
+        found[f"{case}: stands"] = torch.equal(first, still) and not torch.equal(second, other)
+        local.sync()
+        found[f"{case}: after sync()"] = torch.equal(first, still) and same(first)
+        first.requires_grad_(True)
+        train(net, local, 4)
+        first.requires_grad_(rank != 0)
+        train(net, local, 4)
+        local.sync()
+        found[f"{case}: is trained on"] = not torch.equal(first, still) and same(first)
+    return found
+
+
+def test_what_is_frozen_stands_still_and_is_trained_on_later() -> None:
+    for found in ranks.run_ranks(2, frozen_later, timeout_s=100, preload=ranks.TORCH_DDP).values():
+        assert all(found.values()), [case for case, right in found.items() if not right]
+
+
+def unfrozen_again(rank: int, world_size: int) -> dict[str, float]:
+    """Beside the equations in float64: a frozen scalar keeps its momentum until it moves again."""
+    import pycomm
+
+    found = {}
+    for kind in ("DiLoCo", "StreamingDiLoCo"):
+        net = nn.Linear(1, 1, dtype=torch.float64)
+        local = getattr(pycomm, kind)(net, sync_every=1)
+        anchor, velocity = float(net.weight.detach()), 0.0
+        worst = 0.0
+        for step in range(12):
+            net.weight.requires_grad_(not 4 <= step < 8)
+            moves = [0.0, 0.0] if 4 <= step < 8 else [0.5 + step, 1.0 - 3 * step]
+            with torch.no_grad():
+                net.weight += moves[rank]
+                net.bias += 1.0
+            local.step()
+            if any(moves):
+                moved = -sum(moves) / 2
+                velocity = 0.9 * velocity + moved
+                anchor -= 0.7 * (moved + 0.9 * velocity)
+            worst = max(worst, abs(float(net.weight.detach()) - anchor))
+        found[kind] = worst
+    return found
+
+
+def test_a_parameter_that_is_unfrozen_goes_on_with_its_momentum() -> None:
+    for found in ranks.run_ranks(
+        2, unfrozen_again, timeout_s=100, preload=ranks.TORCH_DDP
+    ).values():
+        assert max(found.values()) < 1e-12, found
