@@ -125,18 +125,24 @@ ErrorRecord WatchedOperations::overdueOnHost(const OperationRow& row) const {
     return inputLate(operation, operation.shared().bytes_total, tables_.identity);
   }
   const HostPlane::WaitsFor found = host_->waitsFor(operation);
+  std::vector<int> lack = host_->inGroup(found.not_entered);
+  if (lack.empty() && found.behind < 0) { // one that went astray has a slot of this ticket, but of another operation
+    lack.assign(row.asks_only->begin(), row.asks_only->end());
+  }
+  int waits_for = found.behind;
   std::optional<NotEntered> missing;
-  if (found.not_entered >= 0) {
-    missing = waiting::missing(row, found.not_entered);
-    if (!missing) {
-      missing = NotEntered{found.not_entered, "not known"};
+  for (const int rank : lack) {
+    if (row.came.count(rank) == 0) {
+      missing = waiting::missing(row, rank).value_or(NotEntered{rank, "not known"});
+      break;
     }
+    waits_for = waits_for < 0 ? rank : waits_for; // it has issued it, but its input has not come, or it was stopped
   }
   return timedOut(
       operation,
       operation.shared().bytes_done.load(std::memory_order_relaxed),
       operation.shared().bytes_total,
-      found.behind,
+      waits_for,
       missing,
       tables_.identity);
 }
