@@ -411,7 +411,8 @@ TEST(Meet, ARankThatReadsAClaimWhichIsDeletedMeanwhileWaitsForTheNextOne) {
     const char* key;
     int nth;
     bool sealed;
-  } cases[] = {{"pycomm/world/end/0/1", 1, false}, {"pycomm/world/end/0/1", 1, true}, {"pycomm/world/owner/0/1", 2, true}};
+  } cases[] = {
+      {"pycomm/world/end/0/1", 1, false}, {"pycomm/world/end/0/1", 1, true}, {"pycomm/world/owner/0/1", 2, true}};
   const Secret secret = Secret::generate();
   for (const auto& each : cases) {
     MemoryStore memory;
