@@ -96,7 +96,7 @@ class WatchedOnHost : public ::testing::Test {
     (void)plane->drive(*operation_, Deadline::after(0));
     watched.stuck(operation_, lacking);
   }
-  void hear(int peer, FrameType type, uint64_t aux = 0) {
+  void arrive(int peer, FrameType type, uint64_t aux = 0) {
     FrameHeader header;
     header.type = type;
     header.op_id = 1;
@@ -133,21 +133,21 @@ class WatchedOnHost : public ::testing::Test {
 TEST_F(WatchedOnHost, TheRankWhoseSlotLacksItHasNotEnteredIt) {
   wait(hostBit(1));
   EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: not known)"));
-  hear(1, FrameType::NotEntered);
+  arrive(1, FrameType::NotEntered);
   EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: no operation yet)"));
 }
 
 // Its input is on its way from a device, or it was stopped before it came to its slot.
 TEST_F(WatchedOnHost, ARankThatAsksAboutItIsNotSaidNotToHaveEnteredIt) {
   wait(hostBit(1));
-  hear(1, FrameType::Waiting);
+  arrive(1, FrameType::Waiting);
   EXPECT_THAT(overdue(), HasSubstr("it waits for rank 1 on alpha."));
 }
 
 TEST_F(WatchedOnHost, ARankThatWentAstrayHasNotEnteredIt) {
   enter(1, 2);
   wait(hostBit(1));
-  hear(1, FrameType::NotEntered, 2);
+  arrive(1, FrameType::NotEntered, 2);
   EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: barrier"));
 }
 
