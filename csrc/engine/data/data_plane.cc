@@ -271,7 +271,8 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   act();
   switch (verdict) {
     case matching::Verdict::Accept:
-      if (!tables_.failed) {
+      row = tables_.find(header.op_id); // what was listed may have ended it
+      if (row != nullptr && !tables_.failed) {
         sink = transfers_.place(*row, peer, header, now);
       }
       break;
@@ -296,10 +297,10 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
     peerLeft(peer);
     return;
   }
-  if (header.type == FrameType::Data && !tables_.failed) {
-    OperationRow* const row = tables_.find(header.op_id);
-    if (transfers_.arrived(row, peer, header, std::move(sink))) {
-      act();
+  if (header.type == FrameType::Data && !tables_.failed &&
+      transfers_.arrived(tables_.find(header.op_id), peer, header, std::move(sink))) {
+    act();
+    if (OperationRow* const row = tables_.find(header.op_id)) {
       finishIfComplete(*row);
     }
   }

@@ -388,7 +388,9 @@ bool hasEnded(const Tables& tables, uint64_t op_id) noexcept {
 
 bool isBehind(const Tables& tables, uint64_t op_id) noexcept {
   if ((op_id & kDerivedIdBit) == 0) {
-    return static_cast<int64_t>(op_id) <= tables.highest_sequence;
+    const auto is_held = [&](const auto& operation) { return operation->request().id.id == op_id; };
+    return static_cast<int64_t>(op_id) <= tables.highest_sequence &&
+        std::none_of(tables.held.begin(), tables.held.end(), is_held); // a later one may have been entered before it
   }
   return tables.forgotten.count(op_id) != 0;
 }

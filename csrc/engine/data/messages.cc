@@ -6,6 +6,7 @@
 #include "engine/data/credit.h"
 #include "engine/data/data_plane.h"
 #include "engine/data/matching.h"
+#include "engine/data/waiting.h"
 #include "engine/report/failure_text.h"
 #include "schedule/make_schedule.h"
 
@@ -229,7 +230,7 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   if (reply && mine && !running && names_.hasSent(peer, header.digest)) {
     return false; // what its receiver said when it had left here already
   }
-  const bool asks = header.type == FrameType::Waiting && header.aux == 0; // else it answers
+  const bool asks = header.type == FrameType::Waiting && !waiting::answers(header);
   const bool announces = header.type == FrameType::Data || asks;
   const bool known =
       running || matching::isKnown(tables_, peer, header.op_id) || matching::hasEnded(tables_, header.op_id);

@@ -318,6 +318,8 @@ struct Tables {
   const Limits limits;
 
   std::map<uint64_t, OperationRow> entered; ///< by id, oldest first, derived ones last
+  /// Whose input has not come, oldest first: watched_operations.h. They are not entered: to other ranks this rank is late.
+  std::vector<std::shared_ptr<Operation>> held;
   std::map<uint64_t, UnexpectedRow> unexpected; ///< by id, as `entered`
   std::vector<PeerRow> peers; ///< by rank
 

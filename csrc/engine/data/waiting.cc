@@ -28,10 +28,6 @@ constexpr std::chrono::seconds kLately(1);
 /// In FrameHeader::aux of a Waiting that answers one. The other bits have the CallbackOrigin of the sender's operation.
 constexpr uint64_t kAnswers = 1;
 
-bool answers(const FrameHeader& waiting) noexcept {
-  return (waiting.aux & kAnswers) != 0;
-}
-
 void send(Tables& tables, int peer, const FrameHeader& header, Way way) {
   Action action;
   action.kind = Action::Kind::Send;
@@ -311,6 +307,10 @@ void tick(Tables& tables, TimePoint now) {
 
 TimePoint nextTick(const Tables& tables) noexcept {
   return std::min(tables.next_tick, tables.next_deadline);
+}
+
+bool answers(const FrameHeader& waiting) noexcept {
+  return (waiting.aux & kAnswers) != 0;
 }
 
 bool hasCome(const OperationRow& row, int peer) {

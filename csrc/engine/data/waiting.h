@@ -41,6 +41,8 @@ void answered(Tables& tables, OperationRow* row, int peer, const FrameHeader& he
 
 // ---- questions
 [[nodiscard]] TimePoint nextTick(const Tables& tables) noexcept;
+/// A Waiting that answers one, else it asks.
+[[nodiscard]] bool answers(const FrameHeader& waiting) noexcept;
 [[nodiscard]] bool hasCome(const OperationRow& row, int peer);
 /// The lowest rank that said that it has not entered it.
 [[nodiscard]] std::optional<NotEntered> missing(const OperationRow& row);

@@ -21,16 +21,17 @@ void WatchedOperations::accompany(HostPlane* host) noexcept {
 }
 
 void WatchedOperations::hold(const std::shared_ptr<Operation>& operation) {
-  held_.push_back(operation);
+  tables_.held.push_back(operation);
   next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
 }
 
 bool WatchedOperations::release(const std::shared_ptr<Operation>& operation) noexcept {
-  const auto found = std::find(held_.begin(), held_.end(), operation);
-  if (found == held_.end()) {
+  std::vector<std::shared_ptr<Operation>>& held = tables_.held;
+  const auto found = std::find(held.begin(), held.end(), operation);
+  if (found == held.end()) {
     return false;
   }
-  held_.erase(found);
+  held.erase(found);
   return true;
 }
 
@@ -95,13 +96,14 @@ void WatchedOperations::follow(const std::shared_ptr<Operation>& operation) {
 }
 
 void WatchedOperations::endHeld(const std::function<void(Operation&)>& end) noexcept {
-  for (const auto& operation : std::exchange(held_, {})) {
+  for (const auto& operation : std::exchange(tables_.held, {})) {
     end(*operation);
   }
 }
 
 bool WatchedOperations::holds(const Operation& operation) const noexcept {
-  return std::any_of(held_.begin(), held_.end(), [&](const auto& entry) { return entry.get() == &operation; });
+  return std::any_of(
+      tables_.held.begin(), tables_.held.end(), [&](const auto& entry) { return entry.get() == &operation; });
 }
 
 std::optional<ErrorRecord> WatchedOperations::overdue(OperationRow& row) {
@@ -123,18 +125,24 @@ ErrorRecord WatchedOperations::overdueOnHost(const OperationRow& row) const {
     return inputLate(operation, operation.shared().bytes_total, tables_.identity);
   }
   const HostPlane::WaitsFor found = host_->waitsFor(operation);
+  std::vector<int> lack = host_->inGroup(found.not_entered);
+  if (lack.empty() && found.behind < 0) { // one that went astray has a slot of this ticket, but of another operation
+    lack.assign(row.asks_only->begin(), row.asks_only->end());
+  }
+  int waits_for = found.behind;
   std::optional<NotEntered> missing;
-  if (found.not_entered >= 0) {
-    missing = waiting::missing(row, found.not_entered);
-    if (!missing) {
-      missing = NotEntered{found.not_entered, "not known"};
+  for (const int rank : lack) {
+    if (row.came.count(rank) == 0) {
+      missing = waiting::missing(row, rank).value_or(NotEntered{rank, "not known"});
+      break;
     }
+    waits_for = waits_for < 0 ? rank : waits_for; // it has issued it, but its input has not come, or it was stopped
   }
   return timedOut(
       operation,
       operation.shared().bytes_done.load(std::memory_order_relaxed),
       operation.shared().bytes_total,
-      found.behind,
+      waits_for,
       missing,
       tables_.identity);
 }
@@ -145,7 +153,7 @@ std::vector<ErrorRecord> WatchedOperations::overdueHeld(TimePoint now) {
     return late;
   }
   TimePoint next = TimePoint::max();
-  for (const auto& operation : held_) {
+  for (const auto& operation : tables_.held) {
     const Deadline deadline = operation->request().deadline;
     if (deadline.expired(now)) {
       late.push_back(inputLate(*operation, 0, tables_.identity));

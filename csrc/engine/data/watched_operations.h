@@ -58,7 +58,7 @@ class WatchedOperations {
     return next_deadline_;
   }
   [[nodiscard]] size_t held() const noexcept {
-    return held_.size();
+    return tables_.held.size();
   }
 
  private:
@@ -68,8 +68,6 @@ class WatchedOperations {
 
   Tables& tables_;
   HostPlane* host_ = nullptr;
-  std::vector<std::shared_ptr<Operation>>
-      held_; ///< oldest first. They are not entered: to other ranks this rank is late
   int64_t recalled_ = 0; ///< the tables know those of the HostPlane up to this number
   TimePoint next_deadline_ = TimePoint::max(); ///< no held one's is earlier, but for those that have been reported
 };

@@ -200,19 +200,31 @@ void HostPlane::died(int peer) noexcept {
   }
 }
 
+// Ranks run operations in order. So this one waits for what the oldest waits for that has not ended here: until that is entered, for ranks
+// that may read its slots still; then for ranks that have not entered it, or have gone less far in it.
 HostPlane::WaitsFor HostPlane::waitsFor(const Operation& operation) const noexcept {
   const HostView& view = memory_.view();
+  const auto read = [](const HostWord<uint64_t>& word) -> uint64_t { return word.load(std::memory_order_seq_cst); };
+  const uint64_t ticket = std::min(operation.shared().ticket, read(memory_.own().done) + 1);
+  const auto has_entered = [&](int rank) { return (read(view.slot(rank, ticket).ticket) & ~kHostWithdrawn) == ticket; };
+  const bool entered = has_entered(view.rank);
+  const auto how_far = [&](int rank) {
+    const HostProgress& progress = view.progress(rank);
+    return entered ? read(progress.staged) + read(progress.reduced) + read(progress.collected) : read(progress.done);
+  };
   WaitsFor found;
-  const uint64_t ticket = operation.shared().ticket;
+  found.behind = entered ? -1 : identity_.rank; // whose input, or thread, may not be there
+  uint64_t least = entered ? how_far(view.rank) : ticket - std::min(ticket, kHostSlots);
   for (int rank = 0; rank < view.size; ++rank) {
-    const bool ended = view.progress(rank).done.load(std::memory_order_seq_cst) >= ticket;
-    if (rank == view.rank || ended) {
+    if (rank == view.rank || read(view.progress(rank).done) >= ticket) {
       continue;
     }
-    const HostSlot& slot = view.slot(rank, ticket);
-    const bool entered = (slot.ticket.load(std::memory_order_seq_cst) & ~kHostWithdrawn) == ticket;
-    int& first = entered ? found.behind : found.not_entered;
-    first = first < 0 ? memory_.inGroup(rank) : first;
+    if (entered && !has_entered(rank)) {
+      found.not_entered |= hostBit(rank);
+    } else if (how_far(rank) < least) {
+      least = how_far(rank);
+      found.behind = memory_.inGroup(rank);
+    }
   }
   return found;
 }

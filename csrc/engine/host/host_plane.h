@@ -121,10 +121,10 @@ class HostPlane {
   [[nodiscard]] uint64_t pending() const noexcept {
     return pending_.load(std::memory_order_seq_cst);
   }
-  /// Whom an operation waits for: ranks of the group.
+  /// Whom an operation waits for.
   struct WaitsFor {
-    int not_entered = -1; ///< a rank that has not entered it
-    int behind = -1; ///< one that has, and has not ended it
+    uint64_t not_entered = 0; ///< ranks (bits, see inGroup()) that have not entered it, although they can
+    int behind = -1; ///< the rank that has come least far; this one if no other keeps it from entering; -1: none
   };
   [[nodiscard]] WaitsFor waitsFor(const Operation& operation) const noexcept;
   /// The ranks of the group that are these ranks (bits) of the host.

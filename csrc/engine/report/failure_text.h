@@ -37,7 +37,7 @@ namespace pycomm {
 /// The group's cause, as the error of one operation on this rank.
 [[nodiscard]] ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity);
 
-/// The deadline of an operation has passed. `waits_for`: a rank that has entered it, -1 if there is none.
+/// The deadline of an operation has passed. `waits_for`: a rank that is behind with it, if none is `missing`; -1: none is.
 [[nodiscard]] ErrorRecord timedOut(
     const Operation& operation,
     int64_t bytes_done,

@@ -6,6 +6,7 @@
 
 #include "base/abort_token.h"
 #include "base/deadline.h"
+#include "base/error.h"
 
 namespace pycomm {
 
@@ -40,7 +41,17 @@ class Store {
   /// The value of a key that anybody may have written, if there is one now. A sealed store returns only what a holder of the secret
   /// wrote, and logs what it passes over.
   [[nodiscard]] virtual std::optional<std::string> find(const std::string& key) {
-    return has(key) ? std::optional<std::string>(get(key, Deadline::after(kSureToComeMs))) : std::nullopt;
+    // Its writer may delete it between the two calls, and then get() waits in vain. A store that is only slow gets more time.
+    for (int patience_ms = kLongPauseMs; has(key); patience_ms *= 2) {
+      try {
+        return get(key, Deadline::after(patience_ms));
+      } catch (const Error& error) {
+        if (error.record().code != ErrorCode::RendezvousTimeout || 2 * patience_ms > kSureToComeMs) {
+          throw;
+        }
+      }
+    }
+    return std::nullopt;
   }
   /// set() and find() without a seal, in a sealed store too: anybody may have written what is found (notices.h).
   virtual void setUnsealed(const std::string& key, const std::string& value) {

@@ -7,11 +7,15 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <functional>
+#include <future>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "transport/memory_store.h"
 #include "transport/net/socket_link.h"
+#include "transport/rendezvous/sealed_store.h"
 #include "transport/rendezvous_try.h"
 
 namespace pycomm {
@@ -23,6 +27,7 @@ using testing::kNoAbort;
 using testing::MemoryStore;
 using ::testing::Not;
 using testing::Outcome;
+using testing::tryToMake;
 using testing::tryToMeet;
 
 // All of `configs` at once, one thread each.
@@ -365,6 +370,78 @@ TEST(Meet, MayBeRepeatedByTheSameProcesses) {
     }
     EXPECT_NE(outcomes[0].met.nonce, last_nonce);
     last_nonce = outcomes[0].met.nonce;
+  }
+}
+
+/// The store as one rank sees it: when it looks for the `nth` time whether `key` is there, and it is, `between` is done before it goes on.
+class InterruptedStore final : public Store {
+ public:
+  InterruptedStore(Store& under, std::string key, int nth, std::function<void()> between)
+      : under_(under), key_(std::move(key)), nth_(nth), between_(std::move(between)) {}
+  void set(const std::string& key, const std::string& value) override {
+    under_.set(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    return under_.get(key, deadline);
+  }
+  bool has(const std::string& key) override {
+    const bool found = under_.has(key);
+    if (found && key == key_ && --nth_ == 0) {
+      between_();
+    }
+    return found;
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return under_.add(key, amount);
+  }
+  bool remove(const std::string& key) override {
+    return under_.remove(key);
+  }
+
+ private:
+  Store& under_;
+  const std::string key_;
+  int nth_;
+  const std::function<void()> between_;
+};
+
+// Rank 0's new claim deletes what it left of its last one, and rank 1 is about to read that.
+TEST(Meet, ARankThatReadsAClaimWhichIsDeletedMeanwhileWaitsForTheNextOne) {
+  const struct {
+    const char* key;
+    int nth;
+    bool sealed;
+  } cases[] = {
+      {"pycomm/world/end/0/1", 1, false}, {"pycomm/world/end/0/1", 1, true}, {"pycomm/world/owner/0/1", 2, true}};
+  const Secret secret = Secret::generate();
+  for (const auto& each : cases) {
+    MemoryStore memory;
+    const auto make = [&](Store& store, int rank) {
+      SealedStore sealed(store, secret);
+      RendezvousConfig config = configOf(rank, 2);
+      config.takeover = Takeover::FromEndedRun;
+      Store& used = each.sealed ? static_cast<Store&>(sealed) : store;
+      Outcome outcome = tryToMake(used, config);
+      if (outcome.good()) {
+        leave(used, outcome.met.claim);
+      }
+      return outcome;
+    };
+    auto first = std::async(std::launch::async, make, std::ref(static_cast<Store&>(memory)), 0);
+    ASSERT_TRUE(make(memory, 1).good());
+    ASSERT_TRUE(first.get().good());
+    std::future<Outcome> again;
+    InterruptedStore interrupted(memory, each.key, each.nth, [&] {
+      again = std::async(std::launch::async, make, std::ref(static_cast<Store&>(memory)), 0);
+      for (const Deadline most = Deadline::after(20000); memory.has(each.key) && !most.expired();) {
+        std::this_thread::yield();
+      }
+    });
+    const Outcome waited = make(interrupted, 1);
+    EXPECT_TRUE(waited.good()) << each.key << each.sealed << waited.error.text();
+    ASSERT_TRUE(again.valid()) << each.key << each.sealed;
+    const Outcome came = again.get();
+    EXPECT_TRUE(came.good()) << each.key << each.sealed << came.error.text();
   }
 }
 

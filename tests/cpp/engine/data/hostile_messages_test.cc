@@ -217,6 +217,13 @@ TEST_F(HostileMessages, AnAnswerAnnouncesNothing) {
   end();
 }
 
+// The lowest bit alone says that it answers.
+TEST_F(HostileMessages, OneIsAnnouncedWhateverIssuedIt) {
+  arrive(frame(FrameType::Waiting, peers_names.nameSend(kSelf), 2));
+  EXPECT_TRUE(receive()->identified());
+  end();
+}
+
 TEST_F(HostileMessages, OneThatIsAnnouncedTwiceIsOne) {
   const PointToPoint::Name name = peers_names.nameSend(kSelf);
   arrive(frame(FrameType::Waiting, name, 0) + frame(FrameType::Waiting, name, 0));

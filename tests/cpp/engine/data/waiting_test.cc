@@ -3,9 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <memory>
 #include <set>
+#include <utility>
+#include <vector>
 
 #include "engine/data/rank_tables.h"
+#include "engine/data/watched_operations.h"
 
 namespace pycomm::testing {
 namespace {
@@ -448,6 +452,30 @@ TEST_F(WaitingTest, AQuestionAboutWhatIsNotEnteredIsAnsweredAlsoIfThereIsNoPlace
   EXPECT_EQ(roll.usage().unexpected, kPlaces);
   roll.asked(1, rollFrame(1, barrierOf()), at(1));
   EXPECT_TRUE(taken(Kind::Send).empty()) << "it is entered here";
+}
+
+// Its input is on its way from a device, and a later operation has none there.
+TEST_F(WaitingTest, AQuestionAboutAHeldOperationIsKeptAndAnsweredAlsoIfALaterOneIsEntered) {
+  WatchedOperations watched(roll.tables);
+  Operation::Request request;
+  request.id = OperationId{4, 4};
+  request.descriptor = barrierOf();
+  const auto held = std::make_shared<Operation>(std::move(request));
+  watched.hold(held);
+  enter(5);
+  roll.asked(1, rollFrame(4, barrierOf()), at(1));
+  const std::vector<Action> answers = taken(Kind::Send);
+  ASSERT_EQ(answers.size(), 1U);
+  EXPECT_EQ(answers[0].header.type, FrameType::NotEntered);
+  EXPECT_EQ(answers[0].header.op_id, 4U);
+  EXPECT_EQ(answers[0].header.aux, 5U) << "what it did last";
+  EXPECT_TRUE(roll.isUnexpected(4));
+  roll.asked(1, rollFrame(3, barrierOf()), at(1));
+  EXPECT_TRUE(taken(Kind::Send).empty()) << "that one is over";
+  EXPECT_TRUE(watched.release(held));
+  enter(4);
+  EXPECT_EQ(askedRanks(), std::vector<int>{1}) << "it has come now";
+  EXPECT_FALSE(roll.isUnexpected(4));
 }
 
 TEST_F(WaitingTest, ASenderAnnouncesNoMoreMessagesThanThereArePlacesAndQuestions) {

@@ -1,11 +1,20 @@
 #include "engine/data/watched_operations.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "engine/data/matching.h"
+#include "engine/host/host_plane.h"
 
 namespace pycomm {
 namespace {
 
 using std::chrono::milliseconds;
+using ::testing::HasSubstr;
 
 // Its first report may be lost for want of memory on its way to the control plane.
 TEST(WatchedOperations, AHeldOperationThatIsOverdueIsReportedEachSecond) {
@@ -39,6 +48,107 @@ TEST(WatchedOperations, AHeldOperationThatIsOverdueIsReportedEachSecond) {
   EXPECT_TRUE(watched.release(late));
   EXPECT_TRUE(watched.overdueHeld(start + milliseconds(3050)).empty());
   EXPECT_EQ(watched.nextDeadline(), start + milliseconds(5000));
+}
+
+/// Rank 0 of three that share a host waits in #1; the test is the others, and rank 2 has entered it.
+class WatchedOnHost : public ::testing::Test {
+ protected:
+  WatchedOnHost() {
+    arena_->commit(0, HostView::commonNbytes(kSize));
+    HostPlane::Events events;
+    events.notice = [](const ErrorRecord&) {};
+    events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
+    events.ended = [](const OperationId&, const Descriptor&) {};
+    plane = std::make_unique<HostPlane>(identity_, arena_, HostHeaps(), HostPlane::Config(), std::move(events));
+    watched.accompany(plane.get());
+    enter(2, 1);
+  }
+  ~WatchedOnHost() override {
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    plane->close(reason);
+  }
+
+  static Descriptor descriptor() {
+    Descriptor descriptor;
+    descriptor.kind = Collective::Barrier;
+    descriptor.algorithm = Algorithm::SharedMemory;
+    return descriptor;
+  }
+  /// That rank has entered this operation as its first.
+  void enter(int rank, uint64_t op_id) {
+    HostSlot& slot = HostView{arena_->at(0), 0, kSize}.slot(rank, 1);
+    slot.header.op_id = op_id;
+    descriptor().writeTo(slot.header);
+    slot.ticket.store(1);
+  }
+  /// Rank 0 enters it, and then asks those that lack, as its plane says.
+  void wait(uint64_t lacking) {
+    (void)plane->post(
+        [] {
+          Operation::Request request;
+          request.id = {1, 1};
+          request.descriptor = descriptor();
+          return std::make_shared<Operation>(std::move(request));
+        },
+        true,
+        operation_);
+    (void)plane->drive(*operation_, Deadline::after(0));
+    watched.stuck(operation_, lacking);
+  }
+  void arrive(int peer, FrameType type, uint64_t aux = 0) {
+    FrameHeader header;
+    header.type = type;
+    header.op_id = 1;
+    header.aux = aux;
+    descriptor().writeTo(header);
+    (void)matching::headerArrived(tables, tables.find(1), peer, header, Clock::now());
+  }
+  std::string overdue() {
+    return watched.overdue(*tables.find(1)).value_or(ErrorRecord()).summary;
+  }
+
+  static constexpr int kSize = 3;
+
+ private:
+  static GroupIdentity identityOf() {
+    GroupIdentity identity;
+    identity.rank = 0;
+    identity.size = kSize;
+    identity.name = "test";
+    identity.hosts.assign(kSize, "alpha");
+    return identity;
+  }
+  const GroupIdentity identity_ = identityOf();
+  std::shared_ptr<SharedArena> arena_ =
+      std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(kSize)));
+  std::shared_ptr<Operation> operation_;
+
+ protected:
+  Tables tables{identity_, Limits()};
+  std::unique_ptr<HostPlane> plane;
+  WatchedOperations watched{tables};
+};
+
+TEST_F(WatchedOnHost, TheRankWhoseSlotLacksItHasNotEnteredIt) {
+  wait(hostBit(1));
+  EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: not known)"));
+  arrive(1, FrameType::NotEntered);
+  EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: no operation yet)"));
+}
+
+// Its input is on its way from a device, or it was stopped before it came to its slot.
+TEST_F(WatchedOnHost, ARankThatAsksAboutItIsNotSaidNotToHaveEnteredIt) {
+  wait(hostBit(1));
+  arrive(1, FrameType::Waiting);
+  EXPECT_THAT(overdue(), HasSubstr("it waits for rank 1 on alpha."));
+}
+
+TEST_F(WatchedOnHost, ARankThatWentAstrayHasNotEnteredIt) {
+  enter(1, 2);
+  wait(hostBit(1));
+  arrive(1, FrameType::NotEntered, 2);
+  EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: barrier"));
 }
 
 } // namespace

@@ -503,7 +503,7 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   std::thread waiter([&] { finish(host.plane(0), *operation); });
   host.waitUntilStuck(0); // it sleeps, or is about to
   const HostPlane::WaitsFor found = host.plane(0).waitsFor(*operation);
-  EXPECT_EQ(found.not_entered, 1);
+  EXPECT_EQ(found.not_entered, hostBit(1));
   EXPECT_EQ(found.behind, -1);
   ErrorRecord cause;
   cause.code = ErrorCode::PeerDead;
@@ -615,7 +615,7 @@ TEST(HostPlane, ALateRankDoesNotEndWhatAnotherHasGivenUp) {
         post(host.plane(1), counter1, wish, viewOf(theirs), gathers ? viewOf(all1) : viewOf(theirs), true);
     (void)host.plane(1).drive(*late, Deadline::after(100));
     EXPECT_FALSE(late->done()) << static_cast<int>(wish.kind);
-    EXPECT_EQ(host.plane(1).waitsFor(*late).not_entered, -1) << "rank 0 had entered it: it is not the one to blame";
+    EXPECT_EQ(host.plane(1).waitsFor(*late).not_entered, 0U) << "rank 0 had entered it: it is not the one to blame";
     failNow(host.plane(1), cause);
     ASSERT_TRUE(late->done());
     ASSERT_TRUE(late->error()) << static_cast<int>(wish.kind);

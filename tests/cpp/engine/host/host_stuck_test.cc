@@ -1,7 +1,9 @@
-// The planes of two ranks over one mapping, on one thread and with a clock of the test's own: when is an operation stuck, and
+// The planes of some ranks over one mapping, on one thread and with a clock of the test's own: when is an operation stuck, and
 // what is left of a burst of them?
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -36,11 +38,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kStuckSize = 2;
-
 class SteppedRank {
  public:
-  SteppedRank(const std::shared_ptr<const SharedArena>& arena, int rank) : identity_(identityOf(rank)) {
+  SteppedRank(const std::shared_ptr<const SharedArena>& arena, int rank, int size) : identity_(identityOf(rank, size)) {
     HostPlane::Events events;
     events.notice = [this](const ErrorRecord& record) {
       EXPECT_TRUE(ends_) << record.text(); // it leaves in the middle
@@ -78,6 +78,9 @@ class SteppedRank {
   bool step() {
     return HostPlaneStepper::step(*plane_);
   }
+  [[nodiscard]] const HostPlane& plane() const {
+    return *plane_;
+  }
   /// Another thread polls, and has taken what was posted before this operation.
   std::shared_ptr<Operation> postAndPollBesideAnother(std::vector<float>& values) {
     const auto other = HostPlaneStepper::hold(*plane_);
@@ -95,12 +98,12 @@ class SteppedRank {
   std::vector<std::pair<int64_t, uint64_t>> stuck; ///< number of the operation, and who lacks
 
  private:
-  static GroupIdentity identityOf(int rank) {
+  static GroupIdentity identityOf(int rank, int size) {
     GroupIdentity identity;
     identity.rank = rank;
-    identity.size = kStuckSize;
+    identity.size = size;
     identity.name = "test";
-    identity.hosts = {"here", "here"};
+    identity.hosts.assign(static_cast<size_t>(size), "here");
     return identity;
   }
 
@@ -112,15 +115,24 @@ class SteppedRank {
 
 class HostStuck : public ::testing::Test {
  protected:
-  HostStuck() {
-    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(kStuckSize)));
-    arena->commit(0, HostView::commonNbytes(kStuckSize));
-    for (int rank = 0; rank < kStuckSize; ++rank) {
-      ranks.push_back(std::make_unique<SteppedRank>(arena, rank));
+  explicit HostStuck(int size = 2) {
+    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(size)));
+    arena->commit(0, HostView::commonNbytes(size));
+    for (int rank = 0; rank < size; ++rank) {
+      ranks.push_back(std::make_unique<SteppedRank>(arena, rank, size));
     }
   }
   void post(int rank, std::vector<float>& values, Deadline deadline = Deadline::never()) {
     posted.push_back(ranks[static_cast<size_t>(rank)]->post(values, deadline));
+  }
+  /// These ranks go on until they wait for others.
+  void settle(const std::vector<size_t>& which) {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (const size_t rank : which) {
+        moved = ranks[rank]->step() || moved;
+      }
+    }
   }
 
   const TimePoint start = Clock::now();
@@ -190,6 +202,69 @@ TEST_F(HostStuck, OneWhoseDeadlineComesNearIsReportedInAnyCase) {
   static_cast<void>(ranks[0]->look(start + milliseconds(8000)));
   ASSERT_EQ(ranks[0]->stuck.size(), 2U);
   EXPECT_EQ(ranks[0]->stuck[1].first, 2);
+}
+
+/// Rank 2 stops somewhere, and the deadlines of ranks 0 and 1 pass.
+class HostStuckOfThree : public HostStuck {
+ protected:
+  HostStuckOfThree() : HostStuck(3) {
+    values.resize(3);
+  }
+  /// Each rank issues so many.
+  void postAll(int count, size_t numel) {
+    for (size_t rank = 0; rank < 3; ++rank) {
+      values[rank].resize(numel);
+      for (int i = 0; i < count; ++i) {
+        last[rank] = ranks[rank]->post(values[rank]);
+      }
+    }
+  }
+  void expectBothNameRankTwo(uint64_t not_entered, int behind) {
+    for (size_t rank = 0; rank < 2; ++rank) {
+      ASSERT_FALSE(last[rank]->done());
+      const HostPlane::WaitsFor found = ranks[rank]->plane().waitsFor(*last[rank]);
+      EXPECT_EQ(found.not_entered, not_entered) << "rank " << rank;
+      EXPECT_EQ(found.behind, behind) << "rank " << rank;
+    }
+  }
+
+  std::array<std::shared_ptr<Operation>, 3> last;
+};
+
+TEST_F(HostStuckOfThree, WhoHasNotEnteredIsWaitedFor) {
+  postAll(1, 4);
+  settle({0, 1});
+  expectBothNameRankTwo(hostBit(2), -1);
+}
+
+// The operation that is waited for has no slot yet, so nobody has entered it.
+TEST_F(HostStuckOfThree, WhoKeepsTheOthersFromEnteringIsWaitedFor) {
+  postAll(40, 4);
+  ASSERT_TRUE(ranks[2]->step()); // enters as many as there are slots
+  settle({0, 1});
+  expectBothNameRankTwo(0, 2);
+}
+
+TEST_F(HostStuckOfThree, WhoStoppedInTheMiddleIsWaitedForAlsoInWhatComesAfterIt) {
+  for (const int count : {1, 3}) {
+    postAll(count, 5 * kHostStageNbytes / sizeof(float));
+    settle({0, 1});
+    ASSERT_TRUE(ranks[2]->step()); // enters
+    for (int steps = 0; steps < 4; ++steps) {
+      settle({0, 1});
+      expectBothNameRankTwo(0, 2);
+      ASSERT_TRUE(ranks[2]->step());
+    }
+    settle({0, 1, 2});
+    ASSERT_TRUE(last[0]->done());
+  }
+}
+
+TEST_F(HostStuckOfThree, OneThatCannotEnterForItsOwnReasonsWaitsForNoOther) {
+  postAll(1, 4);
+  const HostPlane::WaitsFor found = ranks[0]->plane().waitsFor(*last[0]);
+  EXPECT_EQ(found.not_entered, 0U);
+  EXPECT_EQ(found.behind, 0);
 }
 
 TEST_F(HostStuck, ABurstGivesItsMemoryBack) {
