@@ -73,6 +73,24 @@ bool StoreAdapter::has(const std::string& key) {
   return translated("check", Deadline::never(), [&] { return store_->check({key}); });
 }
 
+// torch's get() waits for a key that its writer has deleted meanwhile, for as long as the store's own timeout.
+std::optional<std::string> StoreAdapter::find(const std::string& key) {
+  if (!has(key)) {
+    return std::nullopt;
+  }
+  try {
+    for (const std::string no_value : {"-", "+"}) { // a value is at most one of the two
+      std::string value = store_->compareSet(key, no_value, no_value);
+      if (value != no_value) {
+        return value;
+      }
+    }
+    return std::nullopt;
+  } catch (const std::exception&) { // a store that is written in Python may lack it; one that is lost says so again
+    return Store::find(key);
+  }
+}
+
 int64_t StoreAdapter::add(const std::string& key, int64_t amount) {
   return translated("add", Deadline::never(), [&] { return store_->add(key, amount); });
 }

@@ -2,6 +2,9 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <optional>
+#include <string>
+
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
@@ -16,6 +19,7 @@ class StoreAdapter final : public Store {
   void set(const std::string& key, const std::string& value) override;
   [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override;
   [[nodiscard]] bool has(const std::string& key) override;
+  [[nodiscard]] std::optional<std::string> find(const std::string& key) override;
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override;
   bool remove(const std::string& key) override;
 

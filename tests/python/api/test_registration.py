@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ranks import (
     run_ranks,
     start_ranks,
 )
+from time_bound import assert_within
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import _pycomm_autoload
@@ -203,6 +205,53 @@ def test_a_given_store(kind: str, world_size: int, tmp_path: Path) -> None:
     place = str(free_port()) if kind == "tcp" else str(tmp_path / "store")
     results = run_ranks(world_size, join_with_store, args=(kind, place), init="none")
     assert results.values() == [world_size * (world_size + 1) / 2.0] * world_size
+
+
+class Deleting(Store):  # type: ignore[misc]
+    """A store in which a claim's end is deleted once it has been found, before it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(seconds=60))  # of a get() for a key that is missing
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self.store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        self.store.wait(keys, timeout)
+        if "/end/" in keys[0]:
+            self.store.delete_key(keys[0])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        if "/end/" in key:
+            self.store.delete_key(key)
+        return self.store.compare_set(key, expected, desired)
+
+
+def join_twice(rank: int, world_size: int) -> float:
+    store = Deleting()
+    for _ in range(2):
+        begin = time.monotonic()
+        dist.init_process_group("pycomm", store=store, rank=rank, world_size=world_size)
+        dist.destroy_process_group()
+    return time.monotonic() - begin
+
+
+@pytest.mark.needs_native
+@pytest.mark.time_bound
+def test_a_key_that_is_deleted_meanwhile_is_not_waited_for() -> None:
+    (took_s,) = run_ranks(1, join_twice, init="none").values()
+    assert_within(took_s, 20.0)
 
 
 TORCHRUN_SCRIPT = """
