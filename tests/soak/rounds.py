@@ -17,6 +17,8 @@ from ranks import run_ranks
 
 RSS_LIMIT_KB = 512
 """Between the medians of the third and the last quarter of the looks."""
+MALLOC_LIMIT_NBYTES = 4
+"""A round, between the same: what malloc counts has no pages in it that come and go."""
 
 
 def main() -> int:
@@ -36,13 +38,20 @@ def main() -> int:
         half, last = looks[len(looks) // 2 : -len(looks) // 4], looks[-len(looks) // 4 :]
         grown = {name: last[-1][name] - looks[0][name] for name in looks[0]}
         early, late = (
-            round(statistics.median(look["rss_kb"] for look in part)) for part in (half, last)
+            {name: round(statistics.median(look[name] for look in part)) for name in grown}
+            for part in (half, last)
         )
+        malloc = (late["malloc_nbytes"] - early["malloc_nbytes"]) / (arguments.rounds / 4)
         print(
-            f"rank {rank}: grown since the first look {grown}; median rss_kb {early}, then {late}"
+            f"rank {rank}: grown since the first look {grown}; medians {early}, then {late}: "
+            f"{malloc:.1f} bytes of malloc a round"
         )
         good = (
-            good and grown["files"] <= 0 and grown["threads"] <= 0 and late - early <= RSS_LIMIT_KB
+            good
+            and grown["files"] <= 0
+            and grown["threads"] <= 0
+            and late["rss_kb"] - early["rss_kb"] <= RSS_LIMIT_KB
+            and malloc <= MALLOC_LIMIT_NBYTES
         )
     print(
         f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s: "
