@@ -10,12 +10,13 @@ Each step's output goes to build/nightly/<step>.log, its result to build/nightly
 all results to build/nightly/summary.txt. A step that passed is not repeated until a file changes
 that can change its result; a page of docs/ counts for the steps that name it. So a run that was
 interrupted goes on where it was. A step that skipped everything, because the machine lacks
-something, has not passed.
+something, has not passed. One that skipped some tests of pytest says how many and for what reasons.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -187,6 +188,7 @@ RELEASE = [
 NIGHTLY, RELEASE = (measured(each, recorded()) for each in (NIGHTLY, RELEASE))
 STEPS = [*NIGHTLY, *RELEASE]
 
+_SKIPS = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)")  # pytest's own summary
 _MAKES_OWN = re.compile(r"make(\[\d+\])?: ")
 _COUNT = re.compile(r"(\d[\d,]*) (passed|failed|skipped|xfailed|errors?|mutations|seeds|violated)")
 
@@ -202,6 +204,8 @@ class Result:
     seconds: int
     summary: str
     reruns: Sequence[str]
+    skips: Sequence[str]
+    """How many tests, and the reason."""
     load: float
     """Of the last minute when it began: after another step mostly that step's."""
 
@@ -229,7 +233,8 @@ class Result:
         how = "skipped" if self.skipped else "passed" if self.passed else f"FAILED ({self.code})"
         again = f"; run again: {', '.join(self.reruns)}" if self.reruns else ""
         took = f"{self.seconds:>6} s, expected {step.seconds:>6} s"
-        return f"{step.name:<19} {took}  {how}: {self.summary}{again}"
+        left_out = f"; skipped: {'; '.join(self.skips)}" if self.skips else ""
+        return f"{step.name:<19} {took}  {how}: {self.summary}{again}{left_out}"
 
 
 CODE: tuple[str, ...] = (".", *(f":(exclude){each}" for each in PAGES))
@@ -296,7 +301,11 @@ def run(step: Step, folder: Path, commit: str, tree: str) -> Result:
     last = next(told, "no output")
     seconds = round(time.monotonic() - began_s)
     again = reruns.read_text().splitlines()
-    return Result(commit, tree, code, seconds, last, again, load)
+    skips: collections.Counter[str] = collections.Counter()
+    for found in filter(None, map(_SKIPS.match, lines)):
+        skips[found[2]] += int(found[1])
+    left_out = [f"{count} {reason}" for reason, count in skips.items()]
+    return Result(commit, tree, code, seconds, last, again, left_out, load)
 
 
 def load(folder: Path) -> dict[str, Result]:

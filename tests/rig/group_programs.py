@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from idle import check_idle
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -166,6 +167,7 @@ class _Job:
         gone = [number for number, (of, _) in self.wrappers.items() if of == step.group]
         for number in gone:
             del self.wrappers[number]
+        check_idle(group)
         dist.destroy_process_group(group)
 
     def all_reduce(self, step: Step, members: tuple[int, ...], group: Any) -> None:
@@ -271,10 +273,15 @@ def run_process(process: int, count: int, port: int, name: str, program: Program
     timeout = timedelta(seconds=TIMEOUT_S)
     server = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
     job: _Job | None = None
+
+    def end_job() -> None:
+        check_idle()
+        dist.destroy_process_group()
+
     for index, step in enumerate(program):
         if step.what == "job":
             if job is not None:
-                dist.destroy_process_group()
+                end_job()
             job = None
             if process in step.members:
                 store = dist.PrefixStore(f"{name}/{index}", server)  # type: ignore[attr-defined]
@@ -289,4 +296,4 @@ def run_process(process: int, count: int, port: int, name: str, program: Program
             except Exception as error:
                 raise AssertionError(f"rank {job.rank} in step {index}:{step}") from error
     if job is not None:
-        dist.destroy_process_group()
+        end_job()

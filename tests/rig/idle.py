@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _PATIENCE_S = 30.0
 """The last frames of a peer, which may lack a core, and what a thread has still to drop."""
 
 
-def check_idle() -> None:
-    """Raises AssertionError if a group of this process keeps anything of ended operations.
+def check_idle(only: dist.ProcessGroup | None = None) -> None:
+    """Raises AssertionError if a group of this process, or this one, keeps anything of ended
+    operations.
 
-    Every operation of every group must have ended, and no other rank may begin one meanwhile.
+    Every operation of the group must have ended, and no other rank may begin one meanwhile.
     Groups that have failed are left out.
     """
     import torch.distributed as dist
@@ -24,7 +29,7 @@ def check_idle() -> None:
 
     deadline = time.monotonic() + _PATIENCE_S
     world = dist.distributed_c10d._world
-    for group in list(world.pg_map):
+    for group in list(world.pg_map) if only is None else [only]:
         if ":pycomm" not in world.pg_backend_config[group]:  # "cpu:gloo,cuda:nccl"
             continue
         backend = creation.native_backend(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -44,9 +45,26 @@ def one_round(rank: int, world_size: int, dice: random.Random, number: int) -> N
         work.wait()
 
 
+class _Malloc(ctypes.Structure):
+    """What mallinfo2() returns, in bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.mallinfo2.restype = _Malloc
+
+
 def held_now() -> dict[str, int]:
     """What this process holds: descriptors, threads, memory."""
     gc.collect()
+    malloc = _LIBC.mallinfo2()
     resident = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
     )
@@ -54,6 +72,7 @@ def held_now() -> dict[str, int]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "rss_kb": int(resident.split()[1]),
+        "malloc_nbytes": malloc.uordblks + malloc.hblkhd,
     }
 
 

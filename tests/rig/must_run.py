@@ -20,6 +20,7 @@ MAY_SKIP = (
     "core files",
     "may open",
     "of free memory",
+    "threads of other programs",
     "no control group",
     "libssl.so.3",
     "tc is not allowed",

@@ -57,8 +57,8 @@ def _meeting(rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
 
 def join(rank: int, world_size: int, timeout_s: float) -> dict[str, Any]:
     """Joins at the place in MEETING, and leaves: "type" of the error or "", "text", "peer" (None
-    where it has none) and the seconds that it "took"."""
-    begin = time.monotonic()
+    where it has none), the seconds that it "took" and when it "ended", by the machine's clock."""
+    begin_s = time.monotonic()
     try:
         dist.init_process_group(
             "pycomm",
@@ -68,11 +68,9 @@ def join(rank: int, world_size: int, timeout_s: float) -> dict[str, Any]:
             timeout=timedelta(seconds=timeout_s),
         )
     except (ValueError, pycomm.errors.PycommError) as error:
-        return {
-            "type": type(error).__name__,
-            "text": str(error),
-            "peer": getattr(error, "peer", None),
-            "took": time.monotonic() - begin,
-        }
-    dist.destroy_process_group()
-    return {"type": "", "text": "", "peer": None, "took": time.monotonic() - begin}
+        name, text, peer = type(error).__name__, str(error), getattr(error, "peer", None)
+    else:
+        dist.destroy_process_group()
+        name, text, peer = "", "", None
+    end_s = time.monotonic()
+    return {"type": name, "text": text, "peer": peer, "took": end_s - begin_s, "ended": end_s}

@@ -42,6 +42,8 @@ LIVES: tuple[tuple[int, ...], ...] = (
 """The ranks of each life, in the order in which they start. Those that lack some are killed while
 they wait. In the fifth, rank 0 is late."""
 LATE_LIFE = 4
+WAITS_S = 0.5
+"""Ranks of a life that lacks some have to wait for so long: no former life's error ends them."""
 NOT_ALLOWED = 77
 _LIBC = ctypes.CDLL(None, use_errno=True)
 ENDED_LAST: list[int] = []
@@ -127,9 +129,11 @@ def has_ended(pid: int) -> bool:
 
 def wait(what: str, done: Callable[[], bool], pids: list[int]) -> None:
     end = time.monotonic() + LIMIT_S
-    while not done():
+    while True:
         if any(has_ended(pid) for pid in pids):
             raise SystemExit(f"{what}: a rank ended by itself")
+        if done():
+            return
         if time.monotonic() > end:
             raise SystemExit(f"{what}: not within {LIMIT_S:.0f} s")
         time.sleep(0.01)
@@ -137,6 +141,11 @@ def wait(what: str, done: Callable[[], bool], pids: list[int]) -> None:
 
 def all_are_there(files: list[Path]) -> bool:
     return all(file.exists() for file in files)
+
+
+def claims(store: dist.Store) -> set[str]:
+    """The keys of the ranks that have a claim: ".../owner/RANK/CLAIM"."""
+    return {key for key in map(str, store.list_keys()) if "/owner/" in key}
 
 
 def main() -> None:
@@ -147,11 +156,13 @@ def main() -> None:
     os.close(writer)
     with os.fdopen(reader) as lines:
         port = lines.read()
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(SIZE)}
     # A restart for other members keeps the count, and so the place in the store.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for life, order in enumerate(LIVES):
         pids: list[int] = []
+        before = claims(store)
         for rank in order:
             if rank == 0 and rank == order[-1]:  # the others are there by now
                 time.sleep(LATE_S if life == LATE_LIFE else 0.2)
@@ -160,7 +171,14 @@ def main() -> None:
             files = [folder / f"{life}-{rank}" for rank in order]
             wait(f"life {life}", functools.partial(all_are_there, files), pids)
         else:
-            time.sleep(0.5)
+            wanted = {str(rank) for rank in order}
+
+            def all_wait(before: set[str] = before, wanted: set[str] = wanted) -> bool:
+                return {key.split("/")[-2] for key in claims(store) - before} == wanted
+
+            wait(f"life {life} begins", all_wait, pids)
+            waited_s = time.monotonic() + WAITS_S
+            wait(f"life {life}", lambda end_s=waited_s: time.monotonic() > end_s, pids)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

@@ -15,8 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rig"))
 
 from ranks import run_ranks
 
-RSS_LIMIT_KB = 512
-"""Between the medians of the third and the last quarter of the looks."""
+RSS_LIMIT_KB = 4096
+"""Between the medians of the third and the last quarter of the looks: for what malloc does not
+count. Its pages alone come and go by 2 MiB."""
+MALLOC_LIMIT_NBYTES = 4
+"""A round, between the same, of what malloc counts."""
 
 
 def main() -> int:
@@ -36,13 +39,20 @@ def main() -> int:
         half, last = looks[len(looks) // 2 : -len(looks) // 4], looks[-len(looks) // 4 :]
         grown = {name: last[-1][name] - looks[0][name] for name in looks[0]}
         early, late = (
-            round(statistics.median(look["rss_kb"] for look in part)) for part in (half, last)
+            {name: round(statistics.median(look[name] for look in part)) for name in grown}
+            for part in (half, last)
         )
+        malloc = (late["malloc_nbytes"] - early["malloc_nbytes"]) / (arguments.rounds / 4)
         print(
-            f"rank {rank}: grown since the first look {grown}; median rss_kb {early}, then {late}"
+            f"rank {rank}: grown since the first look {grown}; medians {early}, then {late}: "
+            f"{malloc:.1f} bytes of malloc a round"
         )
         good = (
-            good and grown["files"] <= 0 and grown["threads"] <= 0 and late - early <= RSS_LIMIT_KB
+            good
+            and grown["files"] <= 0
+            and grown["threads"] <= 0
+            and late["rss_kb"] - early["rss_kb"] <= RSS_LIMIT_KB
+            and malloc <= MALLOC_LIMIT_NBYTES
         )
     print(
         f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,6 +35,7 @@ SILENCE_S = 4.2
 LATE_S = 1.0
 OWN_NBYTES = 32 << 20
 """What a rank may take for its error, and for the step that a stopped rank was in."""
+ATTEMPTS = 5
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -54,17 +56,22 @@ sizes = pytest.mark.parametrize(
 )
 
 
-def own_nbytes() -> int:
-    """This process's memory without that which others share, where a copy would lie."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("RssAnon:")]
+def nbytes_in(path: str, name: str) -> int:
+    (line,) = [line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
+
+
+def peak_nbytes(again: bool = False) -> int:
+    """The most memory that this process has had since the last call with ``again``."""
+    if again:
+        Path("/proc/self/clear_refs").write_text("5")
+    return nbytes_in("/proc/self/status", "VmHWM")
 
 
 def reduce_until_it_fails(
     rank: int, world_size: int, gib: int, late: bool = False, limit: Path | None = None
 ) -> tuple[RankError, int, float]:
-    """The error, how much memory it took, and how long the operation that failed."""
+    """The error, how much memory the operation that failed took meanwhile, and how long it was."""
     go_on = CaughtSignal(signal.SIGTERM)
     if limit is not None:
         join(limit)
@@ -79,11 +86,11 @@ def reduce_until_it_fails(
             mark("in the middle")
             if late and rank == VICTIM:
                 go_on.wait()
-        before, began_s = own_nbytes(), time.monotonic()
+        before, began_s = peak_nbytes(again=True), time.monotonic()
         try:
             dist.group.WORLD.allreduce([tensor], options).wait()  # type: ignore[union-attr]
         except pycomm.errors.PycommError as error:
-            said, grown = describe_exception(error), own_nbytes() - before
+            said, grown = describe_exception(error), peak_nbytes() - before
             break
     if rank != VICTIM:
         tensor.fill_(-1.0)
@@ -94,7 +101,7 @@ def reduce_until_it_fails(
 
 
 def needs(nbytes: int) -> None:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = nbytes_in("/proc/meminfo", "MemAvailable")
     if free < nbytes:
         pytest.skip(f"needs {nbytes >> 20} MiB of free memory, and {free >> 20} are")
 
@@ -128,14 +135,26 @@ def check(running: Ranks, code: str) -> tuple[float, float]:
     return known_s, longest_s
 
 
-def typical(attempt: Callable[[], float]) -> float:
-    """The median of five attempts.
+def running_elsewhere() -> float:
+    """How many threads of other programs have or want a core, while no rank runs."""
+    looks = []
+    for _ in range(20):
+        time.sleep(0.01)
+        lines = Path("/proc/stat").read_text().splitlines()
+        (line,) = [each for each in lines if each.startswith("procs_running ")]
+        looks.append(int(line.split()[1]) - 1)  # without this one
+    return statistics.mean(looks)
 
-    Where other programs take the cores, the fastest: they make some late, and none early.
-    """
-    crowded = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
-    took_s = sorted(attempt() for _ in range(5))
-    return took_s[0 if crowded else 2]
+
+def assert_typically_within(attempt: Callable[[], float], limit_s: float) -> None:
+    """Of the median. It is not judged if other programs have all cores, as they make it late."""
+    elsewhere, took_s = zip(
+        *((running_elsewhere(), attempt()) for _ in range(ATTEMPTS)), strict=True
+    )
+    middle_s, cores = statistics.median(took_s), len(os.sched_getaffinity(0))
+    if middle_s >= limit_s and statistics.median(elsewhere) >= cores:
+        pytest.skip(f"{middle_s:.3f} s, but threads of other programs take all {cores} cores")
+    assert_within(middle_s, limit_s)
 
 
 def seconds_until_known(size: int, gib: int) -> float:
@@ -150,7 +169,7 @@ def seconds_until_known(size: int, gib: int) -> float:
 @sizes
 def test_a_rank_is_killed(size: int, gib: int) -> None:
     needs(size * gib * GIB + GIB)
-    assert_within(typical(lambda: seconds_until_known(size, gib)), AGREED_S)
+    assert_typically_within(lambda: seconds_until_known(size, gib), AGREED_S)
 
 
 @sizes
@@ -181,8 +200,8 @@ def seconds_until_late(size: int, gib: int) -> float:
 def test_a_rank_is_late(size: int, gib: int) -> None:
     """Beside one element: machines differ in how soon they report any deadline."""
     needs(size * gib * GIB + GIB)
-    limit_s = seconds_until_late(size, 0) + AGREED_S
-    assert_within(typical(lambda: seconds_until_late(size, gib)), limit_s)
+    small_s = statistics.median(seconds_until_late(size, 0) for _ in range(ATTEMPTS))
+    assert_typically_within(lambda: seconds_until_late(size, gib), small_s + AGREED_S)
 
 
 def test_no_rank_dies_where_there_is_no_room_for_a_copy() -> None:

@@ -62,6 +62,7 @@ def test_summaries_have_results_counts_and_reruns(
     steps = steps_of(
         nightly,
         tmp_path,
+        "printf 'SKIPPED [1] a_test.py:9: needs 9 MiB\\nSKIPPED [1] b_test.py: needs 9 MiB\\n';"
         "echo '== 1,203 passed, 2 skipped in 3 s =='",
         "echo 't.py::test_x (passed)' >> $RERUNS_FILE; echo done",
         "echo '1 failed, 4 passed'; exit 7",
@@ -70,7 +71,7 @@ def test_summaries_have_results_counts_and_reruns(
     text = (tmp_path / "out" / "summary.txt").read_text()
     lines = [without_seconds(line) for line in text.splitlines()]
     assert lines == [
-        "a N s, expected 60 s passed: 1,203 passed, 2 skipped in 3 s",
+        "a N s, expected 60 s passed: 1,203 passed, 2 skipped in 3 s; skipped: 2 needs 9 MiB",
         "b N s, expected 60 s passed: done; run again: t.py::test_x (passed)",
         "c N s, expected 60 s FAILED (7): 1 failed, 4 passed",
         "in all N s, expected 180 s",
@@ -135,7 +136,7 @@ def test_a_step_that_passed_is_not_repeated(nightly: ModuleType, tmp_path: Path)
 def test_the_table_adds_up_what_steps_took(nightly: ModuleType) -> None:
     steps = [nightly.Step("a", "x", 1), nightly.Step("b", "y", 2), nightly.Step("c", "z", 4)]
     results = {
-        name: nightly.Result("c0ffee", "one", 0, seconds, "fine", [], 0.1)
+        name: nightly.Result("c0ffee", "one", 0, seconds, "fine", [], [], 0.1)
         for name, seconds in {"a": 50, "b": 130}.items()
     }
     lines = [" ".join(line.split()) for line in nightly.table(results, steps).splitlines()]

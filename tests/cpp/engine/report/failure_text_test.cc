@@ -92,13 +92,13 @@ TEST(FailureText, ARefusalNamesTheRankThatRefused) {
   EXPECT_EQ(refusedBy(1, what, identity).peer, -1) << "that rank has nothing to do with it";
 }
 
-// Ranks 1 and 3 of a job as group ranks 0 and 1: no record and no sentence knows those two numbers.
+// Ranks 2 and 3 of a job as group ranks 0 and 1: no record and no sentence knows those two numbers.
 GroupIdentity pairOfFour(int rank) {
   GroupIdentity identity;
   identity.rank = rank;
   identity.size = 2;
   identity.name = "7";
-  identity.job = JobRanks({1, 3});
+  identity.job = JobRanks({2, 3});
   identity.hosts = {"alpha", "beta"};
   identity.addresses.resize(2);
   identity.unix_sockets.resize(2);
@@ -112,6 +112,12 @@ Operation messageTo(int peer, bool receives) {
   request.receives = receives;
   request.peer = peer;
   return Operation(std::move(request));
+}
+
+void expectNumbersOfTheJob(const std::string& text) {
+  for (const char* number : {"ank 0", "ank 1", "ank=0", "ank=1", "eer=0", "eer=1", "root 0", "root 1"}) {
+    EXPECT_EQ(text.find(number), std::string::npos) << text;
+  }
 }
 
 TEST(FailureText, RanksHaveTheirNumbersInTheJob) {
@@ -129,7 +135,9 @@ TEST(FailureText, RanksHaveTheirNumbersInTheJob) {
   mine.numel = 4;
   Descriptor theirs = mine;
   theirs.numel = 5;
-  const auto timeout = std::make_exception_ptr(std::bad_alloc());
+  ErrorRecord no_memory;
+  no_memory.code = ErrorCode::OutOfMemory;
+  const auto bad_alloc = std::make_exception_ptr(std::bad_alloc());
   const std::vector<std::pair<ErrorRecord, int>> told = {
       {neverConnected(1, here), 3},
       {peerGone(1, ErrorRecord(), here), 3},
@@ -138,21 +146,20 @@ TEST(FailureText, RanksHaveTheirNumbersInTheJob) {
       {refusedBy(1, refusal, here), 3},
       {changedOnTheWay(1, changed, here), 3},
       {peerLeftUs(1, send, here), 3},
-      {leftInTheMiddle(send, here), 1},
-      {inputLate(send, 8, here), 1},
-      {ownTrouble(timeout, here), 1},
+      {leftInTheMiddle(send, here), 2},
+      {inputLate(send, 8, here), 2},
+      {ownTrouble(bad_alloc, here), 2},
       {timedOut(send, 0, 8, 1, std::nullopt, here), 3},
       {timedOut(send, 0, 8, -1, NotEntered{1, "nothing"}, here), 3},
       {unmatched(messageTo(1, true), here), 3},
       {disagreement(here.hosts, here.job, 0, mine, 1, theirs, {3, -1}), 3},
+      {cannotAccept(no_memory, here), 2},
   };
   for (const auto& [record, peer] : told) {
     const std::string text = record.text();
     EXPECT_EQ(record.peer, peer) << text;
-    EXPECT_TRUE(record.rank == 1 || record.rank == -1) << text;
-    for (const char* number : {"ank 0", "ank=0", "eer=0", "ank 2"}) {
-      EXPECT_EQ(text.find(number), std::string::npos) << text;
-    }
+    EXPECT_TRUE(record.rank == 2 || record.rank == -1) << text;
+    expectNumbersOfTheJob(text);
     // As the other rank reads it: after it has travelled, and in an operation of its own. Nothing is converted twice.
     const GroupIdentity there = pairOfFour(1);
     const auto read = ErrorRecord::deserialize(record.serialize(), there.size, there.job);
@@ -163,8 +170,14 @@ TEST(FailureText, RanksHaveTheirNumbersInTheJob) {
     if (record.code != ErrorCode::OutOfMemory) { // that has the name of this host
       EXPECT_EQ(adopted.peer_host, peer == 3 ? "beta" : "alpha") << text;
     }
-    EXPECT_EQ(adopted.group_ranks, "1, 3");
-    EXPECT_EQ(adopted.cause.find("rank 0"), std::string::npos) << adopted.cause;
+    EXPECT_EQ(adopted.group_ranks, "2, 3");
+    expectNumbersOfTheJob(adopted.text());
+  }
+  for (const std::string& line :
+       {stillConnecting(1, here.addresses[1], 12, "", here), stillUnconnected({1}, 70, here)}) {
+    EXPECT_NE(line.find("rank 2 on alpha has waited"), std::string::npos) << line;
+    EXPECT_NE(line.find("rank 3 on beta"), std::string::npos) << line;
+    expectNumbersOfTheJob(line);
   }
   EXPECT_FALSE(ErrorRecord::deserialize(peerGone(0, ErrorRecord(), GroupIdentity()).serialize(), 2, here.job))
       << "rank 0 is not of this group";
@@ -181,8 +194,8 @@ TEST(FailureText, AMessageIsCalledByItsEnd) {
   const ErrorRecord record = disagreement(here.hosts, here.job, 0, mine, 1, theirs, {3, -1});
   EXPECT_EQ(
       record.summary,
-      "The ranks disagree about a message: rank 1 (alpha) has recv(uint8 x 4, from rank 3, tag 0), rank 3 (beta) has "
-      "send(uint8 x 5, to rank 1, tag 0).");
+      "The ranks disagree about a message: rank 2 (alpha) has recv(uint8 x 4, from rank 3, tag 0), rank 3 (beta) has "
+      "send(uint8 x 5, to rank 2, tag 0).");
   EXPECT_EQ(record.op, "recv");
   EXPECT_EQ(errorOf(messageTo(0, false), record, pairOfFour(1)).op, "send") << "the other end";
 }
