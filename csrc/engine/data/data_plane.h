@@ -72,9 +72,10 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   void post(const std::shared_ptr<Operation>& operation) {
     takeUp(operation, Was::New);
   }
-  /// Watches over the deadline of an operation whose input is not there yet, until release() posts it; then nothing if it has ended. A
-  /// message gets its place among those of its peer and tag here.
+  /// Watches over the deadline of an operation whose input is not there yet, until release(). A message gets its place among those of its
+  /// peer and tag here.
   void hold(const std::shared_ptr<Operation>& operation);
+  /// Posts an operation that is held. Later calls say that more of its input has come (PieceFlow::arrive). Nothing happens if it has ended.
   void release(const std::shared_ptr<Operation>& operation);
   /// See WatchedOperations, as for the next two.
   void accompany(HostPlane* host) noexcept {
@@ -102,8 +103,9 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that it calls `told` with the error that
   /// the oldest operation under way will end with, if there is one.
   void fail(const ErrorRecord& cause, const OldestEnds& told = nullptr) noexcept;
-  /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under
-  /// way, and later ones, end with `reason`; if there were some, the other ranks are notified.
+  /// Says goodbye to all peers, and calls `closed` when the links are down: 20 ms after the last goodbye has left, or in 1.5 s if a peer does
+  /// not read. After a failure it says none, and they stay for at least 50 ms after that. Operations that are under way, and later ones, end
+  /// with `reason`; if there were some, the other ranks are notified.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
 
   [[nodiscard]] Usage usage() const;
@@ -156,8 +158,9 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   }
   void run(int peer, void (*body)(const void* context), const void* context) noexcept override;
 
-  /// Every entry from the loop goes through here: an exception becomes the group's failure (`peer` to blame, -1 for nobody), and frames
-  /// that were queued leave.
+  /// Every entry from the loop that may queue a frame goes through here: an exception becomes the group's failure (`peer` to blame, -1 for
+  /// nobody), and frames that were queued leave. peerLeft(), followedEnded() and shareRings() queue none; an exception of theirs goes to the
+  /// loop's owner, which makes the same of it.
   template <typename Body>
   void guarded(int peer, const Body& body) noexcept;
   /// For a body that takes an operation up. If no part has the operation after an exception, it is refused.
@@ -242,7 +245,7 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};
   std::optional<ErrorRecord> closing_; ///< why, once close() was called
-  TimePoint ends_at_ = TimePoint::max(); ///< the links; unless close() was called and they have not ended yet
+  TimePoint ends_at_ = TimePoint::max(); ///< when the links end; max(): close() was not called, or they have ended
   std::function<void()> closed_; ///< what close() got
 };
 

@@ -131,7 +131,7 @@ bool Messages::goesEagerly(const Operation& message) const noexcept {
 bool Messages::hasPlace(int peer, const Operation& message) const {
   if (!goesEagerly(message)) {
     const SendQueue* const queue = tables_.peer(peer).queue.get();
-    return queue == nullptr || queue->announced.size() < tables_.limits.max_ahead / 4;
+    return queue == nullptr || queue->maybe_announced.size() < tables_.limits.max_ahead / 4;
   }
   const std::vector<Edge>& edges = message.request().schedule->outgoing;
   return credit::hasRoom(tables_, peer, edges.front().nbytes, edges.front().steps.size());
@@ -139,11 +139,11 @@ bool Messages::hasPlace(int peer, const Operation& message) const {
 
 // ---- beginning
 
-void Messages::begin(const std::shared_ptr<Operation>& message, bool announced) {
+void Messages::begin(const std::shared_ptr<Operation>& message, bool maybe_announced) {
   const Operation::Request& request = message->request();
-  if (announced) {
+  if (maybe_announced) {
     try {
-      queueOf(request.peer).announced.insert(request.id.id);
+      queueOf(request.peer).maybe_announced.insert(request.id.id);
     } catch (...) {
       plane_.cannotBegin(message);
       throw;
@@ -206,7 +206,7 @@ void Messages::ended(const Operation& message) {
     return;
   }
   SendQueue* const queue = tables_.peer(request.peer).queue.get();
-  if (queue != nullptr && queue->announced.erase(request.id.id) != 0) {
+  if (queue != nullptr && queue->maybe_announced.erase(request.id.id) != 0) {
     beginQueued(request.peer);
   }
 }

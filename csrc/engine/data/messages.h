@@ -71,7 +71,7 @@ class Messages {
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   struct Usage {
     size_t queued_sends = 0; ///< messages that wait for room at their receiver
-    size_t receives = 0; ///< without a message yet
+    size_t receives = 0; ///< that have not begun
     size_t asks = 0; ///< for messages
     size_t tags = 0; ///< under which something waits
   };
@@ -92,7 +92,7 @@ class Messages {
   void name(const std::shared_ptr<Operation>& send);
   void postSend(const std::shared_ptr<Operation>& message);
   void postReceive(const std::shared_ptr<Operation>& message);
-  void begin(const std::shared_ptr<Operation>& message, bool announced);
+  void begin(const std::shared_ptr<Operation>& message, bool maybe_announced);
   void beginMatched();
   void beginReceive(const PointToPoint::Match& match);
   void forgetQuestions(PeerRow& peer) const noexcept;

@@ -27,7 +27,7 @@ milliseconds firstAsk(const Tables& tables) noexcept {
 
 size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
   const size_t room = tables_.limits.max_ahead / 2;
-  return queue.announced.size() < room ? std::min(kMaxWanted, room - queue.announced.size()) : 0;
+  return queue.maybe_announced.size() < room ? std::min(kMaxWanted, room - queue.maybe_announced.size()) : 0;
 }
 
 // A receiver waits for messages under a tag. If some are queued here they go before what fills its pool: they are announced, and it

@@ -134,8 +134,9 @@ class SendQueue {
     return missed;
   }
 
-  /// Under way, and perhaps announced before their data: too large to go eagerly, or asked for. Their receiver keeps a note of each.
-  std::unordered_set<uint64_t> announced;
+  /// Ids of those under way that may have been announced before their data: too large to go eagerly, or asked for. Their receiver keeps a note
+  /// of each that was.
+  std::unordered_set<uint64_t> maybe_announced;
 
  private:
   static constexpr size_t kMostMissed = 64;

@@ -116,7 +116,7 @@ struct OperationRow {
   // What the other ranks have done: matching.h, waiting.h.
   std::set<int> came; ///< ranks that have entered it, as their frames other than data show
   std::vector<NotEntered> missing; ///< ranks that said that they have not; each once
-  TimePoint since; ///< entered, or last byte moved
+  TimePoint since; ///< entered; or when data last began to arrive, or when it first asked those of asks_only
   Deadline deadline = Deadline::never(); ///< once it has been reported: when it is reported again
   bool told_waiting = false; ///< the ranks on unfinished edges know
   int rounds = 0; ///< how often all ranks have been asked
@@ -245,8 +245,10 @@ struct CreditAction {
 };
 
 /// Everything that one rank knows of the operations and the ranks of its group: a table of operations and one of ranks. The functions of
-/// matching.h, credit.h, waiting.h and leaving.h change the rows; they know neither links nor a clock. What follows from an event they list as
-/// actions, which the owner takes when the event is over: so nothing that it does on the way can change a row under their hands.
+/// matching.h, credit.h, waiting.h and leaving.h change the rows; they know neither links nor a clock. (Of a row, Transfer and Transfers change
+/// how many frames have moved and those that came early, Messages and PointToPoint what a rank's has of messages, and DataPlane::noteReading
+/// PeerRow::reading.) What follows from an event they list as actions, which the owner takes when the event is over: so nothing that it does
+/// on the way can change a row under their hands.
 ///
 /// An operation's row: unexpected -> entered -> recent -> forgotten. Its address does not change while it is entered.
 /// Thread: the owner's; no locks.
@@ -338,8 +340,8 @@ struct Tables {
   TimePoint next_deadline = TimePoint::max(); ///< no operation's is earlier
 
   // Of messages and their senders.
-  std::map<uint64_t, std::shared_ptr<Operation>> receives; ///< without a message yet, by ticket
-  size_t receives_from_any = 0; ///< of these
+  std::map<uint64_t, std::shared_ptr<Operation>> receives; ///< that have not begun, by ticket
+  size_t receives_from_any = 0; ///< of these, those without a message
   size_t away = 0; ///< ranks that are not Here
   size_t suspicions = 0; ///< ranks that are under suspicion
 

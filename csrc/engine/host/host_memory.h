@@ -31,10 +31,11 @@ namespace pycomm {
 /// which includes acquire, sees those bytes. Why not release and acquire alone: see HostBell.
 struct alignas(256) HostProgress {
   HostWord<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
-  HostWord<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
-  HostWord<uint64_t> reduced; ///< its slice of the result lies in its stage
-  HostWord<uint64_t> collected; ///< it has read what it needs of the others' stages
-  HostWord<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
+  // Of large operations. In rounds each kind raises all three in each round, also where it has nothing to do. In place is one round.
+  HostWord<uint64_t> staged; ///< in rounds: its part lies in its stage; in place: not raised
+  HostWord<uint64_t> reduced; ///< in rounds: its slice of a sum is made; in place: it touches no operand any more
+  HostWord<uint64_t> collected; ///< in rounds: it has read all stages; in place: nobody touches its operands any more
+  HostWord<uint32_t> left; ///< 0, kLeftInOrder or kGaveUp: of what is not done here, it keeps nothing ready any more
   HostWord<uint64_t> writes; ///< 1 + the first element of the step that it writes into all ranks' outputs; 0: none
   alignas(64)
       HostWord<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
@@ -51,8 +52,8 @@ struct alignas(64) HostSlot {
 };
 static_assert(sizeof(HostSlot) == 128, "the payload begins on a cache line");
 
-inline constexpr uint32_t kLeftInOrder = 1;
-inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others learn why, and nobody is to blame for it
+inline constexpr uint32_t kLeftInOrder = 1; ///< it has closed: who still waits for it reports that
+inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others learn why, and do not report it
 inline constexpr uint64_t kHostWithdrawn = uint64_t{1} << 63; ///< in HostSlot::ticket: entered, and given up since
 inline constexpr int kMaxHostRanks = 64; ///< bits of HostProgress::waits_for
 

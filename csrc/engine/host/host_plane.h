@@ -83,7 +83,7 @@ class HostPlane {
   /// thread closes the group.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);
 
-  /// Lets an operation that was posted held be entered.
+  /// Lets an operation that was posted held be entered. Of one in pieces, later calls say that more has come: PieceFlow::arrive().
   void release(Operation& operation) noexcept;
 
   /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already, or the
@@ -94,10 +94,12 @@ class HostPlane {
   /// another thread runs operations now, the plane's own takes its place.
   void poll() noexcept;
 
-  /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
-  /// because it waits until no peer writes into a tensor, and the control loop has other groups to serve. It calls `told` before that with
-  /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()
-  /// returns. Not with run_mutex_ held.
+  /// The group has failed. First all is done that waits for no other rank: what all have done their part for ends well. Then every other
+  /// operation ends, and nothing is read or written any more. Returns at once: the plane's own thread does it, because it waits until no
+  /// peer writes into a tensor, and the control loop has other groups to serve. If that thread cannot be started, or close() has ended it,
+  /// the caller does it, which takes some 20 ms if a peer was stopped in such a write. It calls `told` before operations fail, with the error that
+  /// the oldest will end with, and `ended` when all have ended. Both may be null, and are called before close() returns. Not with
+  /// run_mutex_ held.
   void fail(const ErrorRecord& cause, const OldestEnds& told, const std::function<void()>& ended) noexcept;
   /// The kernel has ended the process of this rank of the group, so it writes nothing any more. A PEER_DEAD alone does not prove that: a
   /// connection may end while its peer lives. Any thread.

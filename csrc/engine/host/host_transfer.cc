@@ -49,12 +49,8 @@ HostTransfer::HostTransfer(const HostMemory& memory, std::shared_ptr<Operation> 
 
 std::shared_ptr<PieceFlow> HostTransfer::piecesOf(const Descriptor& descriptor, int size) {
   const size_t element_nbytes = elementSize(descriptor.dtype);
-  const size_t part_nbytes = static_cast<size_t>(descriptor.numel) * element_nbytes;
-  if (descriptor.kind == Collective::Barrier || part_nbytes <= kHostInlineNbytes) {
-    return nullptr;
-  }
   PieceFlow::Rounds rounds;
-  rounds.part_nbytes = part_nbytes;
+  rounds.part_nbytes = static_cast<size_t>(descriptor.numel) * element_nbytes;
   rounds.round_nbytes = static_cast<size_t>(roundNumelOf(descriptor, size)) * element_nbytes;
   rounds.input_parts = descriptor.kind == Collective::ReduceScatter ? static_cast<size_t>(size) : 1;
   rounds.output_parts = descriptor.kind == Collective::AllGather ? static_cast<size_t>(size) : 1;

@@ -42,7 +42,8 @@ namespace pycomm {
 ///
 /// "Scaled" is PREMUL_SUM: only the stage has the scaled operand; without a factor the fold takes this rank's from its input. Every rank
 /// stores `collected` after it has read all of these, also where it copies nothing, so that one counter answers for each kind.
-/// tests/cpp/host_walk tries all orders of all loads and stores of these counters.
+/// tests/cpp/host_walk tries all interleavings of all loads and stores of these counters, sequentially consistent ones, and fails if one asks
+/// for a weaker order.
 ///
 /// In place: one round without stages. all_reduce: each rank folds its slice from where all inputs lie, and writes it to where all
 /// outputs lie. The others copy or fold from the inputs. Each sum is made by the same rank in the same order as in rounds.
@@ -60,7 +61,7 @@ class HostTransfer {
   /// `memory` outlives this.
   HostTransfer(const HostMemory& memory, std::shared_ptr<Operation> operation, uint64_t ticket);
 
-  /// How the operand of such an operation comes and goes in pieces; null if it is too small for rounds.
+  /// How the operand of such an operation comes and goes in pieces; null if there is one piece only, as of all that are not large().
   [[nodiscard]] static std::shared_ptr<PieceFlow> piecesOf(const Descriptor& descriptor, int size);
 
   /// Needs more than a slot holds, so this rank's stages must be committed first.
@@ -77,7 +78,7 @@ class HostTransfer {
 
   /// Goes on by one step where it can. `rounds` counts those of all operations of the group, and is raised when this one has all
   /// descriptors. Where it cannot, `blocked` gets a bit for each rank that must go on first.
-  /// `ending`: this rank gives up, and does no work that keeps all others from ending the operation well.
+  /// `ending`: this rank gives up. In place it begins no further step; all else goes on.
   /// Throws Error(CollectiveMismatch) if another rank asks for something else.
   [[nodiscard]] AdvanceResult advance(uint64_t& rounds, bool ending, uint64_t& blocked);
 
@@ -181,9 +182,9 @@ class HostTransfer {
   bool astray_ = false;
   int matched_ = 0; ///< ranks whose descriptors have been compared
 
-  // Rounds are counted over all operations of the group in HostProgress, and here from the first of this one.
+  // Rounds are counted over all operations of the group in HostProgress, where one in place is one round, and here from the first of this one.
   uint64_t base_ = 0; ///< rounds of earlier operations
-  uint64_t rounds_ = 0; ///< of this one, if it goes through stages. 0: what the ranks give fits their slots
+  uint64_t rounds_ = 0; ///< that this one would take through stages. 0: what the ranks give fits their slots
   int64_t round_numel_ = 0; ///< elements of the tensor, or of one part, in a full round
   uint64_t staged_ = 0; ///< collected_ <= reduced_ <= staged_ <= rounds_, as the next two
   uint64_t reduced_ = 0;

@@ -14,7 +14,11 @@
 namespace pycomm {
 
 // What tests/cpp/host_walk has in another form: it compiles this folder with words whose every load and store it can put in any order,
-// and with sizes that make that order short. So every word that ranks share is a HostWord.
+// and with sizes that make that order short. So every word that orders what ranks do with shared memory is a HostWord, used with sequential
+// consistency; a rank may load with less what it alone stores.
+//
+// A fault point (PYCOMM_FAULT, PYCOMM_FAULT_POINT) stands before all bytes that other ranks may write or read meanwhile, but for those of a slot
+// whose ticket was loaded: beside the words, the walk pauses only there. HostScene::touchesBytes knows some of them by name.
 
 template <typename T>
 using HostWord = std::atomic<T>;

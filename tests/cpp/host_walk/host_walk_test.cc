@@ -55,7 +55,7 @@ struct Case {
   Collective kind;
   ReduceOp op;
 };
-const Case kLarge[] = {
+const std::vector<Case> kLarge = {
     {Collective::AllReduce, ReduceOp::Sum},
     {Collective::AllReduce, ReduceOp::PremulSum},
     {Collective::ReduceScatter, ReduceOp::Avg},
@@ -63,12 +63,14 @@ const Case kLarge[] = {
     {Collective::AllGather, ReduceOp::None},
     {Collective::Broadcast, ReduceOp::None},
 };
-const Case kFew[] = {
+const std::vector<Case> kFew = {
     {Collective::AllReduce, ReduceOp::Sum},
     {Collective::ReduceScatter, ReduceOp::PremulSum},
     {Collective::AllGather, ReduceOp::None},
     {Collective::Broadcast, ReduceOp::None},
 };
+
+const std::vector<Case>& kSome = kInFull ? kLarge : kFew;
 
 TEST(HostWalk, Rounds) {
   for (const Case& each : kLarge) {
@@ -79,7 +81,7 @@ TEST(HostWalk, Rounds) {
 }
 
 TEST(HostWalk, RoundsOfThreeRanks) {
-  for (const Case& each : kFew) {
+  for (const Case& each : kSome) {
     for (uint64_t rounds = 1; rounds <= (kInFull ? 5 : 3);
          ++rounds) { // in the third a stage is written for the second time
       walk({3, {actOf(each.kind, rounds, each.op)}});
@@ -119,7 +121,7 @@ TEST(HostWalk, OneAfterAnother) {
 
 TEST(HostWalk, OneThatLeavesOrFails) {
   for (int leaver = 0; leaver < 2; ++leaver) {
-    for (const Case& each : kFew) {
+    for (const Case& each : kSome) {
       for (uint64_t rounds = 0; rounds <= (kInFull ? 5 : 2); ++rounds) {
         walk({2, {actOf(each.kind, rounds, each.op)}, leaver});
       }

@@ -48,15 +48,15 @@ class HostScene : public Scene {
 
   /// Whose word it is, and whether others look at it.
   struct Word {
-    const char* name;
-    int owner;
-    bool wakes; ///< only ranks that sleep need it
-    bool slot;
-    bool counter; ///< others only ask whether it is as high as something, and it only rises
-    bool of_round; ///< a counter of rounds
-    bool left; ///< HostProgress::left
-    bool written; ///< HostProgress::writes
-    bool bell;
+    const char* name = "";
+    int owner = -1;
+    bool wakes = false; ///< only ranks that sleep need it
+    bool slot = false;
+    bool counter = false; ///< others only ask whether it is as high as something, and it only rises
+    bool of_round = false; ///< a counter of rounds
+    bool left = false; ///< HostProgress::left
+    bool written = false; ///< HostProgress::writes
+    bool bell = false;
   };
   [[nodiscard]] Word wordAt(const void* word) const;
   [[nodiscard]] const Plot& plot() const noexcept {

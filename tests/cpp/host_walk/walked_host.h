@@ -29,6 +29,8 @@
 namespace pycomm {
 namespace testing {
 
+/// An access that asks for another order than sequential consistency, which is all that a Walk has.
+void weaker(const void* word, bool loads);
 void beforeLoad(const void* word);
 void loads(const void* word);
 void afterLoad(const void* word, uint64_t value);
@@ -85,10 +87,12 @@ class WalkedLoad {
 template <typename T>
 class WalkedWord {
  public:
-  WalkedLoad<T> load(std::memory_order) const noexcept {
+  WalkedLoad<T> load(std::memory_order order) const noexcept {
+    check(order, true);
     return WalkedLoad<T>(*this);
   }
-  void store(T value, std::memory_order) noexcept {
+  void store(T value, std::memory_order order) noexcept {
+    check(order, false);
     testing::beforeStore(this, value_, value);
     value_ = value;
     testing::afterStore(this);
@@ -97,7 +101,8 @@ class WalkedWord {
   [[nodiscard]] T peek() const noexcept {
     return value_;
   }
-  T fetch_add(T by, std::memory_order) noexcept {
+  T fetch_add(T by, std::memory_order order) noexcept {
+    check(order, false);
     testing::beforeStore(this, value_, value_ + by);
     const T before = value_;
     value_ += by;
@@ -107,6 +112,12 @@ class WalkedWord {
 
  private:
   friend class WalkedLoad<T>;
+  void check(std::memory_order order, bool loads) const noexcept {
+    if (order != std::memory_order_seq_cst) {
+      testing::weaker(this, loads);
+    }
+  }
+
   T value_;
 };
 

@@ -151,6 +151,28 @@ MUTATIONS = [
         f"  {_OWN}.collected.store(base_ + collected_ + 1, {_ORDER});\n",
         "HostWalk.Rounds",
     ),
+    # ---- orders: the walk has one only, and fails if the engine asks for another
+    _walked(
+        "a counter is stored without sequential consistency",
+        "host_transfer.cc",
+        f"{_OWN}.staged.store(base_ + staged_, {_ORDER});",
+        f"{_OWN}.staged.store(base_ + staged_, std::memory_order_release);",
+        "HostWalk.Rounds",
+    ),
+    _walked(
+        "a counter is loaded without sequential consistency",
+        "host_memory.h",
+        f"(progress(other).*counter).load({_ORDER}) < count",
+        "(progress(other).*counter).load(std::memory_order_acquire) < count",
+        "HostWalk.Rounds",
+    ),
+    _walked(
+        "a rank that is about to sleep says so without sequential consistency",
+        "host_memory.h",
+        f"progress.waits_for.store(ranks | hostBit(view_.rank), {_ORDER});",
+        "progress.waits_for.store(ranks | hostBit(view_.rank), std::memory_order_release);",
+        _WAITS,
+    ),
     # ---- in place
     _walked(
         "an operation in place ends while others use its tensors",
