@@ -349,7 +349,7 @@ def test_the_design_names_files_where_they_are_and_members_that_exist() -> None:
         for file in re.findall(f"`({SOURCE})`", files):
             here = (ROOT / "csrc" / folder / file, ROOT / "csrc" / file)
             assert any(each.is_file() for each in here), f"{folder}: {file}"
-    folders = ("csrc", "pycomm", "tests", "tools")
+    folders = ("csrc", "pycomm", "tests", "tools", "benchmarks")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     sources = [path.read_text() for path in paths if path.suffix in (".h", ".cc")]
     for file in re.findall(f"`({SOURCE})`", page):
