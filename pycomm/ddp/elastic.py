@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm._group.creation import group_timeout, native_backend
+from pycomm._group.model_check import gather_numbers
 from pycomm._group.queries import elastic_group, members_can_change
 from pycomm._group.reconfiguring import reconfigure, reconfigure_handle
 from pycomm._metrics.ddp_stats import wrappers
@@ -403,7 +404,6 @@ def check_elastic(
     if static_graph and elastic.peers is not None:
         why = "a process that joins would count the graph's gradients when the others have"
         refuse("static_graph=True and peers=", why, "find_unused_parameters=True")
-    check_alone(elastic)
     if sync_every > 1:
         refuse(
             f"sync_every={sync_every}", "it averages parameters outside of steps", "sync_every=1"
@@ -418,21 +418,27 @@ def check_elastic(
             refuse(f"{name!r} on {tensor.device}", why, "a model on the CPU")
 
 
-def check_alone(elastic: Elastic) -> None:
-    """Raises an UnsupportedError if a process that joins would have to join two trainings."""
-    for wrapper, _ in wrappers():
-        theirs = wrapper._elastic
-        if (
-            theirs is None
-            or (elastic.peers is None and theirs.peers is None)
-            or wrapper._agreement.is_over()
-        ):
-            continue
+def check_alone(elastic: Elastic, group: Any, device: torch.device) -> None:
+    """Whether a process that joins would have to join two trainings. Collective.
+
+    Raises:
+        UnsupportedError: On all ranks, if it is so on one: a training ends on some and not others.
+    """
+    trains = any(
+        wrapper._elastic is not None
+        and (elastic.peers is not None or wrapper._elastic.peers is not None)
+        and not wrapper._agreement.is_over()
+        for wrapper, _ in wrappers()
+    )
+    said = gather_numbers([trains], group, device)
+    ranks = dist.get_process_group_ranks(group)
+    if training := [rank for rank, (trains,) in zip(ranks, said, strict=True) if trains]:
         why = (
-            "a process that joins is a member of the first one before it asks for the second, and "
-            "each side would wait for the other"
+            "one of them has peers=, and a process that joins is a member of the first one before "
+            "it asks for the second: each side would wait for the other"
         )
-        refuse("a second elastic wrapper where one has peers=", why, "one wrapper of both models")
+        what = f"a second elastic wrapper where the first still trains on ranks {training}"
+        refuse(what, why, "one wrapper of both models")
 
 
 def refuse(what: str, why: str, instead: str) -> None:

@@ -53,6 +53,6 @@ def peers_in_force(peers: str | os.PathLike[str] | None) -> str | None:
         ValueError: As ``peers_port()``.
     """
     found = os.fspath(peers) if peers is not None else options.peers()
-    if found and peers_port(found) is None:
-        return os.path.abspath(found)
+    if found and peers_port(found) is None and not os.path.isabs(found):
+        return os.path.join(os.getcwd(), found)  # not abspath(): ".." behind a link is elsewhere
     return found or None

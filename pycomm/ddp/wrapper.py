@@ -123,8 +123,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
     backward pass may go through several wrappers, which all ranks made in the same order.
 
     Cost: one all-reduce per bucket, launched from backward. At construction an all-gather of 24
-    bytes per rank, and the collectives of torch's class; before the second forward a broadcast of 8
-    bytes per parameter, rank 0's order of buckets.
+    bytes per rank, with ``elastic`` another of 8, and the collectives of torch's class; before the
+    second forward a broadcast of 8 bytes per parameter, rank 0's order of buckets.
     """
 
     _by_nccl = False
@@ -508,6 +508,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
                 parameters=zip(names, parameters, strict=True),
                 buffers=self.named_module_buffers.items() if self.broadcast_buffers else (),
             )
+        if self._elastic is not None:
+            _elastic.check_alone(self._elastic, self.process_group, self.device)
         over_pycomm = pycomm_backend(self.process_group) is not None
         check_parameters(names, parameters, sparse if over_pycomm else [False] * len(names))
         return parameters, sparse

@@ -104,6 +104,22 @@ def test_the_variable_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pycomm.Elastic().peers is None
 
 
+def test_the_file_behind_a_link_is_where_the_kernel_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent of a link to a folder is the folder's, not the link's."""
+    import pycomm
+
+    (tmp_path / "shared" / "run").mkdir(parents=True)
+    (tmp_path / "shared" / "peers").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "shared" / "run")
+    monkeypatch.chdir(tmp_path)
+    for named in ("link/../peers", tmp_path / "link" / ".." / "peers"):
+        found = pycomm.Elastic(state=[nn.Linear(1, 1)], peers=named).peers
+        assert os.path.isabs(found)
+        assert os.path.samefile(found, tmp_path / "shared" / "peers")
+
+
 def test_a_port_that_would_not_be_found_is_refused() -> None:
     from pycomm.ddp.joining import port_trouble
 

@@ -312,6 +312,30 @@ def test_a_wrapper_that_trains_no_more_does_not_block_the_next_one(
     assert run_ranks(size, begins_after, args=(how, str(tmp_path))).values()[0] == 1
 
 
+def begins_where_one_is_over(rank: int, world_size: int, folder: str) -> str:
+    """What the second wrapper raises: the first one trains on rank 0 alone."""
+    import pycomm
+
+    first = founded(f"{folder}/peers")
+    if rank == 1:
+        first.module.weight.register_hook(lambda gradient: gradient[0, 0, 0])
+        for kind in (IndexError, RuntimeError):
+            with pytest.raises(kind):
+                make_step(first)
+    while rank == 0 and first.elastic.size == 2:
+        make_step(first)
+    with pytest.raises(pycomm.errors.UnsupportedError) as refused:
+        founded(f"{folder}/others")
+    return str(refused.value)
+
+
+def test_all_ranks_refuse_a_second_wrapper_where_one_still_trains(tmp_path: Path) -> None:
+    """Rank 1 trains no more, and would wait for rank 0 in the second wrapper."""
+    texts = run_ranks(2, begins_where_one_is_over, args=(str(tmp_path),), timeout_s=60).values()
+    assert texts[0] == texts[1]
+    assert "a second elastic wrapper where the first still trains on ranks [0]" in texts[0]
+
+
 def begins_in_a_child(rank: int, world_size: int, folder: str) -> int:
     first = founded(f"{folder}/peers")
 
