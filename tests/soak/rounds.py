@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 RSS_LIMIT_KB = 4096
 """Between the medians of the third and the last quarter of the looks: for what malloc does not
-count. Its pages alone come and go by 2 MiB."""
+count. Its pages alone vary by 2 MiB."""
 MALLOC_LIMIT_NBYTES = 4
 """A round, between the same, of what malloc counts."""
 
