@@ -266,6 +266,7 @@ def recipe(library: str) -> str:
 
 
 WHOLE = 256  # of a batch, in the recipes
+NOT_RESUMED = "in mid epoch, not resumed"
 
 
 def with_workers(workers: int) -> Any:
@@ -301,7 +302,8 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
         saved: "": never. "behind fit": by the caller. "in a batch": in each epoch's last one, by
             ModelCheckpoint; "in a batch, thrice": also after two more and one more, and max_steps
             ends it. "in validation": by ModelCheckpoint, as it does by default. "in mid epoch":
-            behind the first batch of the second epoch.
+            behind the first batch of the second epoch. "in mid epoch, not resumed": then that
+            checkpoint is validated only, with the Trainer and module of the last fit.
         workers: They pull batches as soon as Lightning calls ``iter()``.
     """
     from lightning.pytorch import LightningModule, Trainer
@@ -322,7 +324,7 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
             return out
 
         def val_dataloader(self) -> Any:
-            return DataLoader(Samples(2)) if saved == "in validation" else []
+            return DataLoader(Samples(2)) if saved in ("in validation", NOT_RESUMED) else []
 
         def validation_step(self, batch: Any, index: int) -> None:
             """Only its end counts."""
@@ -359,6 +361,11 @@ def fit_by_recipe(rank: int, world_size: int, saved: str = "", workers: int = 0)
         }
         exec(recipe("LightningModule"), names)
         module: Module = names["Module"]()
+        if path is not None and saved == NOT_RESUMED:
+            names["trainer"].validate(module, ckpt_path=path, verbose=False, weights_only=False)
+            names["trainer"].save_checkpoint(f"{to}/no-loader.ckpt")
+            names["Module"].load_from_checkpoint(f"{to}/no-loader.ckpt", weights_only=False)
+            path = None
         names["trainer"].fit(module, ckpt_path=path, weights_only=False)
         if saved == "behind fit":
             names["trainer"].save_checkpoint(f"{to}/last.ckpt")
@@ -413,6 +420,14 @@ def test_lightning_resumed_in_mid_epoch(workers: int, values: list[Any]) -> None
     rest, whole = ([*zip(*of_ranks, strict=True)] for of_ranks in zip(*values, strict=True))
     assert_epoch(rest, 1, 3 * WHOLE + 5, begin=1)
     assert_epoch(whole, 2, 3 * WHOLE + 5)
+
+
+@case(fit_by_recipe, NOT_RESUMED, launcher="torchrun")
+def test_lightning_that_loads_only_weights_begins_anew(values: list[Any]) -> None:
+    epochs = [[*zip(*of_ranks, strict=True)] for of_ranks in zip(*values, strict=True)]
+    assert len(epochs) == EPOCHS
+    for epoch, steps in enumerate(epochs):
+        assert_epoch(steps, epoch, 3 * WHOLE + 5)
 
 
 # Accelerate

@@ -238,31 +238,33 @@ WORDS = 11
 ROWS = [3, 9, 4, 7, 2, 8, 5, 6, 12, 3]
 """The lengths of the rows in tokens."""
 WITHOUT_LABELS = 4
+PADDING = {"input_ids": 0, "labels": -100}
 PASSES = 2
 # By rank: of two steps, the rows of each pass. Row 4 has no labels, so it counts nothing.
 DEALT = [[[0, 1, 2], [3], [5, 6], [7, 8]], [[8], [WITHOUT_LABELS], [9, 0, 3], [1]]]
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Token numbers; rows have different lengths."""
+    """Token numbers; rows have different lengths, and maybe a column that no model takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: str) -> None:
+        self.more = more
         generator = torch.Generator().manual_seed(5)
         self.rows = [torch.randint(1, WORDS, (length,), generator=generator) for length in ROWS]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         labels = torch.full_like(row, -100) if index == WITHOUT_LABELS else row
-        return {"input_ids": row, "labels": labels}
+        return {"input_ids": row, "labels": labels, **self.more}
 
 
 def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {
-        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], True, padding)
-        for name, padding in (("input_ids", 0), ("labels", -100))
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], True, PADDING[name])
+        for name in rows[0]
     }
 
 
@@ -291,7 +293,7 @@ class Causal(nn.Module):
 
 def causal_loop(rank: int, world_size: int) -> Any:
     kind = subclass("WeighedByTokens", DEALT[rank])
-    options = {"train_dataset": Rows(), "data_collator": padded}
+    options = {"train_dataset": Rows(text="a"), "data_collator": padded}
     return train(kind, Causal(), PASSES, **options)[1]
 
 
