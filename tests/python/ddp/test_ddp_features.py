@@ -175,6 +175,31 @@ def test_what_a_rank_has_accumulated_before_its_data_end_is_in_the_next_average(
         assert found[rank].value == [*wanted, [], *wanted, []]
 
 
+def rest_of_a_second_loss(rank: int, world_size: int) -> list[float]:
+    """Two forwards before the backward of either: the second one is what rank 1 has left."""
+    model = wrap(Layers(), accumulate=2)
+    batches = [torch.full((1,), 1.0 + 10 * rank + batch) for batch in range(4)]
+    found = []
+    with model.join(divide_by_initial_world_size=False):
+        model(batches[0]).backward()
+        losses = [model(batch) for batch in batches[1:3]]
+        losses[0].backward()
+        found.append(float(model.module.first.grad[0]))
+        model.zero_grad()
+        losses[1].backward()
+        if rank == 0:
+            model(batches[3]).backward()
+            found.append(float(model.module.first.grad[0]))
+    return found
+
+
+@pytest.mark.ci
+def test_the_rest_is_dropped_if_others_divide_without_this_rank() -> None:
+    found = ranks.run_ranks(2, rest_of_a_second_loss, timeout_s=100, preload=ranks.TORCH_DDP)
+    first = (1 + 2 + 11 + 12) / 2
+    assert found.values() == [[first, 3 + 4], [first]]
+
+
 def by_pattern(rank: int, world_size: int) -> None:
     patterns = {"scale": "fp32", "layers.0.*": "fp16", "layers.2.bias": None}
     ours = wrap(ddp_models.make("mlp"), wire_dtype=patterns)
