@@ -874,6 +874,9 @@ void Reducer::reduceWithoutBatch(bool rest) {
   orFail("a rank without data took part in a reduction", [&] {
     shareState();
     if (rest) {
+      if (used_.has_value()) {
+        used_->forgetGone(params_);
+      }
       for (const size_t index : pass_.missing()) {
         markReady(index);
       }

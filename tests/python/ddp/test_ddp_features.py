@@ -200,6 +200,33 @@ def test_the_rest_is_dropped_if_others_divide_without_this_rank() -> None:
     assert found.values() == [[first, 3 + 4], [first]]
 
 
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.rare = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def forward(self, rare: bool) -> torch.Tensor:
+        return (self.rare if rare else self.each).sum()
+
+
+def cleared_rest(rank: int, world_size: int) -> list[bool]:
+    """Rank 1 alone uses a parameter, and its zero_grad() takes that back before its data end."""
+    model = wrap(Either(), accumulate=2, find_unused_parameters=True)
+    with model.join():
+        model(rank == 1).backward()
+        if rank == 1:
+            model.zero_grad()
+        else:
+            model(False).backward()
+    return [each.grad is None for each in model.parameters()]
+
+
+@pytest.mark.ci
+def test_a_rest_that_was_cleared_uses_no_parameter() -> None:
+    found = ranks.run_ranks(2, cleared_rest, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert found.values() == [[False, True], [True, True]]
+
+
 def by_pattern(rank: int, world_size: int) -> None:
     patterns = {"scale": "fp32", "layers.0.*": "fp16", "layers.2.bias": None}
     ours = wrap(ddp_models.make("mlp"), wire_dtype=patterns)
