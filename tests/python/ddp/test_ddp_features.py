@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -382,6 +383,32 @@ def test_a_pass_that_accumulates_waits_for_the_buffers_of_all_forwards(alone: No
         each.set_result(None)
     with pytest.raises(RuntimeError, match="the buffers of the first forward"):
         losses[0].backward()
+
+
+class Buffers:
+    """What a buffer hook's future gives."""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("devices", [None, ["meta:0"]], ids=["host", "device"])
+def test_an_evaluation_keeps_no_futures_of_buffer_hooks(
+    devices: list[str] | None, alone: None
+) -> None:
+    kept: list[weakref.ref[Buffers]] = []
+
+    def hook(state: object, buffers: dict[str, torch.Tensor]) -> list[Any]:
+        value, future = Buffers(), torch.futures.Future(devices=devices)
+        kept.append(weakref.ref(value))
+        future.set_result(value)
+        return [future]
+
+    model = wrap(nn.BatchNorm1d(3))
+    model._register_buffer_comm_hook(None, hook)
+    model.eval()
+    for _ in range(5):
+        model(torch.randn(4, 3))
+    assert len(kept) == 5
+    assert [each() for each in kept[:-1]] == [None] * 4
 
 
 @pytest.mark.ci
