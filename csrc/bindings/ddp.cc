@@ -396,7 +396,7 @@ void bindReducer(py::module_& m) {
           blocking(&Reducer::setForwardPassWork),
           py::arg("work"),
           py::arg("use_static_world_size"))
-      .def("shadow_backward", blocking(&Reducer::shadowBackward))
+      .def("shadow_backward", blocking(&Reducer::shadowBackward), py::arg("divide_by_initial_world_size"))
       .def("_install_post_backward_futures", torch::wrap_pybind_function(installFutures), py::arg("futures"))
       .def("passes", blocking(&Reducer::passes))
       .def("follow_members", blocking(&Reducer::followMembers), py::arg("passes"))

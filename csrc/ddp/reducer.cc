@@ -322,7 +322,11 @@ void Reducer::registerBuiltinHook(c10d::BuiltinCommHookType type) {
 void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
   const Turn turn(*this);
   std::erase_if(post_backward_, [](const auto& each) { // of forward passes without a backward pass, as of an evaluation
-    return each->completed() && !each->hasError() && each->devices().empty();
+    const bool over = each->completed() && !each->hasError();
+    if (over) {
+      each->wait(); // on a device this stream does, and this thread does not
+    }
+    return over;
   });
   post_backward_.insert(
       post_backward_.end(), std::make_move_iterator(futures.begin()), std::make_move_iterator(futures.end()));

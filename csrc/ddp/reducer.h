@@ -136,8 +136,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
   void setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size);
   /// Takes part in the others' reduction: with zeros, or with what passes have accumulated here since the last one. That is gone from .grad after
-  /// it. If the others divide by those that still have data, it is zeros always.
-  void shadowBackward();
+  /// it. `divide_by_initial_world_size`: as the others do; else they divide by those that still have data, and it is zeros always.
+  void shadowBackward(bool divide_by_initial_world_size);
 
   // With a StepAgreement.
   /// After a forward pass that reduces: the module's buffers, which become rank 0's when its step is committed.

@@ -851,7 +851,7 @@ bool Reducer::commit() {
   return finite;
 }
 
-void Reducer::shadowBackward() {
+void Reducer::shadowBackward(bool divide_by_initial_world_size) {
   raising([&] {
     const Turn turn(*this);
     throwIfUnfinished();
@@ -860,7 +860,7 @@ void Reducer::shadowBackward() {
     recorder_.drop();
     const bool accumulates = options_.accumulate > 1 && state_.now().has_local;
     if (pass_.countPass()) {
-      reduceWithoutBatch(/*rest=*/accumulates && join_work_ == nullptr);
+      reduceWithoutBatch(/*rest=*/accumulates && divide_by_initial_world_size);
       for (size_t index = 0; accumulates && index < params_.size(); ++index) {
         if (trained()[index]) { // else it would enter the next reduction
           params_[index].tensor.mutable_grad().reset();
@@ -874,6 +874,9 @@ void Reducer::reduceWithoutBatch(bool rest) {
   orFail("a rank without data took part in a reduction", [&] {
     shareState();
     if (rest) {
+      if (used_.has_value()) {
+        used_->forgetGone(params_);
+      }
       for (const size_t index : pass_.missing()) {
         markReady(index);
       }

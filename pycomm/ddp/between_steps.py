@@ -158,7 +158,9 @@ class BetweenSteps(Weighed):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         # Torch's way runs hooks on zeros, bucket by bucket; buckets may need to be reduced twice.
-        self.reducer.shadow_backward()
+        # Only the first of several in one Join counts the ranks that still have data.
+        by_all = self._divide_by_initial_world_size or not self._join_config.is_first_joinable
+        self.reducer.shadow_backward(by_all)
 
     def _match_unused_params_allreduce(self) -> None:
         """Part of ``shadow_backward()``."""

@@ -163,7 +163,7 @@ UNSUPPORTED = (
 
 def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
     plain = "prepare_for_forward check_hook_may_be_set _rebuild_buckets "
-    plain += "_set_static_graph _delay_all_reduce shadow_backward _remove_autograd_hooks "
+    plain += "_set_static_graph _delay_all_reduce _remove_autograd_hooks "
     plain += "_check_reducer_finalized _reset_state is_within_backward"
     return {
         **dict.fromkeys(plain.split(), ()),
@@ -176,6 +176,7 @@ def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
         "step_rows": (0,),
         "prepare_for_backward": ([],),
         "_set_forward_pass_work_handle": (work, False),
+        "shadow_backward": (True,),
         "_install_post_backward_futures": ([],),
         "record_steps": (True,),
         "load": ({}, [], False, 0, [], {}, None, 0.0),

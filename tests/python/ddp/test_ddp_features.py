@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -175,6 +176,58 @@ def test_what_a_rank_has_accumulated_before_its_data_end_is_in_the_next_average(
         assert found[rank].value == [*wanted, [], *wanted, []]
 
 
+def rest_of_a_second_loss(rank: int, world_size: int) -> list[float]:
+    """Two forwards before the backward of either: the second one is what rank 1 has left."""
+    model = wrap(Layers(), accumulate=2)
+    batches = [torch.full((1,), 1.0 + 10 * rank + batch) for batch in range(4)]
+    found = []
+    with model.join(divide_by_initial_world_size=False):
+        model(batches[0]).backward()
+        losses = [model(batch) for batch in batches[1:3]]
+        losses[0].backward()
+        found.append(float(model.module.first.grad[0]))
+        model.zero_grad()
+        losses[1].backward()
+        if rank == 0:
+            model(batches[3]).backward()
+            found.append(float(model.module.first.grad[0]))
+    return found
+
+
+@pytest.mark.ci
+def test_the_rest_is_dropped_if_others_divide_without_this_rank() -> None:
+    found = ranks.run_ranks(2, rest_of_a_second_loss, timeout_s=100, preload=ranks.TORCH_DDP)
+    first = (1 + 2 + 11 + 12) / 2
+    assert found.values() == [[first, 3 + 4], [first]]
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.rare = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def forward(self, rare: bool) -> torch.Tensor:
+        return (self.rare if rare else self.each).sum()
+
+
+def cleared_rest(rank: int, world_size: int) -> list[bool]:
+    """Rank 1 alone uses a parameter, and its zero_grad() takes that back before its data end."""
+    model = wrap(Either(), accumulate=2, find_unused_parameters=True)
+    with model.join():
+        model(rank == 1).backward()
+        if rank == 1:
+            model.zero_grad()
+        else:
+            model(False).backward()
+    return [each.grad is None for each in model.parameters()]
+
+
+@pytest.mark.ci
+def test_a_rest_that_was_cleared_uses_no_parameter() -> None:
+    found = ranks.run_ranks(2, cleared_rest, timeout_s=100, preload=ranks.TORCH_DDP)
+    assert found.values() == [[False, True], [True, True]]
+
+
 def by_pattern(rank: int, world_size: int) -> None:
     patterns = {"scale": "fp32", "layers.0.*": "fp16", "layers.2.bias": None}
     ours = wrap(ddp_models.make("mlp"), wire_dtype=patterns)
@@ -330,6 +383,32 @@ def test_a_pass_that_accumulates_waits_for_the_buffers_of_all_forwards(alone: No
         each.set_result(None)
     with pytest.raises(RuntimeError, match="the buffers of the first forward"):
         losses[0].backward()
+
+
+class Buffers:
+    """What a buffer hook's future gives."""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("devices", [None, ["meta:0"]], ids=["host", "device"])
+def test_an_evaluation_keeps_no_futures_of_buffer_hooks(
+    devices: list[str] | None, alone: None
+) -> None:
+    kept: list[weakref.ref[Buffers]] = []
+
+    def hook(state: object, buffers: dict[str, torch.Tensor]) -> list[Any]:
+        value, future = Buffers(), torch.futures.Future(devices=devices)
+        kept.append(weakref.ref(value))
+        future.set_result(value)
+        return [future]
+
+    model = wrap(nn.BatchNorm1d(3))
+    model._register_buffer_comm_hook(None, hook)
+    model.eval()
+    for _ in range(5):
+        model(torch.randn(4, 3))
+    assert len(kept) == 5
+    assert [each() for each in kept[:-1]] == [None] * 4
 
 
 @pytest.mark.ci
