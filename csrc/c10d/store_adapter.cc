@@ -1,12 +1,17 @@
 #include "c10d/store_adapter.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <fcntl.h>
 
 #include <cerrno>
 #include <chrono>
 #include <limits>
+#include <utility>
 
 #include "base/error.h"
 #include "base/unique_fd.h"
@@ -54,7 +59,20 @@ auto translated(const char* what, Deadline deadline, const Call& call) -> declty
   }
 }
 
+// Whether compareSet() with a value that a key does not have writes nothing, also where there is no such key. torch's own example of a
+// store that is written in Python writes there.
+bool comparesOnly(c10d::Store& store) {
+  if (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store)) {
+    return comparesOnly(*prefixed->getUnderlyingStore());
+  }
+  return dynamic_cast<c10d::TCPStore*>(&store) != nullptr || dynamic_cast<c10d::HashStore*>(&store) != nullptr ||
+      dynamic_cast<c10d::FileStore*>(&store) != nullptr;
+}
+
 } // namespace
+
+StoreAdapter::StoreAdapter(c10::intrusive_ptr<c10d::Store> store)
+    : store_(std::move(store)), compares_(comparesOnly(*store_)) {}
 
 void StoreAdapter::set(const std::string& key, const std::string& value) {
   translated("set", Deadline::never(), [&] { store_->set(key, value); });
@@ -75,10 +93,13 @@ bool StoreAdapter::has(const std::string& key) {
 
 // torch's get() waits for a key that its writer has deleted meanwhile, for as long as the store's own timeout.
 std::optional<std::string> StoreAdapter::find(const std::string& key) {
+  if (!compares_) {
+    return Store::find(key);
+  }
   if (!has(key)) {
     return std::nullopt;
   }
-  try {
+  return translated("compare_set", Deadline::never(), [&]() -> std::optional<std::string> {
     for (const std::string no_value : {"-", "+"}) { // a value is at most one of the two
       std::string value = store_->compareSet(key, no_value, no_value);
       if (value != no_value) {
@@ -86,9 +107,7 @@ std::optional<std::string> StoreAdapter::find(const std::string& key) {
       }
     }
     return std::nullopt;
-  } catch (const std::exception&) { // a store that is written in Python may lack it; one that is lost says so again
-    return Store::find(key);
-  }
+  });
 }
 
 int64_t StoreAdapter::add(const std::string& key, int64_t amount) {

@@ -10,6 +10,15 @@
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
+namespace {
+
+/// Of one in shared memory: its input, or a part of it, is not there yet.
+bool lacksInput(const Operation& operation) {
+  const PieceFlow* const pieces = operation.request().extras().pieces.get();
+  return operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived());
+}
+
+} // namespace
 
 // A rank that was faster may have asked before the plane was there, and recall() is over for that.
 void WatchedOperations::accompany(HostPlane* host) noexcept {
@@ -120,14 +129,17 @@ std::optional<ErrorRecord> WatchedOperations::overdue(OperationRow& row) {
 
 ErrorRecord WatchedOperations::overdueOnHost(const OperationRow& row) const {
   const Operation& operation = *row.operation;
-  const PieceFlow* const pieces = operation.request().extras().pieces.get();
-  if (operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived())) {
+  if (lacksInput(operation)) {
     return inputLate(operation, operation.shared().bytes_total, tables_.identity);
   }
   const HostPlane::WaitsFor found = host_->waitsFor(operation);
-  std::vector<int> lack = host_->inGroup(found.not_entered);
-  if (lack.empty() && found.behind < 0) { // one that went astray has a slot of this ticket, but of another operation
-    lack.assign(row.asks_only->begin(), row.asks_only->end());
+  const std::vector<int> lack = host_->inGroup(found.not_entered);
+  if (lack.empty() && found.behind < 0) { // it may wait behind one whose input is late
+    for (const std::shared_ptr<Operation>& earlier : host_->recent()) {
+      if (earlier->shared().ticket < operation.shared().ticket && !earlier->done() && lacksInput(*earlier)) {
+        return inputLate(*earlier, earlier->shared().bytes_total, tables_.identity);
+      }
+    }
   }
   int waits_for = found.behind;
   std::optional<NotEntered> missing;

@@ -46,7 +46,9 @@ static_assert(sizeof(HostProgress) == 256 && std::atomic<uint64_t>::is_always_lo
 /// One rank's entry for one operation: its descriptor and, if small, its payload.
 struct alignas(64) HostSlot {
   HostWord<uint64_t> ticket; ///< stored last: everything below belongs to this ticket
-  FrameHeader header; ///< the descriptor and the operation's id, as a frame on the wire has them
+  /// The operation's. Orders nothing, so it is no HostWord; but the data loop may read it while the slot is written for another ticket.
+  std::atomic<uint64_t> op_id;
+  FrameHeader header; ///< the descriptor, as a frame on the wire has it
   uint64_t input_place; ///< 1 + where the input lies in the rank's SharedHeap; 0: others cannot reach it
   uint64_t output_place; ///< the same of the output, which others may then write
 };

@@ -201,19 +201,20 @@ void HostPlane::died(int peer) noexcept {
 }
 
 // Ranks run operations in order. So this one waits for what the oldest waits for that has not ended here: until that is entered, for ranks
-// that may read its slots still; then for ranks that have not entered it, or have gone less far in it.
+// that may read its slots still; then for ranks that have not entered it, one that went astray among them, or have gone less far in it.
 HostPlane::WaitsFor HostPlane::waitsFor(const Operation& operation) const noexcept {
   const HostView& view = memory_.view();
   const auto read = [](const HostWord<uint64_t>& word) -> uint64_t { return word.load(std::memory_order_seq_cst); };
   const uint64_t ticket = std::min(operation.shared().ticket, read(memory_.own().done) + 1);
-  const auto has_entered = [&](int rank) { return (read(view.slot(rank, ticket).ticket) & ~kHostWithdrawn) == ticket; };
-  const bool entered = has_entered(view.rank);
+  const auto id_of = [&](int rank) { return view.slot(rank, ticket).op_id.load(std::memory_order_relaxed); };
+  const auto has_slot = [&](int rank) { return (read(view.slot(rank, ticket).ticket) & ~kHostWithdrawn) == ticket; };
+  const auto has_entered = [&](int rank) { return has_slot(rank) && id_of(rank) == id_of(view.rank); };
+  const bool entered = has_slot(view.rank);
   const auto how_far = [&](int rank) {
     const HostProgress& progress = view.progress(rank);
     return entered ? read(progress.staged) + read(progress.reduced) + read(progress.collected) : read(progress.done);
   };
   WaitsFor found;
-  found.behind = entered ? -1 : identity_.rank; // whose input, or thread, may not be there
   uint64_t least = entered ? how_far(view.rank) : ticket - std::min(ticket, kHostSlots);
   for (int rank = 0; rank < view.size; ++rank) {
     if (rank == view.rank || read(view.progress(rank).done) >= ticket) {

@@ -126,7 +126,7 @@ class HostPlane {
   /// Whom an operation waits for.
   struct WaitsFor {
     uint64_t not_entered = 0; ///< ranks (bits, see inGroup()) that have not entered it, although they can
-    int behind = -1; ///< the rank that has come least far; this one if no other keeps it from entering; -1: none
+    int behind = -1; ///< the rank that has come least far, if it is another one that holds this one up; -1: none
   };
   [[nodiscard]] WaitsFor waitsFor(const Operation& operation) const noexcept;
   /// The ranks of the group that are these ranks (bits) of the host.

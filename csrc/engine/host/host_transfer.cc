@@ -109,7 +109,7 @@ void HostTransfer::enter() {
   PYCOMM_FAULT_POINT("host.enter");
   HostSlot& slot = view().slot(view().rank, ticket_);
   slot.header = FrameHeader();
-  slot.header.op_id = request().id.id;
+  slot.op_id.store(request().id.id, std::memory_order_relaxed);
   request().descriptor.writeTo(slot.header);
   slot.input_place = slot.output_place = 0;
   if (large()) {
@@ -129,7 +129,7 @@ uint64_t HostTransfer::lacking() const noexcept {
   for (int rank = 0; rank < view().size; ++rank) {
     const HostSlot& slot = view().slot(rank, ticket_);
     const bool entered = slot.ticket.load(std::memory_order_seq_cst) == ticket_ && // then the slot stays as it is
-        slot.header.op_id == request().id.id;
+        slot.op_id.load(std::memory_order_relaxed) == request().id.id;
     ranks |= rank == view().rank || entered ? 0 : hostBit(rank);
   }
   return ranks;
@@ -142,7 +142,7 @@ HostTransfer::AdvanceResult HostTransfer::match(uint64_t& blocked) {
       blocked |= hostBit(matched_);
       return AdvanceResult::Blocked;
     }
-    if (slot.header.op_id != request().id.id) {
+    if (slot.op_id.load(std::memory_order_relaxed) != request().id.id) {
       astray_ = true;
       blocked |= hostBit(matched_);
       return AdvanceResult::Blocked;

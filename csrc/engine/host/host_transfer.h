@@ -43,7 +43,7 @@ namespace pycomm {
 /// "Scaled" is PREMUL_SUM: only the stage has the scaled operand; without a factor the fold takes this rank's from its input. Every rank
 /// stores `collected` after it has read all of these, also where it copies nothing, so that one counter answers for each kind.
 /// tests/cpp/host_walk tries all interleavings of all loads and stores of these counters, sequentially consistent ones, and fails if one asks
-/// for a weaker order.
+/// for a weaker order, but a load of a rank's own.
 ///
 /// In place: one round without stages. all_reduce: each rank folds its slice from where all inputs lie, and writes it to where all
 /// outputs lie. The others copy or fold from the inputs. Each sum is made by the same rank in the same order as in rounds.

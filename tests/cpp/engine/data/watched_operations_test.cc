@@ -78,23 +78,26 @@ class WatchedOnHost : public ::testing::Test {
   /// That rank has entered this operation as its first.
   void enter(int rank, uint64_t op_id) {
     HostSlot& slot = HostView{arena_->at(0), 0, kSize}.slot(rank, 1);
-    slot.header.op_id = op_id;
+    slot.op_id.store(op_id);
     descriptor().writeTo(slot.header);
     slot.ticket.store(1);
   }
-  /// Rank 0 enters it, and then asks those that lack, as its plane says.
-  void wait(uint64_t lacking) {
+  /// Rank 0 enters it, if its input is not held, and then asks those that lack, as its plane says.
+  void wait(uint64_t lacking, int64_t sequence = 1, bool held = false) {
+    std::shared_ptr<Operation> operation;
     (void)plane->post(
-        [] {
+        [&] {
           Operation::Request request;
-          request.id = {1, 1};
+          request.id = {static_cast<uint64_t>(sequence), sequence};
           request.descriptor = descriptor();
-          return std::make_shared<Operation>(std::move(request));
+          auto made = std::make_shared<Operation>(std::move(request));
+          made->makeShared().held.store(held);
+          return made;
         },
         true,
-        operation_);
-    (void)plane->drive(*operation_, Deadline::after(0));
-    watched.stuck(operation_, lacking);
+        operation);
+    (void)plane->drive(*operation, Deadline::after(0));
+    watched.stuck(operation, lacking);
   }
   void arrive(int peer, FrameType type, uint64_t aux = 0) {
     FrameHeader header;
@@ -104,8 +107,11 @@ class WatchedOnHost : public ::testing::Test {
     descriptor().writeTo(header);
     (void)matching::headerArrived(tables, tables.find(1), peer, header, Clock::now());
   }
+  ErrorRecord record(uint64_t op_id) {
+    return watched.overdue(*tables.find(op_id)).value_or(ErrorRecord());
+  }
   std::string overdue() {
-    return watched.overdue(*tables.find(1)).value_or(ErrorRecord()).summary;
+    return record(1).summary;
   }
 
   static constexpr int kSize = 3;
@@ -122,7 +128,6 @@ class WatchedOnHost : public ::testing::Test {
   const GroupIdentity identity_ = identityOf();
   std::shared_ptr<SharedArena> arena_ =
       std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(kSize)));
-  std::shared_ptr<Operation> operation_;
 
  protected:
   Tables tables{identity_, Limits()};
@@ -149,6 +154,26 @@ TEST_F(WatchedOnHost, ARankThatWentAstrayHasNotEnteredIt) {
   wait(hostBit(1));
   arrive(1, FrameType::NotEntered, 2);
   EXPECT_THAT(overdue(), HasSubstr("rank 1 on alpha has not entered it (its last: barrier"));
+}
+
+// It tells nobody that it has, and who lacks is looked up again only once a second.
+TEST_F(WatchedOnHost, ARankThatHasEnteredItSinceItWasAskedIsNotSaidNotToHave) {
+  wait(hostBit(1));
+  arrive(1, FrameType::NotEntered);
+  enter(1, 1);
+  const ErrorRecord late = record(1);
+  EXPECT_EQ(late.phase, ErrorPhase::Transfer) << late.summary;
+  EXPECT_EQ(late.peer, -1);
+  EXPECT_THAT(late.summary, HasSubstr("it waits for its own memory."));
+}
+
+TEST_F(WatchedOnHost, OneBehindAnotherWhoseInputHasNotComeWaitsForThat) {
+  wait(0, 1, true);
+  wait(0, 2);
+  const ErrorRecord late = record(2);
+  EXPECT_EQ(late.phase, ErrorPhase::CopyToHost) << late.summary;
+  EXPECT_EQ(late.peer, 0);
+  EXPECT_EQ(late.sequence, 1);
 }
 
 } // namespace

@@ -49,8 +49,8 @@ MUTATIONS = [
     _walked(
         "a ticket is stored before what belongs to it",
         "host_transfer.cc",
-        "  slot.header.op_id = request().id.id;\n",
-        "  slot.header.op_id = request().id.id;\n"
+        "  slot.op_id.store(request().id.id, std::memory_order_relaxed);\n",
+        "  slot.op_id.store(request().id.id, std::memory_order_relaxed);\n"
         f"  slot.ticket.store(ticket_, {_ORDER});\n"
         '  PYCOMM_FAULT_POINT("host.enter");\n',
         "HostWalk.Small",
