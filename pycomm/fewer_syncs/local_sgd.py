@@ -38,8 +38,8 @@ from pycomm.errors import UnsupportedError
 from pycomm.fewer_syncs.outer_step import (
     Fragment,
     MakeOptimizer,
-    check_anchors,
-    check_stepped,
+    Place,
+    check_places,
     idle_on_all,
 )
 
@@ -328,7 +328,7 @@ class DiLoCo(FixedParameters):
         ValueError: As ``LocalSGD``.
         CollectiveMismatchError: In the first sync: parameters differ between ranks, since
             ``init_sync`` was false. In any: the outer step before it ended with an error on a rank,
-            or only some ranks have loaded a state.
+            one has missed it, or only some ranks have loaded a state.
 
     Memory: one more copy of the parameters, and the outer optimizer's state.
     """
@@ -368,6 +368,7 @@ class DiLoCo(FixedParameters):
         whole.take_step(moved, idle)
         for name, anchor in whole.anchor.items():
             whole.parameters[name].copy_(anchor)
+        whole.version += 1
         whole.stepping = False
         return True
 
@@ -378,21 +379,25 @@ class DiLoCo(FixedParameters):
         """
         whole = self._whole
         device = next(iter(self._parameters.values())).device
-        mine = [due or whole.moved(), whole.checksum(), whole.stepping, *whole.idle()]
+        state = [whole.version, whole.origin(), whole.stepping]
+        mine = [due or whole.moved(), *state, *whole.idle()]
         of_ranks = gather_numbers(mine, self._group, device)
         ranks = dist.get_process_group_ranks(self._group)
-        check_stepped([each[2] for each in of_ranks], "all_gather", ranks)
-        check_anchors([each[1] for each in of_ranks], "all_gather", ranks)
-        whole.compared = True
+        places = [Place(0, None, n, origin, s) for _, n, origin, s, *_ in of_ranks]
+        check_places(places, "all_gather", ranks)
         if not any(each[0] for each in of_ranks):
             return None
-        return idle_on_all([each[3:] for each in of_ranks], whole.anchor)
+        return idle_on_all([each[4:] for each in of_ranks], whole.anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the parameters of the last sync, by name, and the outer optimizer's state."""
+        """Also the parameters of the last sync, by name, and the outer optimizer's state.
+
+        And the number of outer steps.
+        """
         anchor = {name: tensor.clone() for name, tensor in self._whole.anchor.items()}
         outer = copy.deepcopy(self._whole.outer.state_dict())  # torch's has the live momentum in it
-        return {**super().state_dict(), "anchor": anchor, "outer": outer}
+        version = self._whole.version
+        return {**super().state_dict(), "anchor": anchor, "outer": outer, "version": version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict()`` was taken. On all ranks or on none.
@@ -402,9 +407,10 @@ class DiLoCo(FixedParameters):
         """
         check_tensors("anchor", part_of(state, "anchor"), self._whole.anchor)
         check_outer(part_of(state, "outer"), self._whole.outer)
+        version = int(part_of(state, "version"))
         super().load_state_dict(state)
         with torch.no_grad():
-            self._whole.load(state["anchor"], state["outer"])
+            self._whole.load(state["anchor"], state["outer"], version)
 
 
 def nesterov(tensors: list[torch.Tensor]) -> Optimizer:

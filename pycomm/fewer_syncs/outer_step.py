@@ -83,17 +83,24 @@ class Fragment:
         self.outer = make_outer(list(self.anchor.values()))
         self.version = 0
         """Outer steps so far."""
-        self.compared = False
-        """Whether the anchors of all ranks were equal since they were made or loaded."""
+        self._origin: int | None = None
         self.stepping = False
         """An outer step has begun and not ended."""
 
     def moved(self) -> bool:
         return have_moved(self.parameters, self.anchor)
 
-    def checksum(self) -> int:
-        """Of the anchor; 0 if the ranks have compared it already."""
-        return 0 if self.compared else checksum_of(self.anchor.values())
+    def origin(self) -> int:
+        """The checksum of the state that was made or loaded, before the outer steps since.
+
+        Ranks of one origin and one version have the same anchor and outer state. Nothing that fails
+        between ranks changes either, so ranks that have failed may compare again.
+        """
+        if self._origin is None:
+            kept = self.outer.state_dict()["state"].values()
+            tensors = [each for part in kept for each in part.values() if torch.is_tensor(each)]
+            self._origin = origin_of(self.version, [*self.anchor.values(), *tensors])
+        return self._origin
 
     def idle(self) -> list[int]:
         return idle_words(self.parameters, self.anchor)
@@ -106,11 +113,16 @@ class Fragment:
         self.outer.step()
         self.outer.zero_grad()
 
-    def load(self, anchor: Mapping[str, torch.Tensor], outer: dict[str, Any]) -> None:
+    def load(self, anchor: Mapping[str, torch.Tensor], outer: dict[str, Any], version: int) -> None:
         for name, mine in self.anchor.items():
             mine.copy_(anchor[name])
         self.outer.load_state_dict(copy.deepcopy(outer))  # torch keeps the tensors
-        self.compared = self.stepping = False
+        self.version, self._origin, self.stepping = version, None, False
+
+
+def origin_of(version: int, tensors: Iterable[torch.Tensor]) -> int:
+    """The checksum of a state that ranks have alike, after so many outer steps."""
+    return checksum_of([torch.tensor(version), *tensors])
 
 
 class Place(NamedTuple):
@@ -118,9 +130,10 @@ class Place(NamedTuple):
 
     step: int
     """Steps since the round began, 0 in a sync()."""
-    fragment: int
+    fragment: int | None
+    """None: the whole model, in a sync."""
     version: int
-    checksum: int
+    origin: int
     stepping: int
     """Whether an outer step before has not ended."""
     weight: int = 0
@@ -129,9 +142,11 @@ class Place(NamedTuple):
     """As ``idle_words``: not compared."""
 
     def __str__(self) -> str:
+        after = f"after {self.version} outer step{'' if self.version == 1 else 's'}"
+        if self.fragment is None:
+            return f"synced {after}"
         at = f"at step {self.step}" if self.step else "in sync()"
-        steps = "outer step" if self.version == 1 else "outer steps"
-        return f"sent fragment {self.fragment} {at} after {self.version} {steps}"
+        return f"sent fragment {self.fragment} {at} {after}"
 
 
 _ALONE = len(Place._fields) - 1  # numbers before those of ``idle``
@@ -152,8 +167,8 @@ def check_places(places: Sequence[Place], op: str, ranks: Sequence[int]) -> None
             "sync() on all, and load checkpoints of one step",
             {"peer": ranks[other], "op": op},
         )
-    checksums = [place.checksum for place in places]
-    check_anchors(checksums, op, ranks, f" fragment {places[0].fragment}")
+    which = "" if places[0].fragment is None else f" fragment {places[0].fragment}"
+    check_origins([place.origin for place in places], op, ranks, which)
 
 
 def check_stepped(stepping: Sequence[int], op: str, ranks: Sequence[int]) -> None:
@@ -173,34 +188,25 @@ def check_stepped(stepping: Sequence[int], op: str, ranks: Sequence[int]) -> Non
         )
 
 
-def check_anchors(checksums: Sequence[int], op: str, ranks: Sequence[int], which: str = "") -> None:
-    """Raises CollectiveMismatchError, on all ranks alike, unless their anchors are the same.
+def check_origins(origins: Sequence[int], op: str, ranks: Sequence[int], which: str = "") -> None:
+    """Raises CollectiveMismatchError, on all ranks alike, unless they are the same.
 
     Args:
-        checksums: Of each rank's, 0 if it was compared before. They are compared on all ranks or
-            on none, so a rank that has one alone has loaded a state alone.
-        op: The operation that has brought it.
+        origins: Of each rank. Their versions are the same.
+        op: The operation that has brought them.
         ranks: Their numbers in the job.
         which: What of the model they are.
     """
-    different = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
-    if not different:
-        return
-    other = different[0]
-    if 0 in (checksums[0], checksums[other]):
-        loaded, rest = (other, 0) if checksums[other] else (0, other)
-        what = (
-            f"Rank {ranks[loaded]} has loaded a state since the ranks last compared their "
-            f"parameters, and rank {ranks[rest]} has not. Nothing was changed. Try: load"
+    different = [rank for rank, each in enumerate(origins) if each != origins[0]]
+    if different:
+        rank = ranks[different[0]]
+        raise CollectiveMismatchError(
+            f"The ranks began{which} with different parameters, or have loaded different states "
+            f"or only some have loaded one: rank {rank} is the first that differs from rank "
+            f"{ranks[0]}. Nothing was changed. Try: leave init_sync=True, or load checkpoints of "
+            "one step on all ranks",
+            {"peer": rank, "op": op},
         )
-    else:
-        what = (
-            f"The ranks began{which} with different parameters: rank {ranks[other]} is the first "
-            "that differs. Nothing was changed. Try: leave init_sync=True, or load"
-        )
-    raise CollectiveMismatchError(
-        f"{what} checkpoints of one step on all ranks", {"peer": ranks[other], "op": op}
-    )
 
 
 class Scratch:
@@ -293,7 +299,7 @@ class Flight:
             step,
             fragment.index,
             fragment.version,
-            fragment.checksum(),
+            fragment.origin(),
             fragment.stepping,
             bits_of(self.weight),
             fragment.idle(),
@@ -439,7 +445,6 @@ class Flight:
         if total or not self._weighs:  # else no rank has trained on any sample
             fragment.take_step(moved, idle_on_all([p.idle for p in places], fragment.anchor))
         fragment.version += 1
-        fragment.compared = True
         fragment.stepping = False
         self._works, self._chunks = [], []
         self._settled = True

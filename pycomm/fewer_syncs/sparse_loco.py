@@ -22,16 +22,17 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm._group.averaging import bits_of, float_of, ratios_of
-from pycomm._group.model_check import check_same_on_all_ranks, checksum_of
+from pycomm._group.model_check import check_same_on_all_ranks
 from pycomm._saved_state import check_options, check_tensors, part_of
 from pycomm.errors import CollectiveMismatchError
 from pycomm.fewer_syncs.local_sgd import FixedParameters
 from pycomm.fewer_syncs.outer_step import (
-    check_anchors,
+    check_origins,
     check_stepped,
     have_moved,
     idle_on_all,
     idle_words,
+    origin_of,
 )
 from pycomm.fewer_syncs.sparse_rows import GROUP, ROW, pack, rows_of, select, unpack
 
@@ -118,7 +119,7 @@ class SparseLoCo(FixedParameters):
         self._decay = float(error_decay)
         self._lr = float(outer_lr)
         self._version = 0
-        self._compared = False  # whether the ranks' anchors were equal since they were made
+        self._origin: int | None = None  # as ``Fragment.origin``
         self._stepping = False  # else entries were applied here only in part
         self._anchor = {name: each.detach().clone() for name, each in self._parameters.items()}
         device = next(iter(self._parameters.values())).device
@@ -203,10 +204,11 @@ class SparseLoCo(FixedParameters):
         """
         step = self._sync_every if due else 0  # sync() is allowed to ranks that had more batches
         moved = due or have_moved(self._parameters, self._anchor)
-        checksum = 0 if self._compared else checksum_of(self._anchor.values())
+        if self._origin is None:
+            self._origin = origin_of(self._version, self._anchor.values())
         weight = bits_of(1.0 if self._weight is None else self._samples)
         idle = idle_words(self._parameters, self._anchor)
-        place = [step, self._version, moved, checksum, self._stepping, weight, *idle]
+        place = [step, self._version, moved, self._origin, self._stepping, weight, *idle]
         header = torch.tensor(place, device=payload.device).view(torch.uint8)
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
@@ -228,8 +230,7 @@ class SparseLoCo(FixedParameters):
                 "equally often on all ranks, sync() on all, and load checkpoints of one step",
                 {"peer": rank, "op": "all_gather"},
             )
-        check_anchors([head[3] for head in heads], "all_gather", numbers)
-        self._compared = True
+        check_origins([head[3] for head in heads], "all_gather", numbers)
         if not any(head[2] for head in heads):
             return [], [], set()
         ratios = ratios_of([float_of(head[5]) for head in heads])
@@ -273,8 +274,7 @@ class SparseLoCo(FixedParameters):
         check_tensors("error", part_of(state, "error"), errors)
         version = int(part_of(state, "version"))
         super().load_state_dict(state)
-        self._version = version
-        self._compared = self._stepping = False
+        self._version, self._origin, self._stepping = version, None, False
         with torch.no_grad():
             for name, anchor in self._anchor.items():
                 anchor.copy_(state["anchor"][name])

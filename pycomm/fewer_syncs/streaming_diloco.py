@@ -97,7 +97,7 @@ class StreamingDiLoCo(FixedParameters):
     Cost of a fragment: an all-gather of 48 bytes and a bit for each parameter, and all-reduces of
     some 32 MiB each; two passes over its parameters in ``step()``, one at the launch and one at the
     landing. The first launch after construction or ``load_state_dict()`` also takes a checksum of
-    its parameters.
+    its parameters and of the outer optimizer's state.
 
     Source: Douillard and others, arXiv 2501.18512.
 
@@ -262,18 +262,16 @@ class StreamingDiLoCo(FixedParameters):
         numbers: list[int] = []  # four for each fragment: a launch sends an odd number
         for fragment in self._fragments:
             trained = keeps if fragment is flying else fragment.moved()
-            numbers += [trained, fragment.version, fragment.checksum(), fragment.stepping]
+            numbers += [trained, fragment.version, fragment.origin(), fragment.stepping]
         device = next(iter(self._parameters.values())).device
         of_ranks = gather_numbers(numbers, self._group, device)
         found = []
         for fragment in self._fragments:
             parts = [each[4 * fragment.index : 4 * fragment.index + 4] for each in of_ranks]
-            places = [Place(0, fragment.index, n, c, s) for _, n, c, s in parts]
+            places = [Place(0, fragment.index, n, o, s) for _, n, o, s in parts]
             check_places(places, "all_gather", dist.get_process_group_ranks(self._group))
             if any(trained for trained, *_ in parts):
                 found.append(fragment)
-        for fragment in self._fragments:
-            fragment.compared = True
         return found
 
     def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
@@ -364,8 +362,8 @@ class StreamingDiLoCo(FixedParameters):
         super().load_state_dict(state)
         with torch.no_grad():
             for number, fragment in enumerate(self._fragments):
-                fragment.load(state["anchor"], state["outer"][number])
-                fragment.version = int(state["versions"][number])
+                version = int(state["versions"][number])
+                fragment.load(state["anchor"], state["outer"][number], version)
         samples_of = self._saved(state, "samples_of", [0.0] * len(self._fragments))
         self._samples_of = [(float(each), 0.0) for each in samples_of]
         if (flight := state["flight"]) is not None:

@@ -57,14 +57,19 @@ class _Malloc(ctypes.Structure):
     ]
 
 
-_LIBC = ctypes.CDLL(None)
-_LIBC.mallinfo2.restype = _Malloc
+def _malloc_nbytes() -> int:
+    """What malloc counts; 0 in a C library without mallinfo2(), as glibc before 2.33."""
+    look = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if look is None:
+        return 0
+    look.restype = _Malloc
+    found = look()
+    return int(found.uordblks + found.hblkhd)
 
 
 def held_now() -> dict[str, int]:
     """What this process holds: descriptors, threads, memory."""
     gc.collect()
-    malloc = _LIBC.mallinfo2()
     resident = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line
     )
@@ -72,7 +77,7 @@ def held_now() -> dict[str, int]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "rss_kb": int(resident.split()[1]),
-        "malloc_nbytes": malloc.uordblks + malloc.hblkhd,
+        "malloc_nbytes": _malloc_nbytes(),
     }
 
 

@@ -147,8 +147,8 @@ class Trainer:
         else:
             self.model = net
             self.local = getattr(pycomm, program.trainer)(net, **options)
-        self.compared = False
-        """Whether the anchors of all ranks have been compared since they were made or loaded."""
+        self.given_syncs = 0
+        """Of ``stats().syncs``: until the state was made or loaded, and the fragment in it."""
         self.outer: Outer | None = None
         if program.trainer in ("DiLoCo", "StreamingDiLoCo"):
             anchor = {name: numbers(each) for name, each in self._trained().items()}
@@ -497,15 +497,22 @@ class Trainer:
             self.last_forward = (self.steps, self.trains_in_mode)
         else:
             self.local.load_state_dict(saved["local"])
-            self.outer, self.compared = saved["outer"], False
+            self.outer = saved["outer"]
+            self._note_given(saved["local"])
+
+    def _note_given(self, state: dict[str, Any]) -> None:
+        """A fragment that a state has in flight lands without an outer step."""
+        self.given_syncs = self.local.stats().syncs + (state.get("flight") is not None)
 
     def load_alone(self, step: Step) -> None:
-        """Rank 1 loads, and all do after the error."""
-        if self.saved is None or self.dirty or not self.compared or self.program.ranks == 1:
+        """Rank 1 loads, and all do after the error: they had outer steps since they all had one."""
+        if self.saved is None or self.dirty or self.program.ranks == 1:
+            return
+        if self.program.trainer == "LocalSGD" or self.local.stats().syncs <= self.given_syncs:
             return
         if self.rank == 1:
             self.load(step)
-        self._refuses("has loaded a state|at different places", self.local.sync)
+        self._refuses("only some have loaded|at different places", self.local.sync)
         self.load(step)
 
     def resume(self, step: Step) -> None:
@@ -539,7 +546,7 @@ class Trainer:
             self.net, init_sync=False, **dict(self.program.options)
         )
         self.local.load_state_dict(state)
-        self.compared = False
+        self._note_given(state)
         for name, each in self._parameters().items():
             each.requires_grad_(trained[name])
 
@@ -594,7 +601,7 @@ class Trainer:
             frozen = self._everyones_frozen()
             idle = self._idle(before, frozen)
             self.local.sync()
-            self.since_sync, self.compared = 0, True
+            self.since_sync = 0
             if self.outer is not None:
                 self._check_outer(self.outer.sync(before, frozen), frozen)
             self._check_local_sync(before, idle)
@@ -1025,7 +1032,6 @@ class Trainer:
         }
 
     def _check_local_sync(self, before: list[dict[str, Array]], idle: set[str]) -> None:
-        self.compared = self.program.trainer != "LocalSGD"
         if self.program.trainer == "LocalSGD":
             self._check_sync(before)
         else:
@@ -1038,7 +1044,6 @@ class Trainer:
         """Compares what has landed, and takes the anchor's bits from there on."""
         if wanted is None:
             return
-        self.compared = True
         outer, parameters = self.outer, self._parameters()
         assert outer is not None
         anchor = self.local.state_dict()["anchor"]

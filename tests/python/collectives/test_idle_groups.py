@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
 import rings
 import torch
 import torch.distributed as dist
-from mixed_rounds import mixed_rounds
+from mixed_rounds import held_now, mixed_rounds
 from ranks import run_ranks
 from time_bound import assert_within
 
@@ -48,3 +49,10 @@ def test_rounds_of_all_ways_leave_nothing(world_size: int) -> None:
     for looks in run_ranks(world_size, mixed_rounds, args=(400,)).values():
         for name in ("files", "threads"):
             assert looks[-1][name] <= looks[1][name]
+
+
+def test_an_old_c_library_counts_no_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda name: object())
+        assert held_now()["malloc_nbytes"] == 0
+    assert held_now()["malloc_nbytes"] > 0

@@ -92,6 +92,13 @@ NAMED: dict[str, Program] = {
         )
         for trainer in LOCAL[1:]
     },
+    "loaded alone after a fragment of a state": _named(
+        "linear",
+        [*[_FULL] * 3, Step("save"), Step("load"), _FULL, Step("load alone"), Step("sync")],
+        trainer="StreamingDiLoCo",
+        sync_every=3,
+        fragment_sync_delay=1,
+    ),
     "local after unused forward": _named(
         "linear",
         [Step("unused forward"), Step("local pass"), Step("pass"), Step("pass")],

@@ -5,6 +5,7 @@ Each seed is a random run: what is trained and how, how ranks meet, and at which
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import random
@@ -362,10 +363,69 @@ def loaded_alone(rank: int, world_size: int) -> dict[str, str]:
                 net.load_state_dict(good[0])
                 local.load_state_dict(good[1])
                 train(net, local, range(2, 4))
-                for each in net.parameters():
-                    of_ranks = all_ranks(each.detach())
-                    assert all(torch.equal(of_ranks[0], one) for one in of_ranks)
+                assert_same_everywhere(net)
     return texts
+
+
+def assert_same_everywhere(net: nn.Module) -> None:
+    for each in net.parameters():
+        of_ranks = all_ranks(each.detach())
+        assert all(torch.equal(of_ranks[0], one) for one in of_ranks)
+
+
+def loaded_alone_when_made(rank: int, world_size: int) -> dict[str, str]:
+    """All have the model of a checkpoint, and rank 1 alone its state: the anchors are equal."""
+    import pycomm
+
+    texts = {}
+    for name in LOCAL[1:]:
+        net = nn.Linear(3, 2)
+        local = getattr(pycomm, name)(net, sync_every=1)
+        for _ in range(2):
+            move(net, rank)
+            local.step()
+        state = copy.deepcopy(local.state_dict())
+        for end in ("step", "sync"):
+            again = getattr(pycomm, name)(net, sync_every=1)
+            if rank == 1:
+                again.load_state_dict(state)
+            with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+                getattr(again, end)()
+            texts[f"{name}, {end}"] = str(caught.value)
+            again.load_state_dict(state)
+            move(net, rank)
+            again.step()
+            assert_same_everywhere(net)
+            state = copy.deepcopy(again.state_dict())
+    return texts
+
+
+def with_other_momentum(rank: int, world_size: int, name: str) -> str:
+    """All load a state, and the momentum of rank 1 differs in it."""
+    import pycomm
+
+    net = nn.Linear(3, 2)
+    local = getattr(pycomm, name)(net, sync_every=1)
+    move(net, rank)
+    local.step()
+    good = copy.deepcopy(local.state_dict())
+    bad = copy.deepcopy(good)
+    outer = bad["outer"] if name == "DiLoCo" else bad["outer"][0]
+    outer["state"][0]["momentum_buffer"] += float(rank == 1)
+    local.load_state_dict(bad)
+    with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+        local.sync()
+    local.load_state_dict(good)
+    move(net, rank)
+    local.step()
+    assert_same_everywhere(net)
+    return str(caught.value)
+
+
+def move(net: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        for each in net.parameters():
+            each += 1.0 + rank
 
 
 def test_a_state_that_one_rank_loads_alone_is_an_error_on_all() -> None:
@@ -375,4 +435,90 @@ def test_a_state_that_one_rank_loads_alone_is_an_error_on_all() -> None:
     assert all(other == first for other in others) and len(first) == 12
     for case, text in first.items():
         assert "Nothing was changed" in text and "checkpoints of one step" in text, (case, text)
-        assert ("Rank 1 has loaded a state" in text) or ("different places" in text), (case, text)
+        assert ("only some have loaded" in text) or ("different places" in text), (case, text)
+
+
+def test_a_state_that_one_rank_loads_into_a_new_object_is_an_error_on_all() -> None:
+    of_ranks = ranks.run_ranks(
+        WORLD, loaded_alone_when_made, timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    first, *others = of_ranks.values()
+    assert all(other == first for other in others) and len(first) == 6
+    for case, text in first.items():
+        assert "different places" in text and "Nothing was changed" in text, (case, text)
+    assert "rank 0 synced after 0 outer steps; rank 1 synced after 2" in first["DiLoCo, step"]
+
+
+@pytest.mark.parametrize("name", ["DiLoCo", "StreamingDiLoCo"])
+def test_momentum_that_differs_in_a_state_is_an_error_on_all(name: str) -> None:
+    of_ranks = ranks.run_ranks(
+        WORLD, with_other_momentum, args=(name,), timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    for text in of_ranks.values():
+        assert "rank 1 is the first that differs from rank 0. Nothing was changed" in text
+
+
+def planted(module: Any, what: str, *, calls: bool) -> tuple[Any, str, Any]:
+    real = getattr(module, what)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if calls:
+            real(*args, **options)
+        raise RuntimeError("planted")
+
+    return module, what, fails
+
+
+def failed_in_between(rank: int, world_size: int, name: str) -> None:
+    """Rank 0 alone learns that all are alike; with ``DiLoCo`` its average fails then."""
+    import pycomm
+    from pycomm.fewer_syncs import local_sgd, sparse_loco, streaming_diloco
+
+    net = nn.Linear(3, 2)
+    local = getattr(pycomm, name)(net, sync_every=100)
+    compares = {
+        "DiLoCo": (local_sgd, "gather_numbers"),
+        "StreamingDiLoCo": (streaming_diloco, "gather_numbers"),
+        "SparseLoCo": (sparse_loco, "check_stepped"),
+    }[name]
+    if name == "DiLoCo":
+        move(net, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank != 0:
+            patch.setattr(*planted(*compares, calls=True))
+        else:
+            patch.setattr(*planted(local_sgd, "average_", calls=False))
+        with contextlib.suppress(RuntimeError):
+            local.sync()
+    move(net, rank)
+    local.sync()
+    assert_same_everywhere(net)
+
+
+@pytest.mark.parametrize("name", LOCAL[1:])
+def test_ranks_of_which_some_have_failed_to_compare_sync_again(name: str) -> None:
+    ranks.run_ranks(WORLD, failed_in_between, args=(name,), timeout_s=100, preload=ranks.TORCH_DDP)
+
+
+def stepped_alone(rank: int, world_size: int) -> str:
+    """The average arrives on rank 0 alone."""
+    import pycomm
+    from pycomm.fewer_syncs import local_sgd
+
+    net = nn.Linear(3, 2)
+    local = pycomm.DiLoCo(net, sync_every=100)
+    move(net, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank != 0:
+            patch.setattr(*planted(local_sgd, "average_", calls=True))
+        with contextlib.suppress(RuntimeError):
+            local.sync()
+    with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+        local.sync()
+    return str(caught.value)
+
+
+def test_an_outer_step_that_only_one_rank_took_is_an_error_on_all() -> None:
+    of_ranks = ranks.run_ranks(WORLD, stepped_alone, timeout_s=100, preload=ranks.TORCH_DDP)
+    for text in of_ranks.values():
+        assert "rank 0 synced after 1 outer step; rank 1 synced after 0 outer steps" in text
