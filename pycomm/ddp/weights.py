@@ -400,7 +400,7 @@ class Weighed(TorchDDP):
         self._in_forward = True
         return prepared
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         weighed, self._in_forward = self._in_forward, False
         try:
