@@ -372,6 +372,7 @@ void bindReducer(py::module_& m) {
       .def("prepare_for_forward", blocking(&Reducer::prepareForForward))
       .def("mark_forward", blocking(&Reducer::markForward), py::arg("outputs"), py::arg("reduces"), py::arg("weight"))
       .def("forward_began", blocking(&Reducer::forwardBegan), py::arg("weight"))
+      .def("forward_failed", blocking(&Reducer::forwardFailed))
       .def("is_within_backward", blocking(&Reducer::isWithinBackward))
       .def("set_weight", blocking(&Reducer::setWeight), py::arg("weight"))
       .def("used_here", blocking(&Reducer::usedHere))

@@ -111,14 +111,32 @@ void PassWeights::gapEnds() noexcept {
   }
 }
 
-bool PassWeights::forwardBegan(double weight) noexcept {
+bool PassWeights::forwardBegan(std::optional<double> weight) noexcept {
   gapEnds();
-  forward_weight_ = weight;
-  in_forward_ = true;
+  if (weight.has_value()) {
+    weight_before_ = std::exchange(forward_weight_, *weight);
+    in_forward_ = true;
+  }
   forward_began_ = WaitClock::now();
   const bool many = step_count_ - shown_steps_ >= static_cast<int64_t>(kStepsKept / 4);
   shown_steps_ = many ? step_count_ : shown_steps_;
   return many || (!steps_.empty() && !batchesAlike(steps_.back()));
+}
+
+void PassWeights::forwardFailed() noexcept {
+  if (std::exchange(in_forward_, false)) {
+    forward_weight_ = weight_before_;
+    sum_.stray = sum_.stray || sum_.stray_in == forwards_ + 1; // the next one has this number
+  }
+}
+
+void PassWeights::stray() noexcept {
+  sum_.stray = sum_.stray || sum_.cannot_follow;
+  if (in_forward_) {
+    const int64_t before = std::exchange(sum_.stray_in, forwards_ + 1);
+    const bool of_sum = sum_.passes == 0 || sum_.unit == pending().value_or(forward_weight_);
+    sum_.stray = sum_.stray || !of_sum || (before != 0 && before != sum_.stray_in);
+  }
 }
 
 void PassWeights::marked(ForwardMark& mark) {
@@ -144,6 +162,10 @@ double PassWeights::takeWeight(ForwardMark& mark) {
 
 void PassWeights::coming(size_t param, const at::Tensor& grad, GradientCall call) {
   const at::NoGradGuard no_grad;
+  if (sum_.passes == 0 && (sum_.stray || sum_.stray_in != 0) &&
+      forgotten()) { // it shows no longer when this one has been added
+    forget();
+  }
   const at::Tensor& before = params_[param].tensor.grad();
   const bool some = before.defined();
   early_.push_back(
@@ -219,7 +241,7 @@ void PassWeights::enter(Entered entered) {
   const at::NoGradGuard no_grad;
   const double now = entered.weight;
   withdrawEarly();
-  if ((sum_.passes > 0 || sum_.cannot_follow || sum_.stray) && forgotten()) {
+  if ((sum_.passes > 0 || sum_.cannot_follow || sum_.stray || sum_.stray_in != 0) && forgotten()) {
     forget();
   }
   TORCH_CHECK(
@@ -248,7 +270,6 @@ void PassWeights::enter(Entered entered) {
 void PassWeights::enterWithoutBatch() {
   set_.reset();
   forward_began_ = {};
-  in_forward_ = false;
   dropEarly();
   enter(Entered{});
 }
@@ -335,10 +356,12 @@ void PassWeights::begin(bool reduces) {
     forward_weight_ = pending().value_or(forward_weight_); // also of another one in the same forward pass
     enter(Entered{forward_weight_, nullptr, 0, /*marked=*/false});
   }
+  const int64_t forward = entered_->marked ? entered_->forward : forwards_ + static_cast<int64_t>(in_forward_);
   TORCH_CHECK(
-      !sum_.stray,
-      "weight=\"samples\" cannot tell which forward pass an earlier backward pass in no_sync() belonged to: forward() has to return tensors, "
-      "or lists, tuples, dicts or dataclasses of tensors, of which the loss is made, and backward() comes after it");
+      !sum_.stray && (sum_.stray_in == 0 || sum_.stray_in == forward),
+      "weight=\"samples\" cannot tell which forward pass an earlier backward pass belonged to, in no_sync() or within forward(): forward() has to "
+      "return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made, and backward() comes after it");
+  sum_.stray_in = 0;
   if (entered_->begun) { // its call goes through a graph outside no_sync(), too
     if (reduces) {
       takeZerosBack();
@@ -499,6 +522,7 @@ void PassWeights::reset() {
   entered_.reset();
   work_.reset();
   clear();
+  in_forward_ = false;
   gap_began_ = {};
   gaps_ns_.clear();
   last_compute_ns_ = kUnknown;
@@ -506,6 +530,7 @@ void PassWeights::reset() {
 
 PassWeights::Saved PassWeights::saved() const {
   Accumulated sum = sum_;
+  sum.stray = sum.stray || std::exchange(sum.stray_in, 0) != 0; // who loads it has no graph of that forward pass
   if (pass_began_.ns != 0) { // the last pass, whose end shows when another one begins
     sum.compute_ns += WaitClock::busyNs(pass_began_, last_gradient_);
   }
@@ -516,6 +541,7 @@ void PassWeights::load(Saved saved) noexcept {
   set_.reset();
   entered_.reset();
   pass_began_ = forward_began_ = gap_began_ = {};
+  in_forward_ = false;
   sum_ = std::move(saved.sum);
   last_compute_ns_ = saved.last_compute_ns;
   unsynced_ = saved.unsynced;

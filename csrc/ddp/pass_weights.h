@@ -96,9 +96,11 @@ class PassWeights {
   }
   /// The program has ended its own work between two passes.
   void gapEnds() noexcept;
-  /// A forward pass of this weight begins to compute. True if readers of steps() must look: so many steps have ended since it last was that some are
-  /// dropped soon, or the ranks have used up different numbers of batches in the last one.
-  [[nodiscard]] bool forwardBegan(double weight) noexcept;
+  /// A forward pass of this weight begins to compute; none: no_batch() stands for it. True if readers of steps() must look: so many steps have
+  /// ended since it last was that some are dropped soon, or the ranks have used up different numbers of batches in the last one.
+  [[nodiscard]] bool forwardBegan(std::optional<double> weight) noexcept;
+  /// It has raised: the one before it is the last.
+  void forwardFailed() noexcept;
   /// A forward pass is over.
   void marked(ForwardMark& mark);
   /// A gradient will be added to .grad, in a call of backward() that is no pass so far. Cost: a copy of .grad, which lives until the next call
@@ -145,10 +147,9 @@ class PassWeights {
     sum_.cannot_follow = true;
   }
   /// A gradient of a backward pass through no marked graph. It counts with the weight of the last pass that had some, else with that of the
-  /// next one, as that of a penalty does, unless a forward pass may have made it, or is under way.
-  void stray() noexcept {
-    sum_.stray = sum_.stray || sum_.cannot_follow || in_forward_;
-  }
+  /// next one, as that of a penalty does. No pass may follow if a forward pass in no_sync() may have made it, or if one is under way that has another
+  /// weight than this.
+  void stray() noexcept;
 
   /// Of the pass that has begun; else Ends::InTurn.
   void setEnds(Ends ends) noexcept {
@@ -206,7 +207,9 @@ class PassWeights {
     int64_t compute_ns = 0; ///< of these
     int64_t gap_ns = 0; ///< between these, and before the first one
     bool cannot_follow = false;
-    bool stray = false;
+    bool stray = false; ///< a gradient came of which nobody knows the weight
+    int64_t stray_in =
+        0; ///< one came within this forward pass, whose weight the next pass shall have; 0: none did. A checkpoint has it as `stray`
   };
   [[nodiscard]] int64_t passes() const noexcept {
     return sum_.passes;
@@ -265,6 +268,7 @@ class PassWeights {
   std::shared_ptr<SaidWeight> set_; ///< null: nothing is
   int64_t forwards_ = 0;
   double forward_weight_ = 1.0; ///< of the last one that has begun
+  double weight_before_ = 1.0; ///< forward_weight_ as that one began
   bool in_forward_ = false; ///< it has not ended
   std::optional<Entered> entered_; ///< the pass that will begin, or that has
   std::vector<Early> early_; ///< of the present call

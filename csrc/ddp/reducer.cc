@@ -387,9 +387,14 @@ PassWeights& Reducer::weights() {
   return *weights_;
 }
 
-bool Reducer::forwardBegan(double weight) {
+bool Reducer::forwardBegan(std::optional<double> weight) {
   const Turn turn(*this);
   return weights().forwardBegan(weight);
+}
+
+void Reducer::forwardFailed() {
+  const Turn turn(*this);
+  weights().forwardFailed();
 }
 
 bool Reducer::isWithinBackward() {

@@ -110,7 +110,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   // Weights. All throw unless options().weighs.
   /// What the forward pass waits for is over: it begins to compute. See PassWeights::forwardBegan().
-  [[nodiscard]] bool forwardBegan(double weight);
+  [[nodiscard]] bool forwardBegan(std::optional<double> weight);
+  /// It has raised.
+  void forwardFailed();
   /// Whether a forward pass that begins now is a part of the backward pass under way, as a checkpoint repeats it: it changes neither weight nor time.
   [[nodiscard]] bool isWithinBackward();
   /// The weight of the next backward pass, whatever its forward pass says. Throws in the middle of one that reduces.

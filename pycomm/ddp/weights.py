@@ -265,6 +265,7 @@ class Weighed(TorchDDP):
     _weight: str | None = None
     _hand_over_buffers: Any
     _forward_weight = 1.0
+    _in_forward = False
     _counted = False
     _before_forward: Any = None
     """The hook of ``sync_every`` or ``peers``: a forward pass that does not come would have called
@@ -351,7 +352,7 @@ class Weighed(TorchDDP):
             self._sync_buffers()  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = self.require_backward_grad_sync
         self._hand_over_buffers()
-        self._forward_began()
+        self._forward_began(None)
 
     @property
     def step_log(self) -> StepLog | None:
@@ -395,14 +396,29 @@ class Weighed(TorchDDP):
             self._counted = True
             _log.info("weight=%r: %s samples in the first step, %s", self._weight, weight, how)
         prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        self._forward_began()
+        self._forward_began(weight)
+        self._in_forward = True
         return prepared
 
-    def _forward_began(self) -> None:
-        if self.reducer.forward_began(self._forward_weight):
-            for reader in _READERS.get(self, ()):
-                with contextlib.suppress(UnsupportedError):  # of another group: when it deals next
-                    reader.read_steps()
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        weighed, self._in_forward = self._in_forward, False
+        try:
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            if weighed:
+                self.reducer.forward_failed()
+            raise
+
+    def _forward_began(self, weight: float | None) -> None:
+        if self.reducer.forward_began(weight):
+            try:
+                for reader in _READERS.get(self, ()):
+                    with contextlib.suppress(UnsupportedError):  # another group: when it deals next
+                        reader.read_steps()
+            except BaseException:
+                self.reducer.forward_failed()
+                raise
 
     def _only_reader(self) -> StepReader | None:
         """The sampler, of a wrapper that others may join."""

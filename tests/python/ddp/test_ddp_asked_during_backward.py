@@ -164,7 +164,7 @@ UNSUPPORTED = (
 def refused_calls(work: Any, reducer: Any) -> dict[str, tuple[Any, ...]]:
     plain = "prepare_for_forward check_hook_may_be_set _rebuild_buckets "
     plain += "_set_static_graph _delay_all_reduce _remove_autograd_hooks "
-    plain += "_check_reducer_finalized _reset_state is_within_backward"
+    plain += "_check_reducer_finalized _reset_state is_within_backward forward_failed"
     return {
         **dict.fromkeys(plain.split(), ()),
         "forward_began": (1.0,),

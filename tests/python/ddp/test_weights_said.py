@@ -12,6 +12,7 @@ import ranks
 import torch
 from ddp_rig import wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 
@@ -284,6 +285,153 @@ def test_a_backward_within_forward_counts_by_the_batch_of_that_forward() -> None
             "and then": [3.0, 3.0],
             "without a share": [3.0 * (rank == 0)] * 2,
             "after one in no_sync() that is forgotten": [3.0, 3.0],
+        }
+
+
+class Beside(nn.Module):
+    """Its forward goes backward from a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.layer(batch).sin().mean().backward()
+        found: torch.Tensor = self.layer(batch)
+        return found
+
+
+def off_by(model: Any, batches: list[torch.Tensor]) -> float:
+    """From the gradients of one process with each of these batches in turn."""
+    single = copy.deepcopy(model.module)
+    single.zero_grad()
+    for batch in batches:
+        single(batch).square().mean().backward()
+    pairs = zip(single.parameters(), model.parameters(), strict=True)
+    return max(float((one.grad - other.grad).abs().max()) for one, other in pairs)
+
+
+def beside_forward(rank: int, world_size: int, ends: str) -> tuple[list[float], str]:
+    model = wrap(Beside(), weight="samples")
+
+    def drop(batch: torch.Tensor) -> None:
+        with model.no_sync():
+            model(batch)
+
+    def trained(*samples: int) -> float:
+        """In one reduction, of batches that are larger on rank 1."""
+        model.zero_grad()
+        batches = [[batch_of(n + 3 * r) * (1 + r) for r in range(world_size)] for n in samples]
+        for each in batches[:-1]:
+            with model.no_sync():
+                model(each[rank]).square().mean().backward()
+        model(batches[-1][rank]).square().mean().backward()
+        return off_by(model, [torch.cat(each) for each in batches])
+
+    off = [trained(4), trained(2), trained(5, 5)]
+    drop(batch_of(2))
+    off.append(trained(4))
+    try:
+        if ends == "another weight than the pass before":
+            trained(5, 4)
+        else:
+            model.zero_grad()
+            drop(batch_of(2))
+            model(batch_of(2)).mean().backward()
+    except RuntimeError as error:
+        return off, str(error)
+    return off, "no error"
+
+
+@pytest.mark.parametrize("ends", ["another weight than the pass before", "another forward"])
+def test_a_backward_within_forward_counts_with_that_of_its_outputs(ends: str) -> None:
+    results = ranks.run_ranks(
+        2, beside_forward, args=(ends,), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    for off, error in results.values():
+        assert max(off) < 1e-14
+        assert "cannot tell which forward pass" in error
+
+
+class Loss:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Raising(nn.Module):
+    """Its loss is in no tensor, list or dict, and no batch may have 8 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor) -> Loss:
+        if len(batch) == 8:
+            self.layer(batch).mean().backward()
+        if len(batch) >= 7:
+            raise ValueError("a bad batch")
+        return Loss(self.layer(batch).square().mean())
+
+
+def raising(rank: int, world_size: int) -> dict[str, Any]:
+    model = wrap(Raising(), weight="samples")
+    state = copy.deepcopy(model.communication_state_dict())
+    found: dict[str, Any] = {}
+
+    def fail(samples: int) -> None:
+        with pytest.raises(ValueError, match="a bad batch"):
+            model(batch_of(samples))
+
+    def penalty() -> None:
+        model.zero_grad()
+        model.module.layer.weight.square().sum().backward()
+
+    def forward_and_backward() -> float:
+        model(batch_of(1))  # its graph is dropped
+        model(batch_of(3)).value.backward()
+        return counted(model)
+
+    fail(7)
+    penalty()
+    found["after one that raised"] = forward_and_backward()
+    loss = model(batch_of(4)).value
+    fail(7)
+    loss.backward()
+    found["of the one before"] = counted(model)
+    part = checkpoint(model, batch_of(5), use_reentrant=False)
+    part.value.backward()
+    found["of a checkpoint"] = counted(model)
+    penalty()
+    found["after a checkpoint"] = forward_and_backward()
+    model.reducer.forward_began(5.0)
+    model.load_communication_state_dict(state)
+    penalty()
+    found["after a load"] = forward_and_backward()
+    model.reducer.forward_began(5.0)
+    model.reducer._reset_state()
+    penalty()
+    found["after a reset"] = forward_and_backward()
+    model.zero_grad()
+    fail(8)
+    try:
+        model(batch_of(3)).value.backward()
+    except RuntimeError as error:
+        found["within one that raised"] = str(error)
+    return found
+
+
+def test_a_forward_that_raises_leaves_nothing() -> None:
+    results = ranks.run_ranks(2, raising, timeout_s=60, preload=ranks.TORCH_DDP)
+    for found in results.values():
+        assert "cannot tell which forward pass" in found.pop("within one that raised")
+        assert found == {
+            "after one that raised": 3.0,
+            "of the one before": 4.0,
+            "of a checkpoint": 5.0,
+            "after a checkpoint": 3.0,
+            "after a load": 3.0,
+            "after a reset": 3.0,
         }
 
 
