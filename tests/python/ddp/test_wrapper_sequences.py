@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -379,6 +378,7 @@ COUNTS = {
     [
         pytest.param(3, (PLAIN, REENTRANT, CHECKPOINT, WHOLE), id="three"),
         pytest.param(4, (PLAIN,), id="four, plain"),
+        rings.nightly((4, (PLAIN, REENTRANT, CHECKPOINT, WHOLE)), id="four"),
     ],
 )
 def test_every_short_sequence(relation: str, longest: int, hows: tuple[str, ...]) -> None:
@@ -386,29 +386,8 @@ def test_every_short_sequence(relation: str, longest: int, hows: tuple[str, ...]
     found = ranks.run_ranks(2, walk, args=args, timeout_s=3600, preload=ranks.TORCH_DDP)
     for wrong, counts in found.check().values():
         assert not wrong, f"{counts}:\n" + "\n".join(wrong)
-        assert counts == dict(zip(ENDS, COUNTS[relation][longest - 3], strict=True))
-
-
-PARTS = 8
-"""Of the sequences of four events with a checkpoint. Each has a few minutes of one core."""
-
-
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize(
-    "part",
-    [rings.nightly(0), *(pytest.param(n, marks=pytest.mark.release) for n in range(1, PARTS))],
-)
-def test_sequences_of_four_with_a_checkpoint(relation: str, part: int) -> None:
-    every = [
-        each
-        for each in sequences(4, (PLAIN, REENTRANT, CHECKPOINT, WHOLE))
-        if len(each) == 4 and tuple(map(plain, each)) != each
-    ]
-    random.Random(relation).shuffle(every)
-    args = (relation, every[part::PARTS])
-    found = ranks.run_ranks(2, walk, args=args, timeout_s=1200, preload=ranks.TORCH_DDP)
-    for wrong, counts in found.check().values():
-        assert not wrong, f"{counts}:\n" + "\n".join(wrong)
+        if longest == 3 or len(hows) == 1:
+            assert counts == dict(zip(ENDS, COUNTS[relation][longest - 3], strict=True))
 
 
 REPEATED = Forward(0, marked=False, synced=False, how=WHOLE)
