@@ -428,7 +428,7 @@ def play_all(rank: int, world_size: int, played: Sequence[tuple[Event, ...]]) ->
 
 
 def test_what_a_repeated_forward_asked_for_is_over_with_its_call() -> None:
-    """Whichever wrapper was made first."""
+    """It ends alike with either of the two wrappers made first."""
     repeats = Forward(0, marked=True, synced=False, how=WHOLE)
     others = [Forward(1, marked=False, synced=True, how=how) for how in (CHECKPOINT, WHOLE)]
     args = ("a scale beside", [(repeats, 0, each, 1) for each in others])
