@@ -208,6 +208,10 @@ class PassMarks {
   [[nodiscard]] bool beganHere() const noexcept {
     return began_.sameAs(outermost_);
   }
+  /// Whether a mark began the last pass.
+  [[nodiscard]] bool beganWithMark() const noexcept {
+    return begun_;
+  }
   /// Whether a pass ended in a call that was nested in this one.
   [[nodiscard]] bool endedNested() const;
   /// Whether a forward pass that comes now repeats one whose pass this call reduces, as a checkpoint with use_reentrant=False does.

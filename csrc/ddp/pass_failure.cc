@@ -126,6 +126,15 @@ void raiseLeftNested() {
       "use_reentrant=False for what the loss does with parameters alone");
 }
 
+void raiseRepeated(const std::vector<std::string>& names) {
+  TORCH_CHECK(
+      false,
+      "a checkpoint repeated forward() in backward, so that gradients were to be averaged, and ",
+      listed(names),
+      " got none after it. If forward() was in no_sync(), call backward() in no_sync(), too, or return tensors that the wrapper finds. If "
+      "not, use these parameters inside the checkpoint alone; or pass find_unused_parameters=True if the loss does not use them");
+}
+
 void raiseAroundNested(const std::string& name) {
   TORCH_CHECK(
       false,

@@ -44,6 +44,8 @@ class PassFailure {
 /// Throws: a parameter of two wrappers, in one pass that goes through both.
 [[noreturn]] void raiseReducedTwice(const std::string& name);
 [[noreturn]] void raiseLeftNested();
+/// `names`: without a gradient in the call in which a checkpoint repeated forward().
+[[noreturn]] void raiseRepeated(const std::vector<std::string>& names);
 /// Throws: the wrapper itself is in a reentrant checkpoint, and the loss uses this parameter beside it.
 [[noreturn]] void raiseAroundNested(const std::string& name);
 /// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.

@@ -245,6 +245,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
     } else if (!armed) {
       armed_in_.follow();
       asked_before_ = asked;
+      queueFinish(); // which ends what it asks for
     }
     becomeDue(armed_by_mark_);
     pass_.arm();

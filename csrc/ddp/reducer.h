@@ -256,6 +256,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void followCall();
   /// A forward pass that a call repeats arms the pass for that call, and those around it, alone.
   void dropRepeated();
+  /// They are over. Throws if that pass has begun and lacks gradients, which no later call may give it.
+  void endRepeated();
   void onComing(size_t index, const at::Tensor& grad);
   void onGradient(size_t index, bool defined);
   void takeGradient(size_t index, bool defined);

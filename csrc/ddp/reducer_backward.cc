@@ -219,10 +219,23 @@ void Reducer::followCall() {
 void Reducer::dropRepeated() {
   const int call = torch::autograd::get_current_graph_task_id();
   const bool goes_on = call != BackwardCall::kNone && (armed_in_.present() || call < armed_in_.number());
-  if (armed_in_.number() == BackwardCall::kNone || goes_on) {
+  if (!goes_on) {
+    endRepeated();
+  }
+}
+
+void Reducer::endRepeated() {
+  if (armed_in_.number() == BackwardCall::kNone) {
     return;
   }
   armed_in_.forget();
+  const bool of_earlier = asked_before_ && marks_.beganWithMark();
+  const std::vector<size_t> missing = pass_.reducing() && !of_earlier ? pass_.missing() : std::vector<size_t>{};
+  if (!missing.empty()) {
+    orFail("a forward pass that backward had repeated was being reduced", [&] {
+      raiseRepeated(namesOf(params_, missing));
+    });
+  }
   if (pass_.phase() != BackwardPass::Phase::Armed) {
     return;
   }
@@ -576,6 +589,7 @@ void Reducer::giveUpWeightless() {
   recorder_.drop();
   over_in_ = torch::autograd::get_current_graph_task_id();
   marks_.end();
+  armed_in_.forget();
   resetStep();
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
@@ -687,12 +701,19 @@ void Reducer::forgetResiduals() {
 std::optional<bool> Reducer::finish(bool residuals_elsewhere) {
   return raising([&]() -> std::optional<bool> {
     const Turn turn(*this);
+    const bool outermost = torch::autograd::get_current_node() == nullptr;
     if (!pass_.reducing()) { // it only accumulates, or is of a static graph whose first pass was local
       orFail("what a buffer hook has begun was awaited", [this] { awaitFutures(); });
+      if (outermost && !marks_.endedWithin()) { // else the next forward pass says what was left
+        endRepeated();
+      }
       return std::nullopt;
     }
     if (!allCame()) {
       checkNested();
+      if (outermost) {
+        endRepeated();
+      }
       return std::nullopt; // the call around this one may go on
     }
     return endStep(residuals_elsewhere);
@@ -846,6 +867,7 @@ bool Reducer::commit() {
   state_.next().ordered = true;
   state_.commit();
   marks_.end();
+  armed_in_.forget();
   resetStep();
   show();
   return finite;

@@ -390,6 +390,53 @@ def test_every_short_sequence(relation: str, longest: int, hows: tuple[str, ...]
             assert counts == dict(zip(ENDS, COUNTS[relation][longest - 3], strict=True))
 
 
+REPEATED = Forward(0, marked=False, synced=False, how=WHOLE)
+"""The wrapper takes it for a forward outside no_sync() when backward repeats it."""
+
+
+def of_a_repeated_forward() -> list[tuple[Event, ...]]:
+    """With another one in no_sync(), whose backward comes after its own."""
+    played: list[tuple[Event, ...]] = [(REPEATED, 0)]
+    for marked, how in itertools.product((True, False), (PLAIN, CHECKPOINT, WHOLE)):
+        for which in (0, 1):
+            other = Forward(which, marked, synced=False, how=how)
+            played += [(REPEATED, other, 0, 1), (REPEATED, 0, other, 1)]
+            first = dataclasses.replace(other, which=0)
+            played.append((first, dataclasses.replace(REPEATED, which=which), 1, 0))
+    return played
+
+
+def test_a_pass_of_a_repeated_forward_ends_with_its_call() -> None:
+    """It lacks the scale's gradient, which came before. The next call's is not of this pass."""
+    found = ranks.run_ranks(
+        2, play_all, args=(of_a_repeated_forward(),), timeout_s=100, preload=ranks.TORCH_DDP
+    )
+    for wrong in found.check().values():
+        assert not wrong, "\n".join(wrong)
+
+
+def play_all(rank: int, world_size: int, played: Sequence[tuple[Event, ...]]) -> list[str]:
+    ours, torchs = (Wrappers("a scale beside", by_torch) for by_torch in (False, True))
+    wrong = []
+    for sequence in played:
+        found, error = ours.play(sequence, rank)
+        if found or "repeated forward() in backward" not in error or "'scale'" not in error:
+            wrong.append(f"{spell(sequence)}: {found} {error}")
+        if not torchs.play(sequence, rank)[1]:
+            wrong.append(f"{spell(sequence)}: torch's wrapper raises nothing")
+    return wrong
+
+
+def test_what_a_repeated_forward_asked_for_is_over_with_its_call() -> None:
+    """It ends alike with either of the two wrappers made first."""
+    repeats = Forward(0, marked=True, synced=False, how=WHOLE)
+    others = [Forward(1, marked=False, synced=True, how=how) for how in (CHECKPOINT, WHOLE)]
+    args = ("a scale beside", [(repeats, 0, each, 1) for each in others])
+    found = ranks.run_ranks(2, walk, args=args, timeout_s=100, preload=ranks.TORCH_DDP)
+    counts = (0, len(others), 0, 0, 0, 0, 0)
+    assert found.values() == [([], dict(zip(ENDS, counts, strict=True)))] * 2
+
+
 def of_one_wrapper(*hidden: Forward) -> list[tuple[Event, ...]]:
     """A marked forward in no_sync() that is repeated whole, and one of these, in both orders."""
     repeats = Forward(0, marked=True, synced=False, how=WHOLE)
