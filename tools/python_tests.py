@@ -66,7 +66,6 @@ def run(arguments: Sequence[str]) -> tuple[int, str]:
     with tempfile.TemporaryDirectory(prefix="pycomm-pytest-") as folder:
         failures = Path(folder) / "failures.json"
         plugin = ["-p", "python_tests", "-o", f"cache_dir={folder}", "-n", str(processes())]
-        plugin += ["--dist", "worksteal"]  # the last tests take minutes, and stand side by side
         code, counts = _run([*plugin, *arguments], failures)
         names = _too_slow(failures)
         if code != _TESTS_FAILED or not names:

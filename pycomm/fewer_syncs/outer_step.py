@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from pycomm import codecs
 from pycomm._group.averaging import SMALL_FLOATS, bits_of, chunks, exact_all_reduce, float_of
@@ -97,8 +98,8 @@ class Fragment:
         between ranks changes either, so ranks that have failed may compare again.
         """
         if self._origin is None:
-            kept = self.outer.state_dict()["state"].values()
-            tensors = [each for part in kept for each in part.values() if torch.is_tensor(each)]
+            kept = _pytree.tree_leaves(self.outer.state_dict()["state"])
+            tensors = [each for each in kept if torch.is_tensor(each)]
             self._origin = origin_of(self.version, [*self.anchor.values(), *tensors])
         return self._origin
 

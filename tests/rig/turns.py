@@ -23,8 +23,13 @@ try:
 except ImportError:  # an ordinary pytest: one process
     LoadScopeScheduling = object
 
-BY_TEST = ("test_fault_matrix.py", "test_cuda.py")
-LONG = ("test_fault_matrix.py",)
+LONG = (
+    "test_fault_matrix.py",
+    "test_wrapper_sequences.py",
+    "test_process_ends.py",
+    "test_refusals.py",
+)
+BY_TEST = (*LONG, "test_cuda.py")
 
 _ALONE = "alone"
 _FOLDER: pytest.StashKey[tempfile.TemporaryDirectory[str]] = pytest.StashKey()

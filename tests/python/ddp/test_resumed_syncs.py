@@ -458,6 +458,37 @@ def test_momentum_that_differs_in_a_state_is_an_error_on_all(name: str) -> None:
         assert "rank 1 is the first that differs from rank 0. Nothing was changed" in text
 
 
+class Counting(torch.optim.SGD):
+    """It keeps a number of its own beside what it has for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = (self.state["steps"] or 0) + 1
+        return super().step(closure)
+
+
+def with_a_number(rank: int, world_size: int, name: str) -> bool:
+    import pycomm
+
+    net = nn.Linear(2, 1)
+    local = getattr(pycomm, name)(
+        net, sync_every=1, outer_optimizer=lambda them: Counting(them, lr=0.7)
+    )
+    for _ in range(2):
+        move(net, rank)
+        local.step()
+    local.load_state_dict(local.state_dict())
+    move(net, rank)
+    local.sync()
+    assert_same_everywhere(net)
+    return True
+
+
+@pytest.mark.parametrize("name", ["DiLoCo", "StreamingDiLoCo"])
+def test_an_outer_optimizer_may_keep_what_is_no_tensor(name: str) -> None:
+    results = ranks.run_ranks(2, with_a_number, args=(name,), preload=ranks.TORCH_DDP)
+    assert results.values() == [True, True]
+
+
 def planted(module: Any, what: str, *, calls: bool) -> tuple[Any, str, Any]:
     real = getattr(module, what)
 

@@ -96,7 +96,7 @@ class WatchedOnHost : public ::testing::Test {
         },
         true,
         operation);
-    (void)plane->drive(*operation, Deadline::after(0));
+    plane->poll();
     watched.stuck(operation, lacking);
   }
   void arrive(int peer, FrameType type, uint64_t aux = 0) {
