@@ -372,8 +372,8 @@ void Reducer::takeGradient(size_t index, bool defined) {
       queueUnmarked();
     } else if (weights_.has_value() && weights_->entered()) {
       weights_->begin(/*reduces=*/false);
-    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Accumulating && !marks_.isLocal()) {
-      weights_->stray();
+    } else if (weights_.has_value() && !marks_.beganHere() && !marks_.isLocal()) {
+      weights_->stray(index);
     }
   }
   if (defined && weights_.has_value() && (pass_.reducing() || marks_.inPass())) {
