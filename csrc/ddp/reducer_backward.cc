@@ -233,7 +233,7 @@ void Reducer::endRepeated() {
   const std::vector<size_t> missing = pass_.reducing() && !of_earlier ? pass_.missing() : std::vector<size_t>{};
   if (!missing.empty()) {
     orFail("a forward pass that backward had repeated was being reduced", [&] {
-      raiseRepeated(namesOf(params_, missing));
+      pass_.counting() ? raiseRepeatedStatic() : raiseRepeated(namesOf(params_, missing));
     });
   }
   if (pass_.phase() != BackwardPass::Phase::Armed) {
