@@ -135,6 +135,14 @@ void raiseRepeated(const std::vector<std::string>& names) {
       "not, use these parameters inside the checkpoint alone; or pass find_unused_parameters=True if the loss does not use them");
 }
 
+void raiseRepeatedStatic() {
+  TORCH_CHECK(
+      false,
+      "a checkpoint repeated forward() in backward, so that gradients were to be averaged, and the wrapper does not find the outputs that end the "
+      "first pass of a static graph. If forward() was in no_sync(), call backward() in no_sync(), too, or return tensors that the wrapper finds; "
+      "or leave static_graph=True out");
+}
+
 void raiseAroundNested(const std::string& name) {
   TORCH_CHECK(
       false,

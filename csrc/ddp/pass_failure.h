@@ -46,6 +46,8 @@ class PassFailure {
 [[noreturn]] void raiseLeftNested();
 /// `names`: without a gradient in the call in which a checkpoint repeated forward().
 [[noreturn]] void raiseRepeated(const std::vector<std::string>& names);
+/// Throws: likewise, in the first pass of a static graph, of which no gradient is ready until a node behind its outputs has run.
+[[noreturn]] void raiseRepeatedStatic();
 /// Throws: the wrapper itself is in a reentrant checkpoint, and the loss uses this parameter beside it.
 [[noreturn]] void raiseAroundNested(const std::string& name);
 /// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.

@@ -130,12 +130,15 @@ void PassWeights::forwardFailed() noexcept {
   }
 }
 
-void PassWeights::stray() noexcept {
+void PassWeights::stray(size_t param) {
   sum_.stray = sum_.stray || sum_.cannot_follow;
   if (in_forward_) {
     const int64_t before = std::exchange(sum_.stray_in, forwards_ + 1);
-    const bool of_sum = sum_.passes == 0 || sum_.unit == pending().value_or(forward_weight_);
-    sum_.stray = sum_.stray || !of_sum || (before != 0 && before != sum_.stray_in);
+    sum_.stray = sum_.stray || (before != 0 && before != sum_.stray_in);
+    sum_.holds.resize(params_.size(), Holds::Other);
+    if (params_[param].tensor.grad().defined()) {
+      sum_.holds[param] = Holds::Sum; // also if its own pass does not use it
+    }
   }
 }
 
@@ -251,6 +254,7 @@ void PassWeights::enter(Entered entered) {
       " and ",
       now,
       "): forward() has to return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made");
+  sum_.stray = sum_.stray || (sum_.stray_in != 0 && sum_.unit != 0.0 && sum_.unit != now);
   entered_ = std::move(entered);
   drops_ = now == 0.0;
   scale_ = 1.0;
@@ -357,6 +361,7 @@ void PassWeights::begin(bool reduces) {
     enter(Entered{forward_weight_, nullptr, 0, /*marked=*/false});
   }
   const int64_t forward = entered_->marked ? entered_->forward : forwards_ + static_cast<int64_t>(in_forward_);
+  sum_.stray = sum_.stray || (sum_.stray_in != 0 && drops_ && !reduces); // it would stay in .grad
   TORCH_CHECK(
       !sum_.stray && (sum_.stray_in == 0 || sum_.stray_in == forward),
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass belonged to, in no_sync() or within forward(): forward() has to "

@@ -147,9 +147,9 @@ class PassWeights {
     sum_.cannot_follow = true;
   }
   /// A gradient of a backward pass through no marked graph. It counts with the weight of the last pass that had some, else with that of the
-  /// next one, as that of a penalty does. No pass may follow if a forward pass in no_sync() may have made it, or if one is under way that has another
-  /// weight than this.
-  void stray() noexcept;
+  /// next one, as that of a penalty does. No pass may follow if a forward pass in no_sync() may have made it. If one is under way, its own pass has
+  /// to be the next one, and to weigh .grad by what it weighs itself.
+  void stray(size_t param);
 
   /// Of the pass that has begun; else Ends::InTurn.
   void setEnds(Ends ends) noexcept {

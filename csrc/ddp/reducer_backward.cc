@@ -233,7 +233,7 @@ void Reducer::endRepeated() {
   const std::vector<size_t> missing = pass_.reducing() && !of_earlier ? pass_.missing() : std::vector<size_t>{};
   if (!missing.empty()) {
     orFail("a forward pass that backward had repeated was being reduced", [&] {
-      raiseRepeated(namesOf(params_, missing));
+      pass_.counting() ? raiseRepeatedStatic() : raiseRepeated(namesOf(params_, missing));
     });
   }
   if (pass_.phase() != BackwardPass::Phase::Armed) {
@@ -372,8 +372,8 @@ void Reducer::takeGradient(size_t index, bool defined) {
       queueUnmarked();
     } else if (weights_.has_value() && weights_->entered()) {
       weights_->begin(/*reduces=*/false);
-    } else if (weights_.has_value() && pass_.phase() != BackwardPass::Phase::Accumulating && !marks_.isLocal()) {
-      weights_->stray();
+    } else if (weights_.has_value() && !marks_.beganHere() && !marks_.isLocal()) {
+      weights_->stray(index);
     }
   }
   if (defined && weights_.has_value() && (pass_.reducing() || marks_.inPass())) {

@@ -8,7 +8,7 @@ import math
 import numbers
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -400,11 +400,13 @@ class Weighed(TorchDDP):
         self._in_forward = True
         return prepared
 
+    @contextlib.contextmanager
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _inside_ddp_forward(self) -> Iterator[None]:
         weighed, self._in_forward = self._in_forward, False
         try:
-            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            with super()._inside_ddp_forward():
+                yield
         except BaseException:
             if weighed:
                 self.reducer.forward_failed()

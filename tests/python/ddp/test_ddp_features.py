@@ -428,3 +428,12 @@ def test_torch_compile_has_as_many_graphs_as_with_torchs_wrapper(alone: None) ->
         compiled(torch.ones(2, 300)).sum().backward()
         counts.append(len(graphs))
     assert counts[0] == counts[1] >= 2
+
+
+@pytest.mark.ci
+def test_torch_compile_has_one_graph_with_the_python_reducer(alone: None) -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = wrap(nn.Linear(3, 2))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(4, 3)), model(torch.ones(4, 3)))

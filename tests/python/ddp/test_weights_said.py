@@ -359,6 +359,114 @@ class Loss:
         self.value = value
 
 
+class Hiding(nn.Module):
+    """Its loss is in no tensor, list or dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor) -> Loss:
+        return Loss(self.layer(batch).square().mean())
+
+
+class Apart(nn.Module):
+    """Only a backward within forward, of 4 samples, uses one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+        self.apart = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) == 4:
+            self.apart.sum().backward()
+        found: torch.Tensor = self.layer(batch)
+        return found
+
+
+def with_accumulate(rank: int, world_size: int) -> None:
+    model = wrap(Beside(), weight="samples", accumulate=2)
+    model(batch_of(5)).mean().backward()
+    model(batch_of(4)).mean().backward()
+
+
+def with_accumulate_of_hidden_losses(rank: int, world_size: int) -> None:
+    model = wrap(Hiding(), weight="samples", accumulate=2)
+    model(batch_of(5)).value.backward()
+    with model.no_sync():
+        model(batch_of(4)).value.backward()
+    model(batch_of(5)).value.backward()
+
+
+def with_a_number_after_forward(rank: int, world_size: int) -> None:
+    model = wrap(Beside(), weight="samples")
+    with model.no_sync():
+        model(batch_of(4)).mean().backward()
+    output = model(batch_of(4))
+    model.samples = 7
+    output.mean().backward()
+
+
+def without_samples(rank: int, world_size: int) -> None:
+    model = wrap(Beside(), weight="samples")
+    model.samples = 0
+    with model.no_sync():
+        model(batch_of(4)).mean().backward()
+
+
+UNCERTAIN = (
+    with_accumulate,
+    with_accumulate_of_hidden_losses,
+    with_a_number_after_forward,
+    without_samples,
+)
+
+
+@pytest.mark.parametrize("play", UNCERTAIN)
+def test_what_no_weight_is_certain_of_is_an_error(play: Any) -> None:
+    results = ranks.run_ranks(2, play, timeout_s=60, preload=ranks.TORCH_DDP, check=False)
+    for each in results:
+        assert each.error is not None, each.describe()
+        assert "cannot tell which forward pass" in each.error.traceback
+
+
+def certain(rank: int, world_size: int) -> tuple[dict[str, float], float]:
+    off = {}
+    values = [batch_of(4 + 3 * r) * (1 + r) for r in range(world_size)]
+    model = wrap(Beside(), weight="samples", accumulate=2)
+    for _ in range(2):
+        model(values[rank]).square().mean().backward()
+    off["accumulate"] = off_by(model, [torch.cat(values)] * 2)
+
+    model = wrap(Beside(), weight="samples")
+    with model.no_sync():
+        model(values[rank]).square().mean().backward()
+    model.samples = 99
+    output = model(values[rank])
+    model.samples = len(values[rank])
+    output.square().mean().backward()
+    off["a number after forward"] = off_by(model, [torch.cat(values)] * 2)
+
+    model = wrap(Beside(), weight="samples")
+    model.samples = 0 if rank == 0 else None
+    model(values[rank]).square().mean().backward()
+    off["without samples"] = off_by(model, values[1:])
+
+    apart = wrap(Apart(), weight="samples", find_unused_parameters=True)
+    with apart.no_sync():
+        apart(batch_of(4)).mean().backward()
+    apart(batch_of(5)).mean().backward()
+    return off, float(apart.module.apart.grad)
+
+
+def test_a_backward_within_forward_of_a_certain_weight_counts() -> None:
+    for off, apart in ranks.run_ranks(2, certain, timeout_s=60, preload=ranks.TORCH_DDP).values():
+        assert max(off.values()) < 1e-14, off
+        assert abs(apart - 2 * 4 / 9) < 1e-14
+
+
 class Raising(nn.Module):
     """Its loss is in no tensor, list or dict, and no batch may have 8 samples."""
 

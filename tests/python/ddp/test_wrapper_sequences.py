@@ -427,6 +427,23 @@ def play_all(rank: int, world_size: int, played: Sequence[tuple[Event, ...]]) ->
     return wrong
 
 
+def of_a_static_graph(rank: int, world_size: int) -> str:
+    model = wrap(nets_of("one module")[0], static_graph=True)
+    with model.no_sync(), set_checkpoint_early_stop(False):
+        batch = torch.full((2,), 1.0)
+        out = checkpoint(model, batch, False, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(RuntimeError) as caught:
+        out.value.backward()
+    return str(caught.value)
+
+
+def test_the_first_pass_of_a_static_graph_names_no_parameter_that_came() -> None:
+    found = ranks.run_ranks(2, of_a_static_graph, timeout_s=100, preload=ranks.TORCH_DDP)
+    for error in found.values():
+        assert "static_graph=True" in error
+        assert "got none" not in error
+
+
 def test_what_a_repeated_forward_asked_for_is_over_with_its_call() -> None:
     """It ends alike with either of the two wrappers made first."""
     repeats = Forward(0, marked=True, synced=False, how=WHOLE)
