@@ -92,7 +92,9 @@ def test_all_ranks_name_the_reason(
     for rank, result in enumerate(results):
         name, text, peer = (result.value[each] for each in ("type", "text", "peer"))
         assert reason in text, (rank, text)
-        assert peer == peers[rank], (rank, text)
+        # An entry that any rank may have written, and that this one cannot open, names none.
+        names_none = "/error of the store" in text
+        assert peer == (None if names_none else peers[rank]), (rank, text)
         if refuse is option and rank == 0:
             assert name == "ValueError", text
             continue

@@ -45,8 +45,8 @@ MUTATIONS = [
     _rule(
         "2: a held operation is entered",
         "watched_operations.cc",
-        "  held_.push_back(operation);\n",
-        "  held_.push_back(operation);\n"
+        "  tables_.held.push_back(operation);\n",
+        "  tables_.held.push_back(operation);\n"
         "  matching::entered(tables_, operation, OperationRow::Runs::Elsewhere, Clock::now());\n",
         "DataLoopRules.AHeldOperationIsNotEnteredSoThisRankIsLate",
     ),
@@ -301,9 +301,9 @@ MUTATIONS = [
     _rule(
         "15: a held operation's deadline counts as reported before it is",
         "watched_operations.cc",
-        "  TimePoint next = TimePoint::max();\n  for (const auto& operation : held_) {\n",
+        "  TimePoint next = TimePoint::max();\n  for (const auto& operation : tables_.held) {\n",
         "  TimePoint next = TimePoint::max();\n  next_deadline_ = next;\n"
-        "  for (const auto& operation : held_) {\n",
+        "  for (const auto& operation : tables_.held) {\n",
         f"DataLoopRules.TheDeadlineOfAHeldOperationIsReported{_NO_MEMORY}",
     ),
     _rule(

@@ -372,7 +372,7 @@ MUTATIONS = [
     Mutation(
         "an answer announces a message",
         "messages.cc",
-        "header.type == FrameType::Waiting && header.aux == 0; // else it answers",
+        "header.type == FrameType::Waiting && !waiting::answers(header);",
         "header.type == FrameType::Waiting;",
         "HostileMessages.AnAnswerAnnouncesNothing",
         "engine",
