@@ -148,12 +148,14 @@ FIRST = (5, 16, 3)
 """Of a step's 16 samples, those of rank 0: in the second step rank 1 has none."""
 
 
-def _unequal(rank: int, size: int, library: str, nccl: bool, names: list[str]) -> dict[str, Any]:
+def _group_with_device(size: int, library: str, nccl: bool) -> Any:
     Device(Path(library), nccl=nccl)
-    group = dist.new_group(
-        list(range(size)),
-        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "host"),  # type: ignore[arg-type]
-    )
+    options: Any = pycomm.Options(cuda_mode="nccl" if nccl else "host")
+    return dist.new_group(list(range(size)), pg_options=options)
+
+
+def _unequal(rank: int, size: int, library: str, nccl: bool, names: list[str]) -> dict[str, Any]:
+    group = _group_with_device(size, library, nccl)
     results: dict[str, Any] = {}
     for name in names:
         options, _ = WRAPPED[name]
@@ -188,11 +190,7 @@ def test_ranks_count_by_their_samples(fake_cuda: Path, nccl: bool) -> None:
 
 
 def _large_wrappers(rank: int, size: int, library: str, nccl: bool) -> dict[str, Any]:
-    Device(Path(library), nccl=nccl)
-    group = dist.new_group(
-        list(range(size)),
-        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "host"),  # type: ignore[arg-type]
-    )
+    group = _group_with_device(size, library, nccl)
     results: dict[str, Any] = {}
     for name in LARGE:
         options, _ = WRAPPED[name]
