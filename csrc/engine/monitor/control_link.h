@@ -46,6 +46,7 @@ struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
   OutChannel out;
   InChannel in;
   bool waits_for_room = false;
+  bool reads = true; ///< until it brings what no pycomm sends; it is still written, as its peer has to learn why
   bool down = false;
 };
 

@@ -217,7 +217,7 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
     return;
   }
   try {
-    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
+    if (link.reads && (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
       bool open = link.in.read();
       while (open && !link.down &&
              link.link->buffered()) { // the kernel has no more of it, so nothing would wake this loop
@@ -240,7 +240,7 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
 // What the peer wrote before its end can still be read: a goodbye, or a report that tells more than the end does.
 void ControlPlane::writingBroke(ControlLink& link, const Error& error) {
   try {
-    while (link.in.read() && link.in.moved()) {
+    while (link.reads && link.in.read() && link.in.moved()) {
     }
   } catch (const Error& last) {
     if (last.record().code != ErrorCode::ConnectionReset) {
@@ -258,8 +258,12 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
     dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause, true);
     return;
   }
-  link.down = true;
   loop_.unwatch(link.link->fd());
+  if (!std::exchange(link.reads, false)) {
+    link.down = true; // nor can its peer be told
+    return;
+  }
+  link.waits_for_room = false; // the next flush() watches it again if so
   ErrorRecord record = corrupt ? changedOnTheWay(link.peer, error.record(), identity_)
                                : ownTrouble(std::make_exception_ptr(error), identity_);
   if (!corrupt && !isOwnTrouble(record.code)) { // bytes that no pycomm sends
@@ -292,7 +296,11 @@ void ControlPlane::flush(ControlLink& link) {
   const bool left = link.out.flush(sent);
   if (left != link.waits_for_room) {
     link.waits_for_room = left;
-    loop_.watch(link.link->fd(), left ? EPOLLIN | EPOLLOUT : EPOLLIN, link);
+    if (link.reads || left) {
+      loop_.watch(link.link->fd(), (link.reads ? EPOLLIN : 0U) | (left ? EPOLLOUT : 0U), link);
+    } else {
+      loop_.unwatch(link.link->fd());
+    }
   }
 }
 

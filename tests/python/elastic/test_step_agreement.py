@@ -341,6 +341,7 @@ def first_meets_then_leaves(rank: int, world_size: int, path: str, plan: Plan) -
             dist.all_reduce(bucket(rank, step, i, n), group=own, async_op=True)
             for i, n in enumerate(plan.numels)
         ]
+        mark(f"issued {step}")
         try:
             for work in works:
                 work.wait()
@@ -376,7 +377,8 @@ def test_a_member_that_cannot_come_ends_nobody_else(tmp_path: Path, point: str) 
 def test_a_member_that_ends_in_the_meeting_ends_nobody_else(tmp_path: Path) -> None:
     plan = Plan(steps=40, held=((3, 20),))
     with start_with_faults(4, tmp_path, plan, first_meets_then_leaves) as running:
-        killed_s = kill_after(running, 3, "step 5")
+        running.wait_for_mark(1, "issued 20")  # so its own sum fails, and no end() or begin()
+        killed_s = running.kill(3)
         results = running.collect(60)
     assert results[1].exit_code == 0, results.describe()
     values = [results[rank].value for rank in (0, 2)]

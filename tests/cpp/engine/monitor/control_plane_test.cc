@@ -89,6 +89,24 @@ class Plane {
     return failure_.wait_for(std::chrono::milliseconds(timeout_ms)) == std::future_status::ready ? failure_.get()
                                                                                                  : none;
   }
+  /// The report of a failure that rank 0 gets; none within `timeout_ms`.
+  std::optional<ErrorRecord> told(int timeout_ms = 5000) {
+    const AbortToken none;
+    const Deadline deadline = Deadline::after(timeout_ms);
+    try {
+      for (;;) {
+        FrameHeader frame;
+        readAll(*peer, {reinterpret_cast<std::byte*>(&frame), sizeof frame}, deadline, none);
+        std::string payload(frame.payload_nbytes, ' ');
+        readAll(*peer, {reinterpret_cast<std::byte*>(payload.data()), payload.size()}, deadline, none);
+        if (frame.type == FrameType::Failure) {
+          return ErrorRecord::deserialize(payload, kSize, identity().job);
+        }
+      }
+    } catch (const Error&) {
+      return std::nullopt;
+    }
+  }
   void welcome(int rank, LinkPurpose purpose) {
     Accepted accepted;
     accepted.hello = identity().hello(purpose);
@@ -252,6 +270,25 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
     EXPECT_EQ(failure.code, ErrorCode::ProtocolViolation) << one.says << ": " << failure.text();
     EXPECT_EQ(failure.peer, 0) << one.says;
     EXPECT_THAT(failure.summary, HasSubstr(one.says));
+  }
+}
+
+// In a group of two there is no other way to it, and without a word it would take this rank for a silent one.
+TEST(ControlPlane, TheSenderOfWhatNoPycommSendsIsToldSo) {
+  FrameHeader no_frame = header(FrameType::Heartbeat);
+  no_frame.magic ^= 1U;
+  FrameHeader other_group = header(FrameType::Heartbeat);
+  other_group.group = kPlaneGroup + 1;
+  for (const FrameHeader& bad : {no_frame, other_group}) {
+    Plane plane;
+    plane.send(bad);
+    plane.send(header(FrameType::Goodbye)); // no longer read
+    EXPECT_EQ(plane.failure().code, ErrorCode::ProtocolViolation);
+    const std::optional<ErrorRecord> told = plane.told();
+    ASSERT_TRUE(told);
+    EXPECT_EQ(told->code, ErrorCode::ProtocolViolation) << told->text();
+    EXPECT_EQ(told->rank, 1);
+    EXPECT_EQ(told->peer, 0);
   }
 }
 
