@@ -265,6 +265,10 @@ def _load(state: bytes, model: Any) -> Mapping[str, Any]:
     trained = set(loaded["trained"])
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(name in trained)
+        if name not in model.parameters_to_ignore:
+            gradient = loaded["gradients"].get(name)
+            zeros = name in loaded["gradients"] and gradient is None
+            parameter.grad = torch.zeros_like(parameter) if zeros else gradient
     for mine, theirs in zip(model._elastic.state, loaded["state"], strict=True):
         lost = None
         try:
@@ -390,6 +394,7 @@ def _packed(model: Any) -> memoryview:
         {
             "tensors": _tensors(model),
             "trained": [name for name, parameter in parameters if parameter.requires_grad],
+            "gradients": _gradients(model),
             "state": [each.state_dict() for each in model._elastic.state],
             "shared": {
                 "exponents": model.reducer.exponents(),
@@ -403,6 +408,20 @@ def _packed(model: Any) -> memoryview:
         packed,
     )
     return packed.getbuffer()
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    """Each ``.grad`` that there is; None for zeros, which are not sent.
+
+    An optimizer moves a parameter whose gradient is zeros, by momentum or weight decay, and skips
+    one without. If no later step writes it, as of a frozen or unused parameter, that goes on.
+    """
+    named = model.module.named_parameters()
+    return {
+        name: gradient.detach() if gradient.is_sparse or gradient.any() else None
+        for name, parameter in named
+        if (gradient := parameter.grad) is not None and name not in model.parameters_to_ignore
+    }
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -107,6 +107,20 @@ def test_state_that_cannot_be_loaded_as_it_is_sent(tmp_path: Path) -> None:
     assert "HiddenMomentum" in refused.text and "'scale'" in refused.text, refused.text
 
 
+@pytest.mark.parametrize("stays", ["zeros", "values"])
+def test_gradients_that_stay_move_the_newcomer_as_the_members(stays: str, tmp_path: Path) -> None:
+    """No step of the newcomer writes them: their parameters are frozen, or unused on all ranks."""
+    options = (("find_unused_parameters", True),)
+    plan = Plan(
+        str(tmp_path / "peers"), 2, optimizer="SGD", gone=stays, options=options, check=False
+    )
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    check(results)
+
+
 @pytest.mark.time_bound
 def test_a_process_joins_a_loop_that_asks_for_means(tmp_path: Path) -> None:
     """Members stop for it before a forward pass: not in a mean, where rank 0 gives no state."""
