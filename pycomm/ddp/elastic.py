@@ -62,10 +62,10 @@ class Elastic:
             nor the port of one that runs: all of its ranks raise ``InvalidArgumentError``, after
             rank 0 has asked the members there for 2 s at most. None: ``PYCOMM_PEERS``, and without
             that nobody can join.
-        state: With ``peers``: what a process needs to go on as the others do, besides parameters
-            and buffers: the optimizer, a scheduler, a GradScaler, an object of yours; each with
-            ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists and dicts.
-            Not a ``BalancedSampler``: its position travels by itself.
+        state: With ``peers``: what a process needs to go on as the others do, besides parameters,
+            gradients and buffers: the optimizer, a scheduler, a GradScaler, an object of yours;
+            each with ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, texts, lists
+            and dicts. Not a ``BalancedSampler``: its position travels by itself.
         join: True: this process joins the training that it finds by ``peers``. Making the wrapper
             then blocks until it is a member, with all of ``state`` loaded. It never begins a
             training. Its own default group is of no use to the others: a group of itself alone.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from pycomm._group.creation import native_backend
 from pycomm._group.model_check import first_difference
@@ -264,16 +265,65 @@ def _load(state: bytes, model: Any) -> Mapping[str, Any]:
     trained = set(loaded["trained"])
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(name in trained)
+        if name not in model.parameters_to_ignore:
+            gradient = loaded["gradients"].get(name)
+            zeros = name in loaded["gradients"] and gradient is None
+            parameter.grad = torch.zeros_like(parameter) if zeros else gradient
     for mine, theirs in zip(model._elastic.state, loaded["state"], strict=True):
+        lost = None
         try:
-            mine.load_state_dict(theirs)
+            if isinstance(mine, torch.optim.Optimizer):
+                lost = _load_exactly(mine, theirs)
+            else:
+                mine.load_state_dict(theirs)
         except Exception as error:
             raise JoinRefusedError(
                 f"the members' state of a {type(mine).__name__} in state= cannot be loaded here: "
                 f"{error}. Try: make it with the same arguments on all ranks"
             ) from error
+        if lost is not None:
+            raise JoinRefusedError(
+                f"the members' state of a {type(mine).__name__} in state= cannot be loaded here as "
+                f"it is: {lost} has another dtype or value then. Try: an optimizer whose "
+                "load_state_dict() keeps what its state_dict() gives"
+            )
     shared: Mapping[str, Any] = loaded["shared"]
     return shared
+
+
+def _load_exactly(optimizer: torch.optim.Optimizer, sent: Any) -> str | None:
+    """Makes an optimizer's state what was sent. Returns the first place where that does not help.
+
+    torch casts state to the dtype of its parameter as it loads it, and the members' may have
+    another one: NAdam's ``mu_product`` is float32 beside parameters of any dtype.
+    """
+    optimizer.load_state_dict(_pytree.tree_map(lambda each: each, sent))  # which it may change
+    if _first_lost(sent, optimizer.state_dict()) is None:
+        return None
+    parameters: dict[Any, Any] = {}  # by their numbers
+    for theirs, mine in zip(sent["param_groups"], optimizer.param_groups, strict=True):
+        parameters |= zip(theirs["params"], mine["params"], strict=True)
+    for number, state in sent["state"].items():
+        optimizer.state[parameters.get(number, number)].update(state)
+    return _first_lost(sent, optimizer.state_dict())
+
+
+def _first_lost(sent: Any, here: Any) -> str | None:
+    """The first place of what was sent where something else is here; None: all of it is here."""
+    found = dict(_pytree.tree_flatten_with_path(here)[0])
+    for path, each in _pytree.tree_flatten_with_path(sent)[0]:
+        if not _same(each, found.get(path)):
+            return _pytree.keystr(path)
+    return None
+
+
+def _same(sent: Any, here: Any) -> bool:
+    if sent is here or type(sent) is not type(here):  # nearly always: loading has handed it on
+        return sent is here
+    if not isinstance(sent, torch.Tensor):
+        return bool(sent == here)
+    alike = sent.dtype == here.dtype and sent.shape == here.shape
+    return alike and torch.allclose(sent, here.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 def follow(model: Any, shared: Mapping[str, Any]) -> None:
@@ -344,6 +394,7 @@ def _packed(model: Any) -> memoryview:
         {
             "tensors": _tensors(model),
             "trained": [name for name, parameter in parameters if parameter.requires_grad],
+            "gradients": _gradients(model),
             "state": [each.state_dict() for each in model._elastic.state],
             "shared": {
                 "exponents": model.reducer.exponents(),
@@ -357,6 +408,20 @@ def _packed(model: Any) -> memoryview:
         packed,
     )
     return packed.getbuffer()
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    """Each ``.grad`` that there is; None for zeros, which are not sent.
+
+    An optimizer moves a parameter whose gradient is zeros, by momentum or weight decay, and skips
+    one without. If no later step writes it, as of a frozen or unused parameter, that goes on.
+    """
+    named = model.module.named_parameters()
+    return {
+        name: gradient.detach() if gradient.is_sparse or gradient.any() else None
+        for name, parameter in named
+        if (gradient := parameter.grad) is not None and name not in model.parameters_to_ignore
+    }
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -18,12 +18,16 @@ import torch.distributed as dist
 from elastic_rig import Net
 from log_lines import LogLines
 from rank_child import describe_exception, mark
+from torch.utils._pytree import tree_leaves
 
 import pycomm
 from pycomm._native import loader
 
 MOST_STEPS = 40_000
 STEPS_AFTER = 15
+USED = 5
+MOMENTUM = {"lr": 0.02, "momentum": 0.9}
+SETTINGS = {"Adam": {"lr": 0.003}, "NAdam": {"lr": 0.003}, "SGD": MOMENTUM}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,13 @@ class Plan:
     """It ends some steps after a member of this number, or a later one, has come."""
     join: bool = False
     wire: str | None = None
-    adam: bool = True
+    optimizer: str = "Adam"
+    """A class of torch.optim, or of this module."""
+    dtype: torch.dtype | None = None
+    """Of the parameters."""
+    gone: str = ""
+    """After ``USED`` steps no rank uses or trains some parameters any more. Their gradients stay:
+    "zeros", or "values"."""
     passes: int = 1
     """``accumulate``."""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -79,6 +89,49 @@ class Plan:
     """A process that joins raises when it is a member, and keeps the exception for a minute."""
 
 
+class Fp32Momentum(torch.optim.Optimizer):
+    """Its state is float32 whatever the parameters are, also after torch has cast it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, dict(MOMENTUM))
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._move(each, group["lr"], group["momentum"])
+
+    @torch.no_grad()
+    def _move(self, parameter: torch.Tensor, rate: float, momentum: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["of"] = {"momentum": torch.zeros_like(parameter, dtype=torch.float32)}
+        moving = state["of"]["momentum"].mul_(momentum).add_(parameter.grad)
+        parameter.sub_(rate * moving)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["of"] = {key: each.float() for key, each in state["of"].items()}
+
+
+class HiddenMomentum(torch.optim.SGD):
+    """Its ``state_dict()`` is made from state that only its ``load_state_dict()`` reaches."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, **MOMENTUM)
+        self._scale = torch.tensor(0.3)
+
+    def state_dict(self) -> Any:
+        packed = super().state_dict()
+        first = {**packed["state"].get(0, {}), "scale": self._scale}
+        return {**packed, "state": {**packed["state"], 0: first}}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._scale = state_dict["state"][0]["scale"].bfloat16()
+
+
 class Ballast:
     """A part of the state of a size, in which a process may end."""
 
@@ -107,17 +160,19 @@ class Ballast:
 
 def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
     """Its members and bits after each step, and its gradients checked against float64."""
-    net = Net()
+    net = Net(unused=bool(plan.gone))
     if plan.wide:
         net.left = torch.nn.Linear(200, 9)
+    if plan.dtype is not None:
+        net.to(plan.dtype)
+        net.register_forward_pre_hook(lambda _, args: (args[0].to(plan.dtype), *args[1:]))
     if plan.join:
         with torch.no_grad():
             for each in net.parameters():
                 each.fill_(7.0)  # which the members' values must replace
-    if plan.adam:
-        optimizer: Any = torch.optim.Adam(net.parameters(), lr=0.003)
-    else:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+                each.grad = torch.full_like(each, 7.0)
+    kind: Any = globals().get(plan.optimizer) or getattr(torch.optim, plan.optimizer)
+    optimizer = kind(net.parameters(), **SETTINGS.get(plan.optimizer, {}))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.97)
     ballast = Ballast(plan)
     ballast.armed = plan.join or rank == plan.dies[0]
@@ -170,12 +225,15 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
             while plan.waits_for and len(steps) >= 10 and not os.path.exists(plan.waits_for):
                 time.sleep(0.02)
             checks = plan.check and (step < 20 or left < STEPS_AFTER or len(steps) < 20)
-            optimizer.zero_grad()
+            zero_grad(net, optimizer, plan)
+            if plan.gone and step == USED:
+                net.wide.bias.requires_grad_(False)
+            takes = functools.partial(model, takes="right") if plan.gone and step < USED else model
             before = [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
             for number in range(plan.passes):
                 if plan.asks_between and number > 0:
                     model.elastic.mean(float(number))
-                elastic_training.loss_of(model, oracle, mine, step, number).backward()
+                elastic_training.loss_of(takes, oracle, mine, step, number).backward()
             members = model.elastic.members
             if checks:
                 wrong = wrong or difference(net, before, oracle, members, step)
@@ -222,6 +280,14 @@ def trains(rank: int, world_size: int, plan: Plan) -> dict[str, Any]:
 
 
 start = functools.partial(elastic_training.start_training, trains)
+
+
+def zero_grad(net: Net, optimizer: Any, plan: Plan) -> None:
+    stays = [net.wide.bias, *net.right.parameters()] if plan.gone == "values" else []
+    gradients = [each.grad for each in stays]
+    optimizer.zero_grad(set_to_none=plan.gone != "zeros")
+    for each, gradient in zip(stays, gradients, strict=True):
+        each.grad = gradient
 
 
 def strike_in_stop(model: Any, spec: str) -> None:
@@ -276,8 +342,8 @@ def digest(net: Net, optimizer: Any, scheduler: Any, ballast: Ballast) -> str:
     for group in optimizer.param_groups:
         tensors.append(torch.tensor(group["lr"], dtype=torch.float64))
         for each in group["params"]:
-            state = optimizer.state.get(each, {})
-            tensors += [state[key] for key in sorted(state) if state[key] is not None]
+            leaves = tree_leaves(sorted(optimizer.state.get(each, {}).items()))
+            tensors += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensors.append(torch.tensor([scheduler.last_epoch, ballast.count]))
     return elastic_training.hash_of(tensors)
 

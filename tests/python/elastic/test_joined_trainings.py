@@ -57,7 +57,7 @@ def check(results: Sequence[RankResult]) -> list[dict[str, Any]]:
 
 CASES = [
     Plan("", 2),
-    Plan("", 2, wire="fp16", adam=False),
+    Plan("", 2, wire="fp16", optimizer="SGD"),
     Plan("", 2, wire="int8"),
     Plan("", 2, wire="bf16", passes=2),
     Plan("", 2, options=(("find_unused_parameters", True),)),
@@ -80,6 +80,45 @@ def test_a_process_joins(case: Plan, options: dict[str, Any], tmp_path: Path) ->
     assert values[2]["steps"][0]["members"] == (0, 1, 2)
     assert values[0]["stats"]["joined_ranks"] == 1
     assert values[2]["stats"]["joined_ranks"] == 0
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "Fp32Momentum"])
+def test_state_of_another_dtype_than_the_parameters(optimizer: str, tmp_path: Path) -> None:
+    """torch's ``load_state_dict()`` casts it."""
+    dtype = torch.bfloat16
+    plan = Plan(str(tmp_path / "peers"), 2, optimizer=optimizer, dtype=dtype, check=False)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    check(results)
+
+
+def test_state_that_cannot_be_loaded_as_it_is_sent(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "peers"), 2, optimizer="HiddenMomentum", check=False)
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            refused = newcomer.collect(60)[0].value["error"]
+        for rank in (0, 1):
+            running.kill(rank)
+        running.collect(30)
+    assert refused.is_a("JoinRefusedError"), refused.text
+    assert "HiddenMomentum" in refused.text and "'scale'" in refused.text, refused.text
+
+
+@pytest.mark.parametrize("stays", ["zeros", "values"])
+def test_gradients_that_stay_move_the_newcomer_as_the_members(stays: str, tmp_path: Path) -> None:
+    """No step of the newcomer writes them: their parameters are frozen, or unused on all ranks."""
+    options = (("find_unused_parameters", True),)
+    plan = Plan(
+        str(tmp_path / "peers"), 2, optimizer="SGD", gone=stays, options=options, check=False
+    )
+    with start(2, plan, SHARED) as running:
+        running.wait_for_mark(0, "step 10")
+        with start(1, joining(plan), SHARED) as newcomer:
+            results = [*running.collect(90), *newcomer.collect(90)]
+    check(results)
 
 
 @pytest.mark.time_bound
