@@ -260,7 +260,7 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   }
   loop_.unwatch(link.link->fd());
   if (!std::exchange(link.reads, false)) {
-    link.down = true; // nor can its peer be told
+    link.down = true; // nor does a report reach its peer
     return;
   }
   link.waits_for_room = false; // the next flush() watches it again if so
