@@ -27,6 +27,8 @@ class Outer:
         """Of what was added up so far, by name."""
         self.moved: set[str] = set()
         """What outer steps have moved; the user empties it."""
+        self.landed = 0
+        """Landings; the user resets it."""
         self._velocity = {name: np.zeros_like(each) for name, each in anchor.items()}
         self._left: int | None = None
         """Steps until the fragment in flight lands."""
@@ -84,6 +86,7 @@ class Outer:
         self, now: Sequence[Values], frozen: Sequence[set[str]], alpha: float
     ) -> list[Values]:
         self._left = None
+        self.landed += 1
         kept = [{name: 0.0 if name in still else alpha for name in self.anchor} for still in frozen]
         return [
             {

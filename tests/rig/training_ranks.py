@@ -24,6 +24,7 @@ import numpy.typing as npt
 import rank_pool
 import torch
 import torch.distributed as dist
+from codec_bounds import BLOCK
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -47,11 +48,17 @@ _ROUNDING = {
 _LEAST = {torch.float16: 2.0**-22}
 """Half of the smallest number above zero, a few times."""
 _WIRE_ROUNDING = {"bf16": 2.0**-6, "fp16": 2.0**-8}
-_OF_LARGEST = {"fp16": 2.0**-19, "int8": 0.05}
-"""Of an average: how far it may be from the mean, as a part of the largest gradient: with int8 of
-this reduction, and with fp16 so far, since a bucket's scale follows the earlier ones."""
+_OF_LARGEST = {"fp16": 2.0**-19}
+"""Of an average: how far it may be from the mean, as a part of the largest gradient so far, since a
+bucket's scale follows the earlier ones."""
+_OF_BLOCK = {"int8": 1 / 250}
+"""One encoding, as a part of the largest of its block."""
 ENCODED = ("int8",)
+_MIN_ENCODED_NBYTES = 16 << 10
 _SPIKE = 1e25
+_ERROR_DECAY = 0.95  # of SparseLoCo, whose outer_lr is 1
+WRONG = ("zeros", "of rank 0", "divided twice")
+"""What a hook may make of the buckets that are large enough to be encoded."""
 
 
 class Over(Exception):
@@ -147,6 +154,8 @@ class Trainer:
         else:
             self.model = net
             self.local = getattr(pycomm, program.trainer)(net, **options)
+        self.local_steps = self.local_syncs = 0
+        """Of the object of now."""
         self.given_syncs = 0
         """Of ``stats().syncs``: until the state was made or loaded, and the fragment in it."""
         self.outer: Outer | None = None
@@ -161,8 +170,9 @@ class Trainer:
         """With a gradient on this rank since the last reduction."""
         self.always_used: set[str] | None = None
         """Of a static graph: by any rank."""
-        self.kept: dict[str, Any] = {}
-        """What error feedback keeps on the ranks of this host, added up."""
+        self.kept: dict[str, list[Array]] = {}
+        """What error feedback keeps on each rank of this host; and, of a reduction that not all of
+        them have compared, by how much it then grew on all together."""
         self.largest = self.largest_now = 0.0
         self.dirty = False
         """Whether some ``.grad`` is this rank's own, which no optimizer may apply."""
@@ -250,7 +260,23 @@ class Trainer:
             self.in_hooks.issue("of a sum")
             return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
+        def wrong(kind):  # type: ignore[no-untyped-def]
+            def hook(state, bucket):  # type: ignore[no-untyped-def]
+                buffer = bucket.buffer()
+                if buffer.nbytes < _MIN_ENCODED_NBYTES:
+                    return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+                if kind == "zeros":
+                    return _done(torch.zeros_like(buffer))
+                if kind == "of rank 0":
+                    dist.broadcast(buffer, 0)
+                    return _done(buffer)
+                dist.all_reduce(buffer)
+                return _done(buffer / ranks**2)
+
+            return hook
+
         return {
+            **{f"wrong: {each}": wrong(each) for each in WRONG},
             "allreduce": default_hooks.allreduce_hook,
             "again": again,
             "two futures": two_futures,
@@ -406,12 +432,14 @@ class Trainer:
             before = self._everyones_parameters() if acts else []
             frozen = self._everyones_frozen() if acts else []
             idle = self._idle(before, frozen) if acts else set()
+            sparse = self._of_sparse() if acts else None
             self.local.step()
+            self.local_steps += 1
             self.since_sync %= self.sync_every
-            if acts and self.outer is not None:
+            if self.outer is not None:
                 self._check_outer(self.outer.step(before, frozen, due=due), frozen)
             elif acts:
-                self._check_local_sync(before, idle)
+                self._check_local_sync(before, idle, sparse, due=True)
 
     def zero(self, step: Step) -> None:
         to_none = step.how == "to none"
@@ -461,7 +489,9 @@ class Trainer:
 
     def stats(self, step: Step) -> None:
         found = self.model.stats() if self.wrapped else self.local.stats()
-        if self.wrapped:
+        if not self.wrapped:
+            assert (found.steps, found.syncs) == (self.local_steps, self.local_syncs), found
+        else:
             assert (found.steps, found.passes) == (self.steps, self.passes), found
             position = self.model.communication_state_dict()
             assert position["accumulated"] == self.count, position
@@ -546,6 +576,7 @@ class Trainer:
             self.net, init_sync=False, **dict(self.program.options)
         )
         self.local.load_state_dict(state)
+        self.local_steps = self.local_syncs = 0
         self._note_given(state)
         for name, each in self._parameters().items():
             each.requires_grad_(trained[name])
@@ -600,11 +631,12 @@ class Trainer:
         if self.local is not None:
             frozen = self._everyones_frozen()
             idle = self._idle(before, frozen)
+            sparse = self._of_sparse()
             self.local.sync()
             self.since_sync = 0
             if self.outer is not None:
                 self._check_outer(self.outer.sync(before, frozen), frozen)
-            self._check_local_sync(before, idle)
+            self._check_local_sync(before, idle, sparse, due=False)
         else:
             self.model.sync()
             if self.hosts:
@@ -626,7 +658,7 @@ class Trainer:
 
     def _scale_kept(self, factor: float) -> None:
         self.model.scale_residuals(factor)
-        self.kept = {name: each * factor for name, each in self.kept.items()}
+        self.kept = {n: [each * factor for each in rows] for n, rows in self.kept.items()}
 
     def scaled(self, step: Step) -> None:
         """A step of a GradScaler, with a batch that diverges on rank 0, or without."""
@@ -711,8 +743,12 @@ class Trainer:
         self.zero(Step("zero", "to none"))
         self.used = set()
         self.armed = self.armed and min(counts) == 0
-        kept = self.exchange.all(self._residuals(), self.mates)
-        self.kept = {name: sum(each[name] for each in kept) for name in kept[0]}
+        found = self.exchange.all((self._residuals(), self.kept), self.mates)
+        wanted = found[counts.index(most)][1]  # its rank has seen all reductions
+        self.kept = {name: [each[name] for each, _ in found] for name in found[0][0]}
+        for name, rows in self.kept.items():
+            bound = (1 + most) * self._kept_bound(name)
+            close(f"{name}: kept in a join", sum(rows), sum(wanted.get(name, ())), bound)
         assert len(set(self.exchange.all(bits(self._owned().values()), self.mates))) == 1
 
     # Programs that cannot go on
@@ -937,12 +973,12 @@ class Trainer:
             self.largest = max(self.largest, self.largest_now)
         whole = len(members) == len(self.mates)
         for name, parameter in trained.items():
+            nothing = np.zeros(parameter.shape)
             if self.tracks_use and name not in used and parameter.grad is None:
                 assert name not in self.grads, f"{name} has lost its gradient"
                 if whole and not spoiled:
-                    self._check_kept(name, found, 0.0)
+                    self._check_kept(name, found, nothing)
                 continue
-            nothing = np.zeros(parameter.shape)
             rows = [
                 count * each["shares"].get(name, nothing)
                 for count, each in zip(counts, found, strict=True)
@@ -955,10 +991,11 @@ class Trainer:
             if spoiled:
                 continue
             arrived = numbers(parameter.grad)
-            sizes = sum(np.abs(row) for row in rows)
-            close(name, arrived, mean, self._bound(name, parameter.dtype, sizes))
+            close(name, arrived, mean, self._bound(name, parameter.dtype, rows))
             if whole:
                 self._check_kept(name, found, arrived - mean)
+            elif self._feeds_back(int(name.split(".")[1])):
+                self.kept[name] = [*self.kept.get(name, ()), mean - arrived]
         self._take_real()
         self._end_window()
 
@@ -969,27 +1006,37 @@ class Trainer:
             self.mixed = False
             self.zero(Step("zero", "to none"))
 
-    def _bound(self, name: str, dtype: torch.dtype, sizes: Array) -> Array:
+    def _bound(self, name: str, dtype: torch.dtype, rows: list[Array]) -> Array:
         wire = self._wire(name) or ""
+        sizes = sum(np.abs(row) for row in rows)
         rounding = _ROUNDING[dtype] * (4 if self.weighed else 1) + _WIRE_ROUNDING.get(wire, 0.0)
         # Passes that cancelled each other have left roundings of their own sizes.
         bound: Array = rounding * sizes + _LEAST.get(dtype, 1e-12)
         bound = bound + _ROUNDING[dtype] * np.abs(sizes).max(initial=0)
         if wire in ENCODED:
             # Residuals of earlier steps arrive now, and widen the blocks' range.
-            kept = np.abs(self.kept.get(name, 0.0))
-            return bound + kept + _OF_LARGEST[wire] * (self.largest_now + np.max(kept, initial=0.0))
+            late = self.kept.get(name, [])
+            every = [each for those in self.kept.values() for each in those]
+            of_others = max((np.abs(each).max(initial=0) for each in every), default=0.0)
+            blocks = sum(largest_of_blocks(row, self.largest_now / len(rows)) for row in rows)
+            blocks = blocks + sum(largest_of_blocks(each, of_others) for each in late)
+            # Of ranks that the last reductions did not compare: two encodings more.
+            blocks = blocks + 2 * _OF_BLOCK[wire] * self.largest
+            sums = 2 if self.program.hook in ("again", "two futures") else 1
+            return bound + np.abs(sum(late)) + 2 * sums * _OF_BLOCK[wire] * blocks
         return bound + _OF_LARGEST.get(wire, 0.0) * self.largest
 
-    def _check_kept(self, name: str, found: list[Any], more: Any) -> None:
+    def _kept_bound(self, name: str) -> float:
+        dtype = self._parameters()[name].dtype
+        return (1e-5 + (2.0**-7 if dtype != torch.float32 else 0.0)) * self.largest + 1e-9
+
+    def _check_kept(self, name: str, found: list[Any], more: Array) -> None:
         """Arrived and kept values add up to the given ones and those kept before."""
         if not self._feeds_back(int(name.split(".")[1])):
             return
-        kept = sum(each["kept"].get(name, 0.0) for each in found)
-        wanted = self.kept.get(name, 0.0)
-        dtype = self._parameters()[name].dtype
-        bound = (1e-5 + (2.0**-7 if dtype != torch.float32 else 0.0)) * self.largest + 1e-9
-        close(f"{name}: arrived and kept", kept + more, wanted, bound)
+        kept = [each["kept"].get(name, 0.0) + np.zeros_like(more) for each in found]
+        wanted = sum(self.kept.get(name, ()))
+        close(f"{name}: arrived and kept", sum(kept) + more, wanted, self._kept_bound(name))
         self.kept[name] = kept
 
     # Syncs
@@ -1031,21 +1078,70 @@ class Trainer:
             if all(np.array_equal(each[name], numbers(anchor[name])) for each in before)
         }
 
-    def _check_local_sync(self, before: list[dict[str, Array]], idle: set[str]) -> None:
+    def _check_local_sync(
+        self, before: list[dict[str, Array]], idle: set[str], sparse: Any, *, due: bool
+    ) -> None:
         if self.program.trainer == "LocalSGD":
+            self.local_syncs += 1
             self._check_sync(before)
         else:
             self._check_same()
+        if self.program.trainer == "SparseLoCo":
+            self._check_sparse(before, idle, sparse, due=due)
         parameters = self._parameters()
         for name in idle:
             close(f"{name}, frozen", numbers(parameters[name]), before[self.rank][name], 0.0)
 
+    def _of_sparse(self) -> Any:
+        """The anchor of a SparseLoCo, and the errors of all ranks."""
+        if self.program.trainer != "SparseLoCo":
+            return None
+        state = self.local.state_dict()
+        anchor, mine = (
+            {name: numbers(each) for name, each in state[part].items()}
+            for part in ("anchor", "error")
+        )
+        return anchor, self.exchange.all(mine, self.everyone)
+
+    def _check_sparse(
+        self, before: list[dict[str, Array]], idle: set[str], sparse: Any, *, due: bool
+    ) -> None:
+        """What the ranks' errors and movements have lost has moved the anchor, as a mean. Which
+        entries that are is not looked at here."""
+        (anchor, errors), (now, left) = sparse, self._of_sparse()
+        moved = any(
+            not np.array_equal(each[name], old) for name, old in anchor.items() for each in before
+        )
+        self.local_syncs += due or moved
+        for name, old in anchor.items():
+            parameter = self._parameters()[name]
+            assert np.array_equal(numbers(parameter), now[name]), f"{name} is not at the anchor"
+            if name in idle or not (due or moved):
+                assert np.array_equal(now[name], old), f"{name}'s anchor has moved"
+                assert all(
+                    np.array_equal(a[name], b[name]) for a, b in zip(errors, left, strict=True)
+                )
+                continue
+            summed = [
+                _ERROR_DECAY * error[name] + (old - each[name]).ravel()
+                for error, each in zip(errors, before, strict=True)
+            ]
+            sent = [a - b[name] for a, b in zip(summed, left, strict=True)]
+            mean = (sum(sent) / len(sent)).reshape(old.shape)
+            rounding = _ROUNDING[parameter.dtype]
+            largest = sum(np.abs(each) for each in summed).max(initial=0)
+            bound = rounding * np.abs(old) + 2 * max(rounding, 2e-6) * largest
+            bound = bound + _LEAST.get(parameter.dtype, 1e-12)
+            close(f"{name}'s anchor", now[name], old - mean, bound)
+
     def _check_outer(self, wanted: list[dict[str, Array]] | None, frozen: list[set[str]]) -> None:
         """Compares what has landed, and takes the anchor's bits from there on."""
-        if wanted is None:
-            return
         outer, parameters = self.outer, self._parameters()
         assert outer is not None
+        self.local_syncs += outer.landed
+        outer.landed = 0
+        if wanted is None:
+            return
         anchor = self.local.state_dict()["anchor"]
         assert len(set(self.exchange.all(bits(anchor.values()), self.everyone))) == 1
         for name, mine in wanted[self.rank].items():
@@ -1068,6 +1164,22 @@ class Trainer:
         assert self._bits_of_shards() == self.shards, "a sync has changed an ignored parameter"
         own = [each for name, each in self.net.named_buffers() if name in self.ignored]
         assert all((each == self.rank).all() for each in own), "an ignored buffer has changed"
+
+
+def largest_of_blocks(values: Array, of_others: float) -> Array:
+    """Of each element: the largest of the block that it may travel in, wherever blocks begin. A
+    block at an end may have other parameters in it, whose largest is given."""
+    flat = np.abs(values).ravel()
+    padded = np.pad(flat, (0, -flat.size % BLOCK), constant_values=of_others)
+    blocks = np.pad(padded.reshape(-1, BLOCK).max(1), 1, constant_values=of_others)
+    each = np.maximum.reduce([blocks[:-2], blocks[1:-1], blocks[2:]])
+    return np.repeat(each, BLOCK)[: flat.size].reshape(values.shape)
+
+
+def _done(tensor: torch.Tensor) -> Any:
+    future: Any = torch.futures.Future()  # type: ignore[no-untyped-call]
+    future.set_result(tensor)
+    return future
 
 
 def close(name: str, found: Any, wanted: Any, bound: Any) -> None:

@@ -242,10 +242,27 @@ def half_parameters(rank: int, world_size: int) -> None:
 def uneven(rank: int, world_size: int) -> None:
     """A rank that has run out of data sends what it had kept back, with zeros."""
     model = wrap(Slopes(), wire_dtype="int8")
+
+    def kept() -> np.ndarray[Any, Any]:
+        residuals = model.communication_state_dict()["residuals"]
+        return np.stack([residuals[name].double().numpy() for name in ("weight", "bias")])
+
+    slopes = small_and_large(rank)
+    arrived = np.zeros((2, NUMEL))
     with model.join():
         for _ in range(2 + rank):
-            weight, _ = reduced(model, small_and_large(rank))
-    assert torch.isfinite(weight).all()
+            arrived += np.stack([each.double().numpy() for each in reduced(model, slopes)])
+        before = kept()
+    after = kept()
+    everywhere = rows(torch.from_numpy(after)).sum(0)
+    given = sum((2 + each) * row for each, row in enumerate(rows(slopes))) / world_size
+    if rank == world_size - 1:
+        assert np.abs(arrived + everywhere - given).max() < 1e-5
+    if rank == 0:
+        # It keeps what sums lose in its part of the bucket, a half, and nothing in the other one.
+        late = np.abs(before) > 1e-4
+        assert late.mean() > 0.9
+        assert (np.abs(after[late]) < 0.1 * np.abs(before[late])).mean() > 0.4
 
 
 def infinite(rank: int, world_size: int) -> None:

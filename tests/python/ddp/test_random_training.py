@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import rank_pool
 import torch.distributed as dist
 from ranks import TORCH_DDP
 from training_programs import LOCAL, WRAPPER, Program, Step, random_program, smaller
-from training_ranks import TIMEOUT_S, serve_training
+from training_ranks import TIMEOUT_S, WRONG, serve_training
 
 pytestmark = [pytest.mark.ci, pytest.mark.needs_native, pytest.mark.timeout(7200)]
 
@@ -51,7 +52,7 @@ NAMED: dict[str, Program] = {
     "complex": _named("complex linear", [_FULL, _FULL], hook="allreduce"),
     "unfrozen between syncs": _named(
         "base linear",
-        [_FULL, Step("unfreeze", part=0), Step("adopt"), _FULL, Step("sync")],
+        [_FULL, Step("unfreeze", part=0), Step("adopt"), _FULL, Step("sync"), Step("stats")],
         trainer="LocalSGD",
         sync_every=4,
     ),
@@ -86,7 +87,10 @@ NAMED: dict[str, Program] = {
     **{
         f"{trainer} loaded alone": _named(
             "linear",
-            [_FULL, Step("save"), *[_FULL] * 2, Step("load alone"), *[_FULL] * 3, Step("sync")],
+            [
+                *(_FULL, Step("save"), *[_FULL] * 2, Step("load alone"), *[_FULL] * 3),
+                *(Step("sync"), Step("stats")),
+            ],
             trainer=trainer,
             sync_every=2,
         )
@@ -108,6 +112,17 @@ NAMED: dict[str, Program] = {
         "linear",
         [Step("two backwards", "of two forwards"), _FULL, Step("two backwards", "of one forward")],
     ),
+    "two steps in flight": _named(
+        "linear",
+        [*[_FULL] * 5, Step("stats"), *[_FULL] * 3, Step("sync"), Step("stats")],
+        trainer="StreamingDiLoCo",
+        sync_every=3,
+        fragment_sync_delay=2,
+    ),
+    "encoded without error feedback": _named(
+        "table linear", [_FULL, _FULL], error_feedback=False, **_TABLE
+    ),
+    "join encoded": _named("table linear", [_FULL, Step("join", counts=(1, 3)), _FULL], **_TABLE),
     "freeze encoded": _named(
         "table linear",
         [_FULL, Step("freeze", part=0), _FULL, Step("unfreeze", part=0), _FULL],
@@ -245,6 +260,15 @@ def test_named_programs() -> None:
         for name, program in NAMED.items():
             wrong = ranks.wrong(program)
             assert not wrong, f"{name}\n{program}\n{wrong}"
+
+
+def test_wrong_sums_in_int8_are_noticed() -> None:
+    with TrainingRanks() as ranks:
+        for wrong in WRONG:
+            program = _named("table linear", [_FULL], hook=f"wrong: {wrong}", **_TABLE)
+            # All of the table's mean is less than a twentieth of the largest gradient.
+            program = dataclasses.replace(program, seed=2)
+            assert "parts.0.rows: element" in ranks.wrong(program), wrong
 
 
 def test_a_random_training_program_is_short() -> None:

@@ -519,7 +519,8 @@ def failed_in_between(rank: int, world_size: int, name: str) -> None:
             patch.setattr(*planted(*compares, calls=True))
         else:
             patch.setattr(*planted(local_sgd, "average_", calls=False))
-        with contextlib.suppress(RuntimeError):
+        fails = rank != 0 or name == "DiLoCo"
+        with pytest.raises(RuntimeError, match="planted") if fails else contextlib.nullcontext():
             local.sync()
     move(net, rank)
     local.sync()
@@ -542,7 +543,8 @@ def stepped_alone(rank: int, world_size: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank != 0:
             patch.setattr(*planted(local_sgd, "average_", calls=True))
-        with contextlib.suppress(RuntimeError):
+        fails = rank != 0
+        with pytest.raises(RuntimeError, match="planted") if fails else contextlib.nullcontext():
             local.sync()
     with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
         local.sync()
