@@ -276,7 +276,7 @@ def tied_tensors(rank: int, size: int) -> None:
 
 
 def exits_of_managers_that_are_refused(rank: int, size: int) -> None:
-    """What comes behind is in no manager any more; what began within goes on."""
+    """Calls behind one are in no manager any more, and those that began within go on."""
     whole = torch.ones(100)
 
     def reduce() -> None:

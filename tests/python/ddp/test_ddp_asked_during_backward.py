@@ -251,7 +251,7 @@ def test_the_wrapper_is_asked(program: Any) -> None:
 def beside_a_busy_loop(rank: int, size: int, store_at: str) -> float | None:
     """Rank 0's data loop stands still with the first bucket, until the third layer's turn comes."""
     fault_ranks.use_fault_build()
-    options = {"pg_options": pycomm.Options(transport="tcp")}
+    options: dict[str, Any] = {"pg_options": pycomm.Options(transport="tcp")}
     dist.init_process_group("pycomm", init_method=store_at, rank=rank, world_size=size, **options)
     from pycomm._native import loader
 
