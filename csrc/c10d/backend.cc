@@ -747,6 +747,11 @@ PycommBackend::Window* PycommBackend::window() {
       "call this again; and see which operations of that body the other ranks have begun");
 }
 
+PycommBackend::Windows::node_type PycommBackend::takeWindow() {
+  const std::lock_guard lock(windows_mutex_);
+  return windows_.extract(std::this_thread::get_id());
+}
+
 void PycommBackend::abandon(Window window) {
   for (const auto& part : window.works) {
     part->handOver();
@@ -785,16 +790,14 @@ void PycommBackend::startCoalescing() {
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
   return raising([&]() -> c10::intrusive_ptr<c10d::Work> {
-    Window window;
-    {
-      const std::lock_guard lock(windows_mutex_);
-      const auto found = windows_.find(std::this_thread::get_id());
-      if (found == windows_.end()) {
-        throw Error(ErrorCode::InvalidArgument, "endCoalescing() without startCoalescing() on this thread.");
-      }
-      window = std::move(found->second);
-      windows_.erase(found);
+    auto own = takeWindow();
+    if (!own) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "endCoalescing() without startCoalescing() on this thread.",
+          "a list call that fails ends what startCoalescing() has begun");
     }
+    Window& window = own.mapped();
     try {
       launch(window);
     } catch (...) {

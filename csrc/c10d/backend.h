@@ -227,6 +227,7 @@ class PycommBackend final : public c10d::Backend {
     std::vector<std::function<void()>> unpacks;
     TimePoint opened = Clock::now();
   };
+  using Windows = std::map<std::thread::id, Window>;
 
   /// One call of torch's on its way to the engine. Nothing has moved yet, so an error in it leaves no trace.
   struct Prepared {
@@ -308,9 +309,7 @@ class PycommBackend final : public c10d::Backend {
       Collective kind,
       std::vector<at::Tensor>& outputs,
       std::vector<at::Tensor>& inputs,
-      const Opts& opts,
-      Titled titled,
-      const char* op);
+      const Opts& opts);
   /// Sets the codec of a request that is otherwise complete, if the codec of the group, or of the chain that issues it, applies to it.
   /// Inside ExactSums none does.
   void chooseCodec(Group::Call& call) const;
@@ -404,10 +403,26 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] Window* window();
   /// Ends a window whose manager's body has raised: its calls for NCCL fail, the others go on.
   void abandon(Window window);
+  /// A list call, which torch makes when it leaves a coalescing manager. If that fails, torch does not end the window, so this abandons it.
+  template <typename Body>
+  auto leaving(const Body& body) -> decltype(body()) {
+    try {
+      return body();
+    } catch (...) {
+      raising([&] {
+        if (auto own = takeWindow()) {
+          abandon(std::move(own.mapped()));
+        }
+      });
+      throw;
+    }
+  }
+  /// The calling thread's, which has none from now on; empty: it had none.
+  [[nodiscard]] Windows::node_type takeWindow();
   void launch(Window& window);
   std::atomic<bool> entitled_{false};
   LeafMutex windows_mutex_; ///< guards windows_
-  std::map<std::thread::id, Window> windows_;
+  Windows windows_;
 };
 
 } // namespace pycomm

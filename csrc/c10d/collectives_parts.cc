@@ -152,11 +152,10 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::withWhole(
     Collective kind,
     std::vector<at::Tensor>& outputs,
     std::vector<at::Tensor>& inputs,
-    const Opts& opts,
-    Titled titled,
-    const char* op) {
+    const Opts& opts) {
   return raising([&] {
     const bool gathers = kind == Collective::AllGather;
+    const char* const op = gathers ? "all_gather_into_tensor" : "reduce_scatter_tensor";
     checkCount(outputs.size(), static_cast<int>(inputs.size()), op, "outputs");
     Prepared prepared = prepare();
     prepared.content.inputs = inputs;
@@ -178,6 +177,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::withWhole(
       request.output = prepared.staging.out(outputs[i]);
       prepared.calls.push_back(std::move(request));
     }
+    const Titled titled = gathers ? Titled{c10d::OpType::_ALLGATHER_BASE, "pycomm:all_gather_into_tensor"}
+                                  : Titled{c10d::OpType::_REDUCE_SCATTER_BASE, "pycomm:reduce_scatter_tensor"};
     return begin(titled, std::move(prepared));
   });
 }
@@ -217,15 +218,14 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::_allgather_base(
     const c10d::AllgatherOptions& opts) {
   std::vector<at::Tensor> outputs{output};
   std::vector<at::Tensor> inputs{input};
-  return allgather_into_tensor_coalesced(outputs, inputs, opts);
+  return withWhole(Collective::AllGather, outputs, inputs, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::allgather_into_tensor_coalesced(
     std::vector<at::Tensor>& outputs,
     std::vector<at::Tensor>& inputs,
     const c10d::AllgatherOptions& opts) {
-  const Titled titled{c10d::OpType::_ALLGATHER_BASE, "pycomm:all_gather_into_tensor"};
-  return withWhole(Collective::AllGather, outputs, inputs, opts, titled, "all_gather_into_tensor");
+  return leaving([&] { return withWhole(Collective::AllGather, outputs, inputs, opts); });
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::_reduce_scatter_base(
@@ -234,15 +234,14 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::_reduce_scatter_base(
     const c10d::ReduceScatterOptions& opts) {
   std::vector<at::Tensor> outputs{output};
   std::vector<at::Tensor> inputs{input};
-  return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  return withWhole(Collective::ReduceScatter, outputs, inputs, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter_tensor_coalesced(
     std::vector<at::Tensor>& outputs,
     std::vector<at::Tensor>& inputs,
     const c10d::ReduceScatterOptions& opts) {
-  const Titled titled{c10d::OpType::_REDUCE_SCATTER_BASE, "pycomm:reduce_scatter_tensor"};
-  return withWhole(Collective::ReduceScatter, outputs, inputs, opts, titled, "reduce_scatter_tensor");
+  return leaving([&] { return withWhole(Collective::ReduceScatter, outputs, inputs, opts); });
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::allgather_coalesced(

@@ -108,17 +108,19 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_coalesced(
     std::vector<at::Tensor>& tensors,
     const c10d::AllreduceCoalescedOptions& opts) {
-  return raising([&] {
-    for (const at::Tensor& tensor : tensors) {
-      checkOutput(tensor, "all_reduce_coalesced");
-    }
-    Prepared prepared = prepare();
-    prepared.content.inputs = tensors;
-    prepared.content.outputs = tensors;
-    for (const at::Tensor& tensor : tensors) {
-      prepareAllReduce(prepared, tensor, opts);
-    }
-    return begin({c10d::OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced"}, std::move(prepared));
+  return leaving([&] {
+    return raising([&] {
+      for (const at::Tensor& tensor : tensors) {
+        checkOutput(tensor, "all_reduce_coalesced");
+      }
+      Prepared prepared = prepare();
+      prepared.content.inputs = tensors;
+      prepared.content.outputs = tensors;
+      for (const at::Tensor& tensor : tensors) {
+        prepareAllReduce(prepared, tensor, opts);
+      }
+      return begin({c10d::OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced"}, std::move(prepared));
+    });
   });
 }
 

@@ -262,6 +262,7 @@ void PycommWork::started() {
 }
 
 void PycommWork::cancel() {
+  state_->content.unpack = nullptr;
   if (state_->profiling_end) {
     std::exchange(state_->profiling_end, nullptr)();
   }
@@ -292,11 +293,17 @@ PycommWork::~PycommWork() {
     } catch (const std::exception&) { // torch's: the device is broken, and nothing on it reads them
     }
   }
-  if (!state_->done()) {
+  const bool copies = content.unpack && !state_->finished.load(std::memory_order_acquire) &&
+      state_->group().engine().belongsToThisProcess(); // a child of fork has none of the pool's threads
+  if (!state_->done() || copies) {
     // Tensors must outlive the operations, and must not be freed on the data loop: freeing one may take Python's lock.
     try {
       handOver();
-      inPoolWhenAllEnd(state_, [](State&) {});
+      inPoolWhenAllEnd(state_, [](State& state) {
+        if (state.content.unpack) {
+          state.finish();
+        }
+      });
     } catch (...) { // no memory, or a child of fork: then they are never freed
       state_->kept_for_good = state_;
     }
@@ -327,12 +334,15 @@ void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*th
   }
 }
 
-bool PycommWork::isCompleted() {
+bool PycommWork::hasEnded() const {
+  return state_->done() && state_->tryToFinish();
+}
+
+bool PycommWork::ended() const {
   if (!state_->done()) {
     raising([&] { handOver(); }); // who polls may never wait
-    return false;
   }
-  return state_->tryToFinish();
+  return hasEnded();
 }
 
 bool PycommWork::poll() {
@@ -355,13 +365,13 @@ std::optional<ErrorRecord> PycommWork::copyError() const {
 }
 
 bool PycommWork::isSuccess() const {
-  return state_->done() && !state_->failed();
+  return ended() && !state_->failed();
 }
 
 std::exception_ptr PycommWork::exception() const {
   const auto record = [&] {
     const WithoutGil no_gil;
-    return state_->done() ? state_->error() : std::nullopt;
+    return ended() ? state_->error() : std::nullopt;
   }();
   return record ? toException(*record) : nullptr;
 }

@@ -34,8 +34,8 @@ struct WorkOwner final : c10::intrusive_ptr_target {
 
 /// The Work that a call to the backend returns.
 ///
-/// Holds every tensor that the engine reads or writes, and its memory, until the operations have ended, also when the user drops this
-/// before.
+/// Holds every tensor that the engine reads or writes, and its memory, until the operations have ended and the outputs are copied, also when
+/// the user drops this before.
 class PycommWork final : public c10d::Work {
  public:
   struct Content {
@@ -64,7 +64,9 @@ class PycommWork final : public c10d::Work {
   ~PycommWork() override;
 
   /// False, too, while another thread copies the outputs: it waits for none, since torch calls it with the interpreter's lock.
-  bool isCompleted() override;
+  bool isCompleted() override {
+    return ended();
+  }
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
@@ -86,7 +88,7 @@ class PycommWork final : public c10d::Work {
   /// Until started().
   [[nodiscard]] Content& starting() noexcept;
   void started();
-  /// Instead of started(): not all have. Those that have keep the tensors until they end.
+  /// Instead of started(): not all have. Those that have keep the tensors until they end, and no outputs are copied: the call raises.
   void cancel();
   /// Copies the outputs, if nobody has. All operations have ended.
   void finish();
@@ -95,7 +97,10 @@ class PycommWork final : public c10d::Work {
   /// Of a synchronous collective: does what can be done now on this thread, its caller's, and wakes no other for the rest, as the caller
   /// will come back or wait(). Whether all has ended; then finish() has been called.
   [[nodiscard]] bool poll();
-  /// The caller of a synchronous collective runs it in wait(). Without that the engine's own threads do, from now on. Does not block.
+  /// As isCompleted(), which also sees to it that somebody runs the operations: this only asks.
+  [[nodiscard]] bool hasEnded() const;
+  /// The caller of a synchronous collective runs it in wait(). Without that the engine's own threads do, from now on. Waits for no other rank;
+  /// for the end of a round of the data loop it may, and it may do a step of an operation in shared memory and poll for kRoundTrip.
   void handOver() const;
 
  private:
@@ -105,6 +110,9 @@ class PycommWork final : public c10d::Work {
   static void inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*then)(State&));
   static void completeFuture(State& state);
   static void completeInChild(State& state, c10::ivalue::Future& future);
+
+  /// isCompleted(), and what the other questions begin with.
+  [[nodiscard]] bool ended() const;
 
   std::shared_ptr<State> state_;
 };

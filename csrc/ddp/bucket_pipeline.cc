@@ -13,6 +13,7 @@
 #include "base/step_place.h"
 #include "c10d/call_tag.h"
 #include "c10d/future_wait.h"
+#include "c10d/work.h"
 #include "ddp/pass_failure.h"
 #include "numeric/convert.h"
 
@@ -151,8 +152,11 @@ bool BucketPipeline::firstHasEnded() const {
   // a query of an event, which may have to wait for the device.
   const Bucket& bucket = buckets_.all()[first_unfinished_];
   const auto& work = launched_[first_unfinished_].all_reduce; // null if its average could not be written
-  return work != nullptr && bucket.memory().device().is_cpu() && work->isCompleted() && work->isSuccess() &&
-      bucket.canWrite();
+  if (work == nullptr || !bucket.memory().device().is_cpu()) {
+    return false;
+  }
+  const auto* const ours = dynamic_cast<const PycommWork*>(work.get());
+  return (ours != nullptr ? ours->hasEnded() : work->isCompleted()) && work->isSuccess() && bucket.canWrite();
 }
 
 void BucketPipeline::finishAll(const IsUsed& is_used) {

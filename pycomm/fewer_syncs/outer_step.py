@@ -249,9 +249,12 @@ class Flight:
     Args:
         fragment: Nothing else may change it until the flight is over.
         scratch: Belongs to this flight until then.
+        to_land: As ``to_land()`` of a flight that was saved.
     """
 
-    def __init__(self, fragment: Fragment, scratch: Scratch) -> None:
+    def __init__(
+        self, fragment: Fragment, scratch: Scratch, to_land: Iterable[str] | None = None
+    ) -> None:
         self.fragment = fragment
         self._scratch = scratch
         self._chunks: list[_Chunk] = []
@@ -269,7 +272,10 @@ class Flight:
         self._weighs = False
         self.weight = 0.0
         """What it was launched with."""
-        self._to_land = list(fragment.parameters)
+        self._to_land = list(fragment.parameters if to_land is None else to_land)
+        # A parameter and its version before it lands: torch counts each change with the change
+        # itself, and Ctrl-C may come between that and the next line.
+        self._lands: tuple[str, int] | None = None
 
     def launch(
         self, group: Any, wire_dtype: str | None, step: int, weight: float | None = None
@@ -350,14 +356,28 @@ class Flight:
         One that is frozen has nothing to keep.
         """
         self.wait()
+        self._drop_landed()
         while self._to_land:
             name = self._to_land[-1]
             parameter, anchor = self.fragment.parameters[name], self.fragment.anchor[name]
+            self._lands = name, parameter._version
             if alpha and parameter.requires_grad:
                 parameter.lerp_(anchor, 1.0 - alpha)
             else:
                 parameter.copy_(anchor)
             self._to_land.pop()
+
+    def to_land(self) -> list[str]:
+        """The names of the parameters that have not landed."""
+        self._drop_landed()
+        return list(self._to_land)
+
+    def _drop_landed(self) -> None:
+        """The parameter that was landing when Ctrl-C came, if it has landed."""
+        if self._lands is not None and self._to_land[-1:] == [self._lands[0]]:
+            name, version = self._lands
+            if self.fragment.parameters[name]._version != version:
+                self._to_land.pop()
 
     def stop(self) -> None:
         """For ``_exit``: the thread begins no outer step any more. ``wait`` still takes it."""

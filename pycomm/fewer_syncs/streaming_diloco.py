@@ -258,7 +258,8 @@ class StreamingDiLoCo(FixedParameters):
         fragment that the others have not, and a launch needs all of them.
         """
         flying = None if self._flight is None else self._flight.fragment
-        keeps = self._alpha > 0.0 and self._left < self._delay  # else it lands on the anchor
+        # Else it lands on the anchor.
+        keeps = self._alpha > 0.0 and (self._left < self._delay or self._lands_partly())
         numbers: list[int] = []  # four for each fragment: a launch sends an odd number
         for fragment in self._fragments:
             trained = keeps if fragment is flying else fragment.moved()
@@ -273,6 +274,11 @@ class StreamingDiLoCo(FixedParameters):
             if any(trained for trained, *_ in parts):
                 found.append(fragment)
         return found
+
+    def _lands_partly(self) -> bool:
+        """Whether Ctrl-C has interrupted the landing of the fragment in flight."""
+        flight = self._flight
+        return flight is not None and len(flight.to_land()) < len(flight.fragment.parameters)
 
     def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
         flight = Flight(fragment, self._scratch)
@@ -327,6 +333,7 @@ class StreamingDiLoCo(FixedParameters):
                 "fragment": self._flight.fragment.index,
                 "left": self._left,
                 "weight": self._flight.weight,
+                "to_land": self._flight.to_land(),
             }
         return {
             **super().state_dict(),
@@ -367,7 +374,8 @@ class StreamingDiLoCo(FixedParameters):
         samples_of = self._saved(state, "samples_of", [0.0] * len(self._fragments))
         self._samples_of = [(float(each), 0.0) for each in samples_of]
         if (flight := state["flight"]) is not None:
-            self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
+            fragment = self._fragments[flight["fragment"]]
+            self._flight = Flight(fragment, self._scratch, flight.get("to_land"))
             self._flight.weight, self._left = float(flight["weight"]), int(flight["left"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -408,6 +416,11 @@ class StreamingDiLoCo(FixedParameters):
             raise ValueError(
                 f"the state has fragment {flight['fragment']} in flight, which lands in {left} "
                 f"{steps}; there are {count} fragments, and fragment_sync_delay is {self._delay}"
+            )
+        if others := set(flight.get("to_land", ())) - set(self.fragments[flight["fragment"]]):
+            raise ValueError(
+                f"the state is to land parameter {min(others)!r}, which is not in fragment "
+                f"{flight['fragment']}"
             )
 
 

@@ -56,6 +56,51 @@ def handler(_: int, frame: FrameType | None) -> None:
     raise Late
 
 
+def dropped(rank: int, size: int) -> None:
+    """What nobody waits for is written all the same, in any order of memory."""
+
+    def full(value: float) -> torch.Tensor:
+        return torch.full((50, 60), value).t()
+
+    def reduced(wanted: float = 3) -> None:
+        """What ``tensor`` becomes, and then every rank has it."""
+        until(lambda: tensor.eq(wanted).all())
+        dist.barrier()
+
+    tensor = full(rank + 1.0)
+    dist.all_reduce(tensor, async_op=True)
+    reduced()
+    work = dist.all_reduce(tensor.fill_(rank + 1.0), async_op=True)
+    dist.barrier()  # it has ended here
+    del work
+    reduced()
+    synchronous(tensor.fill_(rank + 1.0))
+    reduced()
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.broadcast(tensor.fill_(rank + 1.0), 1, async_op=True)
+    del manager
+    reduced(2)
+    outputs = [full(0.0) for _ in range(size)]
+    dist.all_gather(outputs, tensor.fill_(rank + 1.0), async_op=True)
+    tensor = outputs[1 - rank]
+    reduced(2.0 - rank)
+    if rank == 0:
+        dist.irecv(tensor.fill_(0.0), src=1)
+    else:
+        dist.send(tensor.fill_(7.0), dst=0)
+    reduced(7)
+
+
+def asked(rank: int, size: int) -> None:
+    """Each question is enough for a Work that nobody waits for, and then the outputs are there."""
+    for tensor in (torch.ones(4), torch.ones(60, 50).t(), torch.ones(1_000_000)):
+        work = synchronous(tensor.fill_(rank + 1.0))
+        until(work.is_success)
+        assert tensor.eq(3).all()
+        work = synchronous(tensor.fill_(rank + 1.0))
+        until(lambda work=work, tensor=tensor: work.exception() is None and tensor.eq(3).all())
+
+
 def not_waited_for(rank: int, size: int) -> None:
     for numel in (4, 1_000_000):
         tensor = torch.full((numel,), rank + 1.0)
@@ -82,6 +127,7 @@ def interrupted_before_wait(rank: int, size: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.005)
             dist.all_reduce(tensor)
         # From here on this rank has nothing to do with pycomm.
+        until(lambda: tensor.eq(2).all())
         until(lambda: store.check(["rank 1 is through"]))
     else:
         dist.all_reduce(tensor)
@@ -223,9 +269,42 @@ def tied_tensors(rank: int, size: int) -> None:
     twin = torch.ones(10)
     with pytest.raises(Exception, match="share memory"):
         dist.all_reduce_coalesced([twin, twin])
-    dist.group.WORLD._end_coalescing(cpu).wait()  # type: ignore[union-attr]
+    with pytest.raises(Exception, match="without startCoalescing"):  # torch would not call it
+        dist.group.WORLD._end_coalescing(cpu)  # type: ignore[union-attr]
     assert whole.eq(2).all() and twin.eq(1).all()
     dist.barrier()
+
+
+def exits_of_managers_that_are_refused(rank: int, size: int) -> None:
+    """Calls behind one are in no manager any more, and those that began within go on."""
+    whole = torch.ones(100)
+
+    def reduce() -> None:
+        dist.all_reduce(whole[:5])
+        dist.all_reduce(whole[:5])
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole[:20], torch.ones(10))
+        dist.all_gather_into_tensor(whole[10:30], torch.ones(10))
+
+    def scatter() -> None:
+        dist.reduce_scatter_tensor(whole[:10], torch.ones(20))
+        dist.reduce_scatter_tensor(whole[60:70], whole[5:25])
+
+    for refused in (reduce, gather, scatter):
+        begun = torch.full((30, 40), rank + 1.0).t()
+        with (
+            pytest.raises(Exception, match="share memory"),
+            dist._coalescing_manager(device=torch.device("cpu")),
+        ):
+            dist.broadcast(begun, 1, async_op=True)
+            refused()
+        assert whole.eq(1).all()
+        tensor = torch.full((10,), rank + 1.0)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+        assert tensor.eq(6).all()
+        until(lambda begun=begun: begun.eq(2).all())
 
 
 def sources_that_are_no_ranks(rank: int, size: int) -> None:
@@ -246,6 +325,8 @@ def sources_that_are_no_ranks(rank: int, size: int) -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        dropped,
+        asked,
         not_waited_for,
         interrupted_before_wait,
         starts_processes,
@@ -253,6 +334,7 @@ def sources_that_are_no_ranks(rank: int, size: int) -> None:
         other_storage_behind_an_empty_part,
         too_small_storage,
         tied_tensors,
+        exits_of_managers_that_are_refused,
         sources_that_are_no_ranks,
     ],
 )
@@ -435,6 +517,30 @@ def without_memory_for(rank: int, size: int, store: str, point: str, program: An
 def test_a_call_that_fails_behind_its_first_start(point: str, program: Any, tmp_path: Path) -> None:
     args = (f"file://{tmp_path}/store", point, program)
     run_ranks(2, without_memory_for, args=args, init="none", timeout_s=90)
+
+
+def second_of_a_list_in_other_orders(rank: int, size: int, store: str) -> None:
+    """The call has raised, so the program may use its tensors again: nothing copies into them."""
+    fault_ranks.use_fault_build()
+    dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=size)
+    from pycomm._native import loader
+
+    native: Any = loader.load()
+    SlowToCopy.asked.set()
+    tensors = [torch.ones(64, 64).t().as_subclass(SlowToCopy) for _ in range(2)]
+    native.arm_fault_points("group.start:2:nomem")
+    with pytest.raises(Exception, match="memory"):
+        dist.all_reduce_coalesced(tensors)
+    native.arm_fault_points("")
+    assert not SlowToCopy.copies.wait(1)
+
+
+@pytest.mark.ci
+@pytest.mark.faults
+@pytest.mark.usefixtures("fault_build")
+def test_the_outputs_of_a_call_that_failed_are_not_written(tmp_path: Path) -> None:
+    args = (f"file://{tmp_path}/store",)
+    run_ranks(1, second_of_a_list_in_other_orders, args=args, init="none", timeout_s=90)
 
 
 AT_EXIT = """

@@ -1,12 +1,16 @@
-"""A signal handler or a hook asks the wrapper something while its backward pass waits."""
+"""A signal handler or a hook asks the wrapper something while its backward pass waits; and it does
+not wait where it only asks."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import fault_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -242,3 +246,53 @@ def each_method_in_a_handler(rank: int, world_size: int) -> None:
 )
 def test_the_wrapper_is_asked(program: Any) -> None:
     run_ranks(2, program, timeout_s=60)
+
+
+def beside_a_busy_loop(rank: int, size: int, store_at: str) -> float | None:
+    """Rank 0's data loop stands still with the first bucket, until the third layer's turn comes."""
+    fault_ranks.use_fault_build()
+    options: dict[str, Any] = {"pg_options": pycomm.Options(transport="tcp")}
+    dist.init_process_group("pycomm", init_method=store_at, rank=rank, world_size=size, **options)
+    from pycomm._native import loader
+
+    native: Any = loader.load()
+    store = dist.distributed_c10d._get_default_store()
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model = pycomm.DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+    waited_s: list[float] = []
+
+    def hold(_: torch.Tensor) -> None:  # the last layer's bucket is on its way
+        native.arm_fault_points("frame.header:1:hold")
+        store.set("armed", "")
+        while not native.fault_points()[0][2]:
+            time.sleep(0.001)
+        waited_s.append(-time.monotonic())
+
+    def let_go(_: torch.Tensor) -> None:  # the second layer's gradients have come
+        waited_s[0] += time.monotonic()
+        native.arm_fault_points("")
+
+    def before(layer: int, hook: Callable[[torch.Tensor], Any]) -> None:
+        layers[layer].register_forward_hook(lambda _, __, output: hooked(output, hook))
+
+    def hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+        output.register_hook(hook)
+
+    if rank == 0:
+        before(1, hold)
+        before(0, let_go)
+    else:
+        before(2, lambda _: store.wait(["armed"]))
+    model(torch.ones(2, 64)).sum().backward()
+    dist.barrier()
+    return waited_s[0] if rank == 0 else None
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("fault_build")
+def test_a_look_at_the_first_bucket_waits_for_no_thread(tmp_path: Path) -> None:
+    args = (f"file://{tmp_path}/store",)
+    found = run_ranks(2, beside_a_busy_loop, args=args, init="none", timeout_s=150).values()
+    assert found[0] < 30  # the loop stands still for 60 s unless it is let go

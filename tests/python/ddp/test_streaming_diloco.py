@@ -8,9 +8,11 @@ import itertools
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import ddp_models
@@ -483,7 +485,7 @@ def refused_states(rank: int, world_size: int) -> list[str]:
     for _ in range(5):
         local.step()
     state = local.state_dict()
-    flight = {"fragment": 0, "left": 2, "weight": 0.0}
+    flight = {"fragment": 0, "left": 2, "weight": 0.0, "to_land": local.fragments[0]}
     assert state["flight"] == flight
     name = "layers.2.weight"
     anchor = state["anchor"]
@@ -504,6 +506,7 @@ def refused_states(rank: int, world_size: int) -> list[str]:
         (make(), {**state, "flight": {**flight, "left": 4}}),
         (make(), {**state, "flight": {**flight, "fragment": 2, "left": 1}}),
         (make(), {**state, "flight": {"fragment": 0, "left": 2}}),
+        (make(), {**state, "flight": {**flight, "to_land": local.fragments[1]}}),
         (make(), no_anchor),
     ]
     texts = []
@@ -536,6 +539,7 @@ REFUSED = [
     "has fragment 0 in flight, which lands in 4 steps; there are 2 fragments, and",
     "has fragment 2 in flight, which lands in 1 step; there are 2 fragments, and",
     "the state has no 'weight'",
+    "is to land parameter 'layers.1.bias', which is not in fragment 0",
     "the state has no 'anchor'",
 ]
 
@@ -1065,6 +1069,96 @@ def test_ctrl_c_while_a_fragment_is_waited_for(where: str) -> None:
     lands = 6 if where == "step" else 5
     steps = [step for step in range(10) if where != "step" or step != 5]
     assert first["landed"] == [step in (lands, 9) for step in steps]
+
+
+class Interrupts:
+    """For sys.settrace: Ctrl-C before the so-manieth bytecode of a landing."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.lands = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Interrupts | None:
+        if not frame.f_code.co_filename.endswith("outer_step.py"):
+            return None
+        self.lands = self.lands or frame.f_code.co_name == "land"
+        frame.f_trace_opcodes = True
+        if event == "opcode" and self.lands:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def steps_to_its_end(local: Any, number: int) -> bool:
+    """False if Ctrl-C came before that bytecode of the landing."""
+    before = sys.gettrace()
+    sys.settrace(Interrupts(number))
+    try:
+        local.step()
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
+
+
+def interrupted_while_it_lands(rank: int, world_size: int) -> int:
+    """Each parameter lands once, in the next step or in a run that loads what was saved then."""
+    import pycomm
+
+    def start(seed: int = 0) -> tuple[nn.Module, Any]:
+        model = ddp_models.make("mlp", seed=seed)
+        options = {"sync_every": 4, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
+        return model, pycomm.StreamingDiLoCo(model, **options)
+
+    def flying() -> tuple[nn.Module, Any]:
+        model, local = start()
+        optimizer = inner(model)
+        for step in range(5):
+            train_step(model, optimizer, rank, step)
+            assert step == 4 or local.step() is False
+        return model, local
+
+    whole, local = flying()
+    assert local.step()
+    for number in itertools.count(1):
+        model, local = flying()
+        if steps_to_its_end(local, number):
+            assert_equal(model.parameters(), whole.parameters())
+            return number
+        states = copy.deepcopy(model.state_dict()), local.state_dict()
+        local.step()
+        assert_equal(model.parameters(), whole.parameters())
+        loaded = start(5)
+        for each, state in zip(loaded, saved_and_loaded(list(states)), strict=True):
+            each.load_state_dict(state)
+        loaded[1].step()
+        assert_equal(loaded[0].parameters(), whole.parameters())
+    raise AssertionError
+
+
+def test_ctrl_c_anywhere_in_a_landing() -> None:
+    (numbers,) = run_ranks(1, interrupted_while_it_lands, preload=ranks.TORCH_DDP).values()
+    assert numbers > 50
+
+
+def synced_after_a_landing_in_part(rank: int, world_size: int) -> None:
+    """Without a delay, on all ranks at once: none of them has landed whole."""
+    import pycomm
+
+    for number in itertools.count(1):
+        model = ddp_models.make("mlp")
+        local = pycomm.StreamingDiLoCo(model, sync_every=1, fragment_update_alpha=0.25)
+        train_step(model, inner(model), rank, 0)
+        if steps_to_its_end(local, number):
+            return
+        local.sync()
+        assert_equal_on_all_ranks(model, world_size)
+
+
+def test_a_sync_after_ctrl_c_in_a_landing_on_all_ranks() -> None:
+    run_ranks(2, synced_after_a_landing_in_part, preload=ranks.TORCH_DDP).check()
 
 
 def other_options(rank: int, world_size: int) -> list[str]:
