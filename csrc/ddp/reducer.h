@@ -59,7 +59,8 @@ namespace pycomm {
 ///     exponents, order, weighed, passes, isCounting                   has left (Shown). During a pass that reduces, exponents, order,
 ///                                                                     weights and counts are those from before it
 ///     askToLeave, hasLeft                                             never wait, and are never refused: see StepAgreement
-///     residuals, usedHere                                             wait for the turn between passes; empty during a pass
+///     residuals, usedHere                                             wait for the turn between passes; empty during a pass that
+///                                                                     reduces, also in join(), and once it has failed
 ///     all others                                                      wait for the turn (PassLock), which a pass has while buckets are
 ///                                                                     launched and awaited; refused where it would never come
 class Reducer final : public std::enable_shared_from_this<Reducer> {
@@ -185,7 +186,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Empty before.
   [[nodiscard]] std::pair<std::vector<std::string>, bool> order();
   /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Empty during a backward pass that reduces,
-  /// which writes them.
+  /// which writes them, and after one that has failed.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals();
   /// What a checkpoint has of a reducer: values of the form of exponents() and so on.
   struct Saved {

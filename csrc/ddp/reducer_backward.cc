@@ -881,7 +881,9 @@ void Reducer::shadowBackward(bool divide_by_initial_world_size) {
     resetStep();
     recorder_.drop();
     const bool accumulates = options_.accumulate > 1 && state_.now().has_local;
-    if (pass_.countPass()) {
+    pass_.beginShadow();
+    show();
+    if (pass_.reducing()) {
       reduceWithoutBatch(/*rest=*/accumulates && divide_by_initial_world_size);
       for (size_t index = 0; accumulates && index < params_.size(); ++index) {
         if (trained()[index]) { // else it would enter the next reduction
