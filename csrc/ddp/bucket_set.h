@@ -96,12 +96,15 @@ class BucketSet {
   void checkResiduals(const std::map<std::string, at::Tensor>& values) const;
   /// Takes values that checkResiduals() lets pass; parameters that they lack get zeros.
   void setResiduals(const std::map<std::string, at::Tensor>& values);
-  /// Multiplies what error feedback keeps; 0 forgets it, also if it is not finite.
+  /// Multiplies what error feedback keeps, also aside; 0 forgets it, also if it is not finite.
   void scaleResiduals(double factor);
-  /// Whether error feedback keeps anything here.
+  /// The program drops a step with an average that is not finite. False if error feedback keeps nothing here.
+  bool forgetResiduals();
+  /// Whether a parameter has error feedback here, frozen ones included.
   [[nodiscard]] bool keepsResiduals() const;
 
  private:
+  [[nodiscard]] bool keepsResidualOf(const ReducedParam& param) const;
   /// The wires' own memory.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals() const;
 

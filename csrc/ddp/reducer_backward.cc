@@ -692,8 +692,7 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
 // Another reducer of the same call has averages that are not finite, and the program drops the steps of both, as one GradScaler does.
 void Reducer::forgetResiduals() {
   const Turn turn(*this);
-  if (options_.drops_nonfinite_steps && buckets_.keepsResiduals()) {
-    buckets_.scaleResiduals(0);
+  if (options_.drops_nonfinite_steps && buckets_.forgetResiduals()) {
     ++stats_.forgotten_residuals;
   }
 }
@@ -856,11 +855,10 @@ bool Reducer::commit() {
     }
   }
   const bool finite = pipeline_->averagesAreFinite();
-  if (!finite) {
-    // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
-    // count. The residuals from before it are gone, since the all-reduce writes them.
-    buckets_.scaleResiduals(0);
-    stats_.forgotten_residuals += buckets_.keepsResiduals() ? 1 : 0;
+  // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
+  // count. Those from before it are gone: the all-reduce has written over them, or, with an agreement, will in the next step.
+  if (!finite && buckets_.forgetResiduals()) {
+    ++stats_.forgotten_residuals;
   }
   over_in_ = torch::autograd::get_current_graph_task_id();
   buckets_.commit(state_.next().exponents);
