@@ -18,7 +18,7 @@ namespace pycomm {
 /// Gradients of one dtype that are reduced together, and one step of them. BucketMemory has the tensors. Packer fills and empties them.
 /// Wire decides how they travel. BucketPipeline reduces a full bucket.
 ///
-///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> write() -> commit()
+///     pack() each slot -> seal() -> allReduce() -> [judge() -> allReduce() again] -> takeResidual() -> takeBack(), write() -> commit()
 ///
 /// Slots may be packed before the ratio is known: packAhead() -> setRatio().
 ///
@@ -66,7 +66,7 @@ class Bucket {
   /// The tag of its collectives: of the bucket's names, and of `checksum`, that of what all ranks must share. A rank with another one gets a
   /// mismatch, if the group compares operations.
   [[nodiscard]] uint32_t tagWith(uint32_t checksum) const;
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group);
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
   /// After judge() or takeResult(): the elements that were reduced. Of sparse gradients that are written, those of .grad; undefined: there are none.

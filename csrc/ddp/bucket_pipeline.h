@@ -102,6 +102,7 @@ class BucketPipeline {
   void awaitHook(c10::ivalue::Future& result) const;
   [[nodiscard]] std::string titleOf(size_t index) const;
   void write(size_t index, const IsUsed& is_used);
+  void settleResidual(Bucket& bucket, const std::vector<size_t>& unused);
   void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;

@@ -70,7 +70,7 @@ class Wire {
   [[nodiscard]] virtual size_t nbytes(const at::Tensor& travelling) const;
   [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> allReduce(
       const ReducerGroup& group,
-      const at::Tensor& travelling) const;
+      const at::Tensor& travelling);
   /// After the all-reduce, the same on all ranks. If it is Overflowed or Underflowed, packFactor() has changed.
   [[nodiscard]] virtual Verdict judge(const at::Tensor& /*tail*/) {
     return Verdict::Good;
