@@ -37,8 +37,8 @@ void checkOrder(std::vector<size_t> order, size_t count);
 /// All buckets of a reducer, and the place of each parameter in them.
 ///
 /// They are cut again while training goes on. The state of a bucket's wire follows its parameters: a new bucket begins with the least
-/// scale of the buckets that its parameters come from, and with the loss that error feedback has kept for them. The loss of a parameter that
-/// has left the buckets is kept aside until it is back; one that never had a bucket has none.
+/// scale of the buckets that its parameters come from, and with their residuals. That of a parameter without a bucket, which has left the
+/// buckets or is frozen when a checkpoint is loaded, is kept aside until it has one.
 ///
 /// Gradients of one kind share buckets: of one dtype and device, which travel alike. Each kind is cut in the order in which its gradients come.
 /// The first bucket is small, so that the network has something to do early. The last one is small, because backward is over when it leaves:

@@ -839,9 +839,9 @@ bool Reducer::isUsed(size_t index) {
   return !used_.has_value() || used_->anywhere(index);
 }
 
-// The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before. Returns whether averages are
-// finite.
+// A step is over, and what it leaves becomes what the next one reads: scales, order, counts, weights. Averages and residuals are there already,
+// bucket by bucket; with an agreement since writeAverages(), just before. After this an average of another wrapper that is not finite may void the
+// residuals: see forgetResiduals(). A step without any weight ends in giveUpWeightless() instead. Returns whether averages are finite.
 bool Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
@@ -856,7 +856,7 @@ bool Reducer::commit() {
   }
   const bool finite = pipeline_->averagesAreFinite();
   // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
-  // count. Those from before it are gone: the all-reduce has written over them, or, with an agreement, will in the next step.
+  // count. The residuals from before it are overwritten; with an agreement the other buffer has them, and they go as well.
   if (!finite && buckets_.forgetResiduals()) {
     ++stats_.forgotten_residuals;
   }

@@ -42,8 +42,8 @@ enum class Verdict {
 ///
 /// A residual's life:
 ///
-///     made        BucketSet::cut, makeWire       zeros; two of them with elastic: one as it was before the step, one for the all-reduce
-///     written     BucketPipeline::launch, for    on the data loop while the bucket travels (LocalSteps::runCodec). If it is too small to be encoded,
+///     made        BucketSet::cut, makeWire       zeros, as after Reducer::resetState; two of them with elastic: one as it was before the step, one for the all-reduce
+///     written     BucketPipeline::launch,        on the data loop while the bucket travels (LocalSteps::runCodec). If it is too small to be encoded,
 ///                 PycommBackend::allreduceAs     at once: added to the gradients, and zeros (addResidual)
 ///     settled     BucketPipeline::write          with elastic the two change places (takeResidual); unused parameters take back what they packed
 ///                                                (takeBack). As the bucket ends, which may be while backward runs; with elastic once all
