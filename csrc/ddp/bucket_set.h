@@ -111,8 +111,8 @@ class BucketSet {
   const std::vector<ReducedParam>& params_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
-  bool feeds_back_ = false; ///< a codec's loss is kept
-  std::map<std::string, at::Tensor> aside_; ///< residuals of those that have left the buckets
+  bool feeds_back_ = false; ///< residuals are kept
+  std::map<std::string, at::Tensor> aside_; ///< residuals of parameters without a bucket
 };
 
 } // namespace pycomm

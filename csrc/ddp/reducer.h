@@ -292,7 +292,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;
   [[nodiscard]] bool isUsed(size_t index);
-  void reduceWithoutBatch(bool rest);
+  void reduceShadow(bool rest);
   bool commit();
 
   // reducer_elastic.cc

@@ -882,7 +882,7 @@ void Reducer::shadowBackward(bool divide_by_initial_world_size) {
     pass_.beginShadow();
     show();
     if (pass_.reducing()) {
-      reduceWithoutBatch(/*rest=*/accumulates && divide_by_initial_world_size);
+      reduceShadow(/*rest=*/accumulates && divide_by_initial_world_size);
       for (size_t index = 0; accumulates && index < params_.size(); ++index) {
         if (trained()[index]) { // else it would enter the next reduction
           params_[index].tensor.mutable_grad().reset();
@@ -892,7 +892,7 @@ void Reducer::shadowBackward(bool divide_by_initial_world_size) {
   });
 }
 
-void Reducer::reduceWithoutBatch(bool rest) {
+void Reducer::reduceShadow(bool rest) {
   orFail("a rank without data took part in a reduction", [&] {
     shareState();
     if (rest) {
