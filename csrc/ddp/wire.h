@@ -42,7 +42,8 @@ enum class Verdict {
 ///
 /// A residual's life:
 ///
-///     made        BucketSet::cut, makeWire       zeros, as after Reducer::resetState; two of them with elastic: one as it was before the step, one for the all-reduce
+///     made        BucketSet::cut, makeWire       zeros, as after Reducer::resetState. With elastic two of them: one as it was before the step,
+///                                                one for the all-reduce
 ///     written     BucketPipeline::launch,        on the data loop while the bucket travels (LocalSteps::runCodec). If it is too small to be encoded,
 ///                 PycommBackend::allreduceAs     at once: added to the gradients, and zeros (addResidual)
 ///     settled     BucketPipeline::write          with elastic the two change places (takeResidual); unused parameters take back what they packed
@@ -54,7 +55,7 @@ enum class Verdict {
 ///     copied      Reducer::residuals             for a checkpoint; not while a pass reduces, nor once it has failed
 ///     loaded      BucketSet::setResiduals        from one
 ///
-/// Without elastic there is no old one: an encoded bucket is launched once.
+/// Without elastic none is left of before the step: an encoded bucket is launched once.
 class Wire {
  public:
   Wire() = default;

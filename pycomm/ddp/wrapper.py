@@ -296,8 +296,8 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
 
         ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
         between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has what
-        int8 has lost and this rank not sent yet: a float32 tensor per parameter name. Save and load it
-        on every rank, since each has its own.
+        int8 has lost and this rank not sent yet: a float32 tensor per parameter name. Save and load
+        it on every rank, since each has its own.
         During a backward pass it comes without residuals, as if the step had been dropped, and so
         it does after a backward pass that has failed, until the wrapper begins again. Any
         thread, signal handler or hook may ask for it. One that is not in a backward pass waits for
