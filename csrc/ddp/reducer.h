@@ -44,7 +44,8 @@ namespace pycomm {
 ///
 /// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
 /// the last gradient a callback queued on autograd's engine waits for the buckets and writes the averages to .grad. Averages that have come
-/// before are written when the next gradient comes: on the CPU, without a hook or a StepAgreement, if it is known which parameters ranks use. If a call of backward() goes through several reducers, those that were made first end first.
+/// before are written when the next gradient comes: on the CPU, without a hook or a StepAgreement, if it is known which parameters ranks use.
+/// If a call of backward() goes through several reducers, those that were made first end first.
 ///
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
