@@ -124,7 +124,7 @@ def a_state_is_taken_while_a_rank_without_data_waits(rank: int, world_size: int)
             time.sleep(0.001)
         store.set("taken", "yes")
 
-    taker = threading.Thread(target=take)
+    taker = threading.Thread(target=take, daemon=True)
     with model.join():
         for step in range(2 - rank):
             loss = model(torch.randn(2, 80)).square().sum()
