@@ -142,7 +142,7 @@ def a_state_is_taken_while_a_rank_without_data_waits(rank: int, world_size: int)
 def a_state_is_taken_after_a_rank_without_data_has_failed(rank: int, world_size: int) -> None:
     """What its failed all-reduce has left is no residual."""
     model = encoded_layer()
-    with pytest.raises(pycomm.CollectiveMismatchError), model.join():
+    with pytest.raises(pycomm.errors.CollectiveMismatchError), model.join():
         for step in range(2 - rank):
             loss = model(torch.randn(2, 80)).square().sum()
             if step == 1:
