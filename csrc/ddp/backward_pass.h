@@ -61,6 +61,10 @@ class BackwardPass {
       awaited_ = times_;
     }
   }
+  /// A pass of a rank without data: Reducing, or over at once if it only accumulates. It counts nothing as this rank's own.
+  void beginShadow() {
+    phase_ = countPass() ? Phase::Reducing : Phase::Idle;
+  }
   /// Counts a pass. True if it is the one that reduces: it counts once it is committed.
   [[nodiscard]] bool countPass() {
     if (state_.now().accumulated + 1 < accumulate_) {

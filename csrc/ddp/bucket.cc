@@ -153,7 +153,7 @@ uint32_t Bucket::tagWith(uint32_t checksum) const {
   return CallTag::of(std::to_string(checksum), tag_);
 }
 
-c10::intrusive_ptr<c10d::Work> Bucket::allReduce(const ReducerGroup& group) const {
+c10::intrusive_ptr<c10d::Work> Bucket::allReduce(const ReducerGroup& group) {
   return wire_->allReduce(group, memory_.travelling());
 }
 

@@ -18,7 +18,7 @@ namespace pycomm {
 /// Gradients of one dtype that are reduced together, and one step of them. BucketMemory has the tensors. Packer fills and empties them.
 /// Wire decides how they travel. BucketPipeline reduces a full bucket.
 ///
-///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> write() -> commit()
+///     pack() each slot -> seal() -> allReduce() -> [judge() -> allReduce() again] -> takeResidual() -> takeBack(), write() -> commit()
 ///
 /// Slots may be packed before the ratio is known: packAhead() -> setRatio().
 ///
@@ -48,7 +48,7 @@ class Bucket {
   [[nodiscard]] size_t wireNbytes() const;
 
   void beginStep(int divisor);
-  /// A step in which this rank has no data: zeros travel, and no .grad is read or written.
+  /// A step in which this rank has no data: it packs zeros, to which a codec adds the residual, and no .grad is read or written.
   void beginShadowStep(int divisor);
   /// Slots that have not been packed in this step, or only ahead.
   [[nodiscard]] size_t pending() const noexcept {
@@ -59,14 +59,14 @@ class Bucket {
   void pack(size_t slot, bool unused);
   /// The same before setRatio(). `counts`: the ratio will not be 0.
   void packAhead(size_t slot, bool unused, bool counts);
-  /// The ratio of this step, 1 until then: see PassWeights. 0: zeros travel, whatever gradients there are.
+  /// The ratio of this step, 1 until then: see PassWeights. 0: zeros are packed, whatever gradients there are.
   void setRatio(double ratio);
   /// After the last pack().
   void seal();
   /// The tag of its collectives: of the bucket's names, and of `checksum`, that of what all ranks must share. A rank with another one gets a
   /// mismatch, if the group compares operations.
   [[nodiscard]] uint32_t tagWith(uint32_t checksum) const;
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group);
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
   /// After judge() or takeResult(): the elements that were reduced. Of sparse gradients that are written, those of .grad; undefined: there are none.
@@ -77,7 +77,7 @@ class Bucket {
   void takeResult(const at::Tensor& result);
   /// Writes the averages of these slots to .grad; nothing in a shadow step.
   void write(const std::vector<size_t>& slots);
-  /// The same in a shadow step: of the slots that no rank has used. Their .grad is what it was, and what the codec has delivered for them
+  /// `slots`: those that no rank has used, in a shadow step as well. Their .grad is what it was, and what the codec has delivered for them
   /// goes back into error feedback: each rank takes what it packed out of its residual, and one of them `adds_sum`, whatever ranks have data.
   void takeBack(const std::vector<size_t>& slots, bool adds_sum);
   /// See Wire::takeResidual(). Before takeBack() and write().

@@ -125,7 +125,7 @@ bool BucketPipeline::launchFull() {
 }
 
 void BucketPipeline::launch(size_t index) {
-  const Bucket& bucket = buckets_.all()[index];
+  Bucket& bucket = buckets_.all()[index];
   stats_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
   const CallTag about(bucket.tagWith(checksum_)); // comm_hooks.ordered hands it on to the hook's thread
   if (hook_.run != nullptr) {
@@ -262,15 +262,20 @@ void BucketPipeline::awaitFirst() {
 
 void BucketPipeline::write(size_t index, const IsUsed& is_used) {
   Bucket& bucket = buckets_.all()[index];
-  bucket.takeResidual();
   std::vector<size_t> used;
   std::vector<size_t> unused;
   for (size_t slot = 0; slot < bucket.slots().size(); ++slot) {
     (is_used(bucket.slots()[slot].index) ? used : unused).push_back(slot);
   }
-  bucket.takeBack(unused, group_.rank() == 0); // as it is now: rank 0 of the sums may be gone
+  settleResidual(bucket, unused);
   bucket.write(used);
   recorder_.unpacked(index);
+}
+
+/// The sums count: what the bucket's all-reduce has kept becomes what the next step reads.
+void BucketPipeline::settleResidual(Bucket& bucket, const std::vector<size_t>& unused) {
+  bucket.takeResidual();
+  bucket.takeBack(unused, group_.rank() == 0); // as it is now: rank 0 of the sums may be gone
 }
 
 void BucketPipeline::lookAt(const at::Tensor& sums) {

@@ -43,7 +43,7 @@ class BucketPipeline {
       StepRecorder& recorder,
       bool looks);
 
-  /// `divisor`: of the sums; the ranks that have data.
+  /// `divisor`: of the sums; N in Wire.
   void begin(int divisor);
   /// As begin(), with all buckets full of zeros: this rank has no data.
   void beginShadow(int divisor);
@@ -80,7 +80,7 @@ class BucketPipeline {
   /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
   [[nodiscard]] std::string awaited() const;
 
-  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no wire keeps a residual, or `looks` was false,
+  /// Whether all averages of this step are finite, the same on all ranks. True without looking if no residual is kept, or `looks` was false,
   /// unless lookAtAll() came. After finishAll(); on a device it waits for the device.
   [[nodiscard]] bool averagesAreFinite() const;
   /// After finishAll(), if residuals are kept elsewhere that an average of here makes void.
@@ -102,6 +102,7 @@ class BucketPipeline {
   void awaitHook(c10::ivalue::Future& result) const;
   [[nodiscard]] std::string titleOf(size_t index) const;
   void write(size_t index, const IsUsed& is_used);
+  void settleResidual(Bucket& bucket, const std::vector<size_t>& unused);
   void lookAt(const at::Tensor& sums);
 
   BucketSet& buckets_;

@@ -241,15 +241,27 @@ void BucketSet::scaleResiduals(double factor) {
   }
 }
 
+bool BucketSet::forgetResiduals() {
+  if (!keepsResiduals()) {
+    return false;
+  }
+  scaleResiduals(0);
+  return true;
+}
+
+bool BucketSet::keepsResidualOf(const ReducedParam& param) const {
+  return feeds_back_ && param.codec != Codec::None && !param.sparse;
+}
+
 bool BucketSet::keepsResiduals() const {
   return std::any_of(
-      buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.residual().defined(); });
+      params_.begin(), params_.end(), [this](const ReducedParam& param) { return keepsResidualOf(param); });
 }
 
 void BucketSet::checkResiduals(const std::map<std::string, at::Tensor>& values) const {
   std::map<std::string, at::IntArrayRef> encoded; // shapes of all parameters with error feedback, frozen ones included
   for (const ReducedParam& param : params_) {
-    if (feeds_back_ && param.codec != Codec::None && !param.sparse) {
+    if (keepsResidualOf(param)) {
       encoded[param.name] = param.tensor.sizes();
     }
   }

@@ -37,8 +37,8 @@ void checkOrder(std::vector<size_t> order, size_t count);
 /// All buckets of a reducer, and the place of each parameter in them.
 ///
 /// They are cut again while training goes on. The state of a bucket's wire follows its parameters: a new bucket begins with the least
-/// scale of the buckets that its parameters come from, and with the loss that error feedback has kept for them. The loss of a parameter that
-/// has left the buckets is kept aside until it is back; one that never had a bucket has none.
+/// scale of the buckets that its parameters come from, and with their residuals. That of a parameter without a bucket, which has left the
+/// buckets or is frozen when a checkpoint is loaded, is kept aside until it has one.
 ///
 /// Gradients of one kind share buckets: of one dtype and device, which travel alike. Each kind is cut in the order in which its gradients come.
 /// The first bucket is small, so that the network has something to do early. The last one is small, because backward is over when it leaves:
@@ -96,20 +96,23 @@ class BucketSet {
   void checkResiduals(const std::map<std::string, at::Tensor>& values) const;
   /// Takes values that checkResiduals() lets pass; parameters that they lack get zeros.
   void setResiduals(const std::map<std::string, at::Tensor>& values);
-  /// Multiplies what error feedback keeps; 0 forgets it, also if it is not finite.
+  /// Multiplies what error feedback keeps, also aside; 0 forgets it, also if it is not finite.
   void scaleResiduals(double factor);
-  /// Whether error feedback keeps anything here.
+  /// The program drops a step with an average that is not finite. False if error feedback keeps nothing here.
+  bool forgetResiduals();
+  /// Whether a parameter has error feedback here, frozen ones included.
   [[nodiscard]] bool keepsResiduals() const;
 
  private:
+  [[nodiscard]] bool keepsResidualOf(const ReducedParam& param) const;
   /// The wires' own memory.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals() const;
 
   const std::vector<ReducedParam>& params_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
-  bool feeds_back_ = false; ///< a codec's loss is kept
-  std::map<std::string, at::Tensor> aside_; ///< residuals of those that have left the buckets
+  bool feeds_back_ = false; ///< residuals are kept
+  std::map<std::string, at::Tensor> aside_; ///< residuals of parameters without a bucket
 };
 
 } // namespace pycomm

@@ -44,7 +44,8 @@ namespace pycomm {
 ///
 /// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
 /// the last gradient a callback queued on autograd's engine waits for the buckets and writes the averages to .grad. Averages that have come
-/// before are written when the next gradient comes. If a call of backward() goes through several reducers, those that were made first end first.
+/// before are written when the next gradient comes: on the CPU, without a hook or a StepAgreement, if it is known which parameters ranks use.
+/// If a call of backward() goes through several reducers, those that were made first end first.
 ///
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
@@ -59,7 +60,8 @@ namespace pycomm {
 ///     exponents, order, weighed, passes, isCounting                   has left (Shown). During a pass that reduces, exponents, order,
 ///                                                                     weights and counts are those from before it
 ///     askToLeave, hasLeft                                             never wait, and are never refused: see StepAgreement
-///     residuals, usedHere                                             wait for the turn between passes; empty during a pass
+///     residuals, usedHere                                             wait for the turn between passes; empty during a pass that
+///                                                                     reduces, also in join(), and once it has failed
 ///     all others                                                      wait for the turn (PassLock), which a pass has while buckets are
 ///                                                                     launched and awaited; refused where it would never come
 class Reducer final : public std::enable_shared_from_this<Reducer> {
@@ -185,7 +187,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Empty before.
   [[nodiscard]] std::pair<std::vector<std::string>, bool> order();
   /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Empty during a backward pass that reduces,
-  /// which writes them.
+  /// which writes them, and after one that has failed.
   [[nodiscard]] std::map<std::string, at::Tensor> residuals();
   /// What a checkpoint has of a reducer: values of the form of exponents() and so on.
   struct Saved {
@@ -291,7 +293,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void awaitFutures();
   [[nodiscard]] bool ordersBuckets() const;
   [[nodiscard]] bool isUsed(size_t index);
-  void reduceWithoutBatch(bool rest);
+  void reduceShadow(bool rest);
   bool commit();
 
   // reducer_elastic.cc

@@ -692,8 +692,7 @@ void Reducer::finishAll(std::vector<std::shared_ptr<Reducer>> reducers, int call
 // Another reducer of the same call has averages that are not finite, and the program drops the steps of both, as one GradScaler does.
 void Reducer::forgetResiduals() {
   const Turn turn(*this);
-  if (options_.drops_nonfinite_steps && buckets_.keepsResiduals()) {
-    buckets_.scaleResiduals(0);
+  if (options_.drops_nonfinite_steps && buckets_.forgetResiduals()) {
     ++stats_.forgotten_residuals;
   }
 }
@@ -840,9 +839,9 @@ bool Reducer::isUsed(size_t index) {
   return !used_.has_value() || used_->anywhere(index);
 }
 
-// The one place where a step changes what the next one reads, but for averages, which are written as each bucket ends, and for the loss
-// that error feedback keeps, which all-reduces write. With an agreement both change in writeAverages(), just before. Returns whether averages are
-// finite.
+// A step is over, and what it leaves becomes what the next one reads: scales, order, counts, weights. Averages and residuals are there already,
+// bucket by bucket; with an agreement since writeAverages(), just before. After this an average of another wrapper that is not finite may void the
+// residuals: see forgetResiduals(). A step without any weight ends in giveUpWeightless() instead. Returns whether averages are finite.
 bool Reducer::commit() {
   if (weights_.has_value()) {
     stats_.exposed_ns += weights_->takeWaitedNs();
@@ -856,11 +855,10 @@ bool Reducer::commit() {
     }
   }
   const bool finite = pipeline_->averagesAreFinite();
-  if (!finite) {
-    // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
-    // count. The residuals from before it are gone, since the all-reduce writes them.
-    buckets_.scaleResiduals(0);
-    stats_.forgotten_residuals += buckets_.keepsResiduals() ? 1 : 0;
+  // A step that a program will drop, as GradScaler does: what its encoding lost is of the same size as its gradients, which do not
+  // count. The residuals from before it are overwritten; with an agreement the other buffer has them, and they go as well.
+  if (!finite && buckets_.forgetResiduals()) {
+    ++stats_.forgotten_residuals;
   }
   over_in_ = torch::autograd::get_current_graph_task_id();
   buckets_.commit(state_.next().exponents);
@@ -881,8 +879,10 @@ void Reducer::shadowBackward(bool divide_by_initial_world_size) {
     resetStep();
     recorder_.drop();
     const bool accumulates = options_.accumulate > 1 && state_.now().has_local;
-    if (pass_.countPass()) {
-      reduceWithoutBatch(/*rest=*/accumulates && divide_by_initial_world_size);
+    pass_.beginShadow();
+    show();
+    if (pass_.reducing()) {
+      reduceShadow(/*rest=*/accumulates && divide_by_initial_world_size);
       for (size_t index = 0; accumulates && index < params_.size(); ++index) {
         if (trained()[index]) { // else it would enter the next reduction
           params_[index].tensor.mutable_grad().reset();
@@ -892,7 +892,7 @@ void Reducer::shadowBackward(bool divide_by_initial_world_size) {
   });
 }
 
-void Reducer::reduceWithoutBatch(bool rest) {
+void Reducer::reduceShadow(bool rest) {
   orFail("a rank without data took part in a reduction", [&] {
     shareState();
     if (rest) {

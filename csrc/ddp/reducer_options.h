@@ -37,7 +37,7 @@ struct ReducerOptions {
   int64_t accumulate = 1; ///< backward passes per reduction
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
-  bool error_feedback = true; ///< of codecs: the loss is added to the next step's gradients
+  bool error_feedback = true; ///< the residual of a codec is added to the next step's gradients
   bool drops_nonfinite_steps = true; ///< the program does, so error feedback keeps nothing of one
   bool weighs = false; ///< ranks count by the weights of their passes: see PassWeights
   bool may_be_weightless =

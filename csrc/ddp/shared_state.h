@@ -36,7 +36,7 @@ struct SharedValues {
       false; ///< a static graph's gradients are still counted: each rank's own, as one may have had no batch so far
   bool knows_used = false; ///< a static graph's used parameters have been exchanged
 
-  /// Hashes of the members that are the same on all ranks, in this order. parts() is in pass_failure.cc, where a difference gets its name.
+  /// Of the members that are the same on all ranks: what parts() has a hash of, in this order. PassFailure's text has the name of one that differs.
   static constexpr std::array<const char*, 7> kNames = {
       "the fp16 scales",
       "the order of buckets",
@@ -50,7 +50,7 @@ struct SharedValues {
 };
 
 /// SharedValues in two halves: those that passes read, and those that the pass under way will leave. Reducer::commit() makes the one of the
-/// other, so a pass that fails anywhere changes nothing.
+/// other, so a pass that fails anywhere changes none of them. Averages and residuals are elsewhere, and may have changed by then: see Wire.
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class SharedState {

@@ -216,10 +216,9 @@ class EncodedWire final : public Wire {
     return encodes ? static_cast<size_t>(encodedNbytes(codec_, travelling.numel())) : travelling.nbytes();
   }
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(const ReducerGroup& group, const at::Tensor& travelling)
-      const override {
+      override {
     if (!next_residual_.is_same(residual_)) {
-      at::Tensor next = next_residual_;
-      next.copy_(residual_);
+      next_residual_.copy_(residual_);
     }
     return group.codecBackend()->allreduceAs(codec_, {travelling}, next_residual_);
   }
@@ -244,7 +243,7 @@ size_t Wire::nbytes(const at::Tensor& travelling) const {
   return sparse ? travelling._indices().nbytes() + travelling._values().nbytes() : travelling.nbytes();
 }
 
-c10::intrusive_ptr<c10d::Work> Wire::allReduce(const ReducerGroup& group, const at::Tensor& travelling) const {
+c10::intrusive_ptr<c10d::Work> Wire::allReduce(const ReducerGroup& group, const at::Tensor& travelling) {
   std::vector<at::Tensor> tensors{travelling};
   const ExactSums exact; // the wrapper's wire_dtype decides, and not the group's
   return group.get()->allreduce(tensors);

@@ -31,15 +31,31 @@ enum class Verdict {
 ///     scaled           cast = fp16(g * 2^s)   SUM, and of the tail       cast * 2^-s / N, or all once more
 ///     encoded          (cast =) fp32(g) / N   SUM + residual, by a codec home, or cast
 ///
-/// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Where ranks count by weights, g is the
-/// gradient times the ratio of PassWeights. Another kind of wire is one more class, and a line in makeWire(); a tail is
+/// N is the divisor of the step: all ranks, or in join(divide_by_initial_world_size=False) those that still have data. Where ranks count by
+/// weights, g is the gradient times the ratio of PassWeights. Another kind of wire is one more class, and a line in makeWire(); a tail is
 /// the fp16 scale's.
 ///
 /// fp16 is scaled; bf16 and another float dtype are cast; int8 is encoded: see makeWire() and bindings/ddp.cc wireOf().
 ///
-/// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent of the next
-/// step is there after commit(). The all-reduce itself writes the loss, because it makes the sums; if a step may have to be summed again, into
-/// a second buffer, which takes the place of the first one in takeResidual().
+/// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the residual of a codec. The exponent of the next
+/// step is there after commit(). The all-reduce itself writes the residual, because it makes the sums.
+///
+/// A residual's life:
+///
+///     made        BucketSet::cut, makeWire       zeros, as after Reducer::resetState. With elastic two of them: one as it was before the step,
+///                                                one for the all-reduce
+///     written     BucketPipeline::launch,        on the data loop while the bucket travels (LocalSteps::runCodec). If it is too small to be encoded,
+///                 PycommBackend::allreduceAs     at once: added to the gradients, and zeros (addResidual)
+///     settled     BucketPipeline::write          with elastic the two change places (takeResidual); unused parameters take back what they packed
+///                                                (takeBack). As the bucket ends, which may be while backward runs; with elastic once all
+///                                                ranks have all sums
+///     forgotten   Reducer::commit                zeros, as an average is not finite; one of another wrapper: Reducer::forgetResiduals, after commit()
+///     scaled      Reducer::scaleResiduals        by the program
+///     moved       BucketSet::cut                 to the new bucket, or aside while its parameter is frozen
+///     copied      Reducer::residuals             for a checkpoint; not while a pass reduces, nor once it has failed
+///     loaded      BucketSet::setResiduals        from one
+///
+/// Without elastic none is left of before the step: an encoded bucket is launched once.
 class Wire {
  public:
   Wire() = default;
@@ -70,7 +86,7 @@ class Wire {
   [[nodiscard]] virtual size_t nbytes(const at::Tensor& travelling) const;
   [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> allReduce(
       const ReducerGroup& group,
-      const at::Tensor& travelling) const;
+      const at::Tensor& travelling);
   /// After the all-reduce, the same on all ranks. If it is Overflowed or Underflowed, packFactor() has changed.
   [[nodiscard]] virtual Verdict judge(const at::Tensor& /*tail*/) {
     return Verdict::Good;
@@ -85,7 +101,7 @@ class Wire {
   }
   /// The sums of this step count: residual() is what the all-reduce has left.
   virtual void takeResidual() noexcept {}
-  /// The loss of this rank's codec that has not been sent yet, in the order of the bucket: undefined without error feedback.
+  /// What this rank's codec has lost and not sent yet, in the order of the bucket: undefined without error feedback.
   [[nodiscard]] virtual at::Tensor residual() const {
     return {};
   }

@@ -92,7 +92,7 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
             gradients' size, so neither 1e-6 nor 1e5 is lost; if the scale of a bucket was wrong, it
             is reduced again and counted in ``stats()``. int8 needs a group of pycomm, and
             sends a scale for each 256 elements.
-        error_feedback: Whether a rank adds the loss of int8 to its next gradients, for one
+        error_feedback: Whether a rank adds what int8 loses to its next gradients, for one
             more float32 per such element. Part of ``communication_state_dict()``.
         drops_nonfinite_steps: Whether you drop a step with an average that is Inf or NaN, as a
             ``GradScaler`` does: then error feedback keeps nothing of it. False if you repair such
@@ -295,10 +295,11 @@ class DistributedDataParallel(EndsByItself, BetweenSteps, _TorchDDP):
         """The wrapper's position between reductions and syncs: part of a full checkpoint.
 
         ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
-        between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has the
-        loss that this rank has not sent yet: a float32 tensor per parameter name. Save and load it
-        on every rank, since each has its own.
-        During a backward pass it comes without residuals, as if the step had been dropped. Any
+        between steps, or a copy of each ``.grad``, too. With error feedback "residuals" has what
+        int8 has lost and this rank not sent yet: a float32 tensor per parameter name. Save and load
+        it on every rank, since each has its own.
+        During a backward pass it comes without residuals, as if the step had been dropped, and so
+        it does after a backward pass that has failed, until the wrapper begins again. Any
         thread, signal handler or hook may ask for it. One that is not in a backward pass waits for
         another thread that works on the wrapper between two passes.
 

@@ -57,6 +57,16 @@ TEST(BackwardPassTest, EveryThirdPassReduces) {
   EXPECT_TRUE(pass.countPass());
 }
 
+TEST(BackwardPassTest, APassWithoutDataReducesWithTheOthersAndIsNoneOfThisRank) {
+  SharedState state(std::vector<bool>(1, true));
+  BackwardPass pass(state, 2);
+  pass.beginShadow();
+  EXPECT_EQ(pass.phase(), Phase::Idle) << "the others only accumulate";
+  EXPECT_FALSE(state.now().has_local);
+  pass.beginShadow();
+  EXPECT_TRUE(pass.reducing());
+}
+
 TEST(BackwardPassTest, AStaticGraphCountsItsFirstPassAndCompletesByTheLastGradientAfterIt) {
   SharedState state(std::vector<bool>(3, true));
   BackwardPass pass(state, 1);

@@ -113,6 +113,69 @@ def a_weighed_state_is_taken_while_backward_waits(rank: int, world_size: int) ->
     a_state_is_taken_while_backward_waits(rank, world_size, weight="samples")
 
 
+def encoded_layer() -> Any:
+    return pycomm.DistributedDataParallel(nn.Linear(80, 80, bias=False), wire_dtype="int8")
+
+
+def a_state_is_taken_while_a_rank_without_data_waits(rank: int, world_size: int) -> None:
+    """Rank 0 begins its second backward pass only when a thread of rank 1 has the state."""
+    store = dist.distributed_c10d._get_default_store()
+    model = encoded_layer()
+
+    def take() -> None:
+        while "residuals" in model.communication_state_dict():
+            time.sleep(0.001)
+        store.set("taken", "yes")
+
+    taker = threading.Thread(target=take, daemon=True)
+    with model.join():
+        for step in range(2 - rank):
+            loss = model(torch.randn(2, 80)).square().sum()
+            if step == 1:
+                store.wait(["taken"])
+            loss.backward()
+        if rank == 1:
+            assert "residuals" in model.communication_state_dict()
+            taker.start()
+    if rank == 1:
+        taker.join()
+    assert "residuals" in model.communication_state_dict()
+
+
+def a_state_is_taken_after_a_rank_without_data_has_failed(rank: int, world_size: int) -> None:
+    """What its failed all-reduce has left is no residual."""
+    model = encoded_layer()
+    with pytest.raises(pycomm.errors.CollectiveMismatchError), model.join():
+        for step in range(2 - rank):
+            loss = model(torch.randn(2, 80)).square().sum()
+            if step == 1:
+                dist.all_reduce(torch.ones(3))
+            loss.backward()
+        assert "residuals" in model.communication_state_dict()
+    assert rank == 0 or "residuals" not in model.communication_state_dict()
+    model.reducer._reset_state()
+    assert not model.communication_state_dict()["residuals"]["weight"].any()
+
+
+def a_hook_asks_while_a_rank_without_data_waits(rank: int, world_size: int) -> None:
+    model = made()
+    refused: list[str] = []
+
+    def hook(state: None, bucket: Any) -> Any:
+        try:
+            model.load_communication_state_dict({"accumulated": 0, "unsynced": 0})
+        except RuntimeError as error:
+            refused.append(str(error))
+        return default_hooks.allreduce_hook(state, bucket)
+
+    hook.__annotations__.clear()
+    model.register_comm_hook(None, hook)
+    with model.join():
+        for _ in range(1 - rank):
+            backward(model, rank)
+    assert len(refused) == int(model._get_ddp_logging_data()["num_buckets"])
+
+
 def a_hook_asks(rank: int, world_size: int) -> None:
     want = backward(made(), rank)
     model = made()
@@ -240,7 +303,10 @@ def each_method_in_a_handler(rank: int, world_size: int) -> None:
         a_signal_comes_while_backward_waits,
         a_state_is_taken_while_backward_waits,
         a_weighed_state_is_taken_while_backward_waits,
+        a_state_is_taken_while_a_rank_without_data_waits,
+        a_state_is_taken_after_a_rank_without_data_has_failed,
         a_hook_asks,
+        a_hook_asks_while_a_rank_without_data_waits,
         each_method_in_a_handler,
     ],
 )

@@ -232,6 +232,35 @@ def test_an_inf_in_a_nested_call_of_a_backward_before_spoils_nothing() -> None:
     assert min(found.values()) > 0.0
 
 
+def spoiled_while_frozen(rank: int, world_size: int, by_another: bool) -> tuple[bool, int]:
+    """Whether anything is left of what was kept for `weight`, which is frozen when an Inf comes."""
+    model = wrap(
+        Slopes(torch.float32),
+        wire_dtype={"weight": "int8", "other": None},
+        process_group=dist.new_group(),
+    )
+    another = wrap(Slopes(torch.float32), wire_dtype="int8", process_group=dist.new_group())
+    slopes = slopes_of(rank, 0, torch.float32)
+    model(slopes, slopes).backward()
+    model.module.weight.requires_grad_(requires_grad=False)
+    infinite = slopes.clone()
+    infinite[5] = float("inf")
+    loss = model(slopes, slopes if by_another else infinite)
+    if by_another:
+        loss = loss + another(slopes, infinite)
+    loss.backward()
+    kept = model.communication_state_dict()["residuals"]
+    return bool(kept["weight"].any()), model.stats().forgotten_residuals
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_a_spoiled_step_leaves_no_residual_of_a_frozen_parameter(by_another: bool) -> None:
+    found = ranks.run_ranks(
+        2, spoiled_while_frozen, args=(by_another,), timeout_s=60, preload=ranks.TORCH_DDP
+    )
+    assert list(found.values()) == [(False, 1)] * 2
+
+
 class Apart(nn.Module):
     """Two outputs, so that a loss may leave one of the parameters out."""
 
