@@ -28,7 +28,7 @@ from processes import child_environment, run_python
 
 from pycomm._native import loader
 from pycomm.cli import doctor, main, remote_end, run
-from pycomm.doctor.facts import HostFacts
+from pycomm.doctor.facts import HostFacts, unique_names
 from pycomm.doctor.report import Report
 
 
@@ -801,7 +801,22 @@ def test_the_doctor_writes_what_run_reads(tmp_path: Path) -> None:
     ]
     names = ["x.example", "fd00::2"]
     by_hand = argparse.Namespace(hostfile=str(path), hosts=names, ranks_per_host=8)
-    facts = [HostFacts(name="x", ranks=(0,)), HostFacts(name="y", ranks=(1,))]
+    facts = [HostFacts(name="x", ranks=range(8)), HostFacts(name="y", ranks=range(8, 16))]
     doctor._write_hostfile(Report(hosts=facts), by_hand)
     assert path.read_text() == "x.example:8\n[fd00::2]:8\n"
     assert [one.name for one in hosts_of("--hostfile", str(path))] == names
+
+
+def test_the_doctor_writes_the_addresses_of_cloned_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    names, addresses = ["pi", "b", "pi"], ["192.0.2.1", "192.0.2.2", "fd00::3"]
+    facts = [
+        HostFacts(name=name, address=address, ranks=(rank,))
+        for rank, (name, address) in enumerate(
+            zip(unique_names(names, addresses), addresses, strict=True)
+        )
+    ]
+    given = argparse.Namespace(hostfile=str(path), hosts=None, ranks_per_host=1)
+    doctor._write_hostfile(Report(hosts=facts), given)
+    listed = [one.name for one in hosts_of("--hostfile", str(path))]
+    assert listed == ["192.0.2.1", "b", "fd00::3"]
