@@ -113,6 +113,28 @@ def test_what_to_type_by_hand_has_the_variables_and_whole_paths(
 def test_an_address_that_can_be_bound_is_not_of_this_host_for_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+@pytest.mark.parametrize(
+    ("first", "own", "address"),
+    [
+        ("localhost", ["192.0.2.1", "192.0.2.2"], "192.0.2.1"),
+        ("127.0.1.1", ["fd00::1"], "[fd00::1]"),
+        ("localhost", [], "localhost"),
+        ("[fd00::9]", ["192.0.2.1"], "[fd00::9]"),
+    ],
+)
+def test_what_to_type_by_hand_has_an_address_that_leads_to_the_first_host(
+    first: str,
+    own: list[str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(remote_end, "own_addresses", lambda: own)
+    assert main(["run", "-H", f"{first},192.0.2.9", "--dry-run", "train.py"]) == 0
+    found = re.findall(r"--master-addr=([^ ']+)", capsys.readouterr().out.replace("'\"'\"'", ""))
+    assert found == [address, address]
+
+
     monkeypatch.setattr(socket.socket, "bind", lambda *_: None)  # net.ipv4.ip_nonlocal_bind
     assert not run._is_this_host("192.0.2.1")
     monkeypatch.setattr(remote_end, "own_addresses", lambda: ["192.0.2.1"])
