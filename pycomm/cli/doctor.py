@@ -115,7 +115,11 @@ def _write_hostfile(report: Report, arguments: argparse.Namespace) -> None:
     by_hand = arguments.hosts or report.alone
     lines = []
     for host in sorted(report.hosts, key=lambda host: min(host.ranks)):
-        name = arguments.hosts[min(host.ranks)] if arguments.hosts else host.name
+        name = host.name
+        if arguments.hosts:
+            name = arguments.hosts[min(host.ranks) // arguments.ranks_per_host]
+        elif name.endswith(f"({host.address})"):  # not unique: see unique_names
+            name = host.address
         name = f"[{name}]" if ":" in name else name
         count = arguments.ranks_per_host if by_hand else len(host.ranks)
         lines.append(f"{name}:{count}" + (f"  # {host.address}" if host.address else ""))

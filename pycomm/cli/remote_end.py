@@ -20,6 +20,7 @@ import ctypes
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import queue
 import re
@@ -52,16 +53,17 @@ _STARTING_S = 0.005  # a rank that ends within it is not seen
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _EXIT_CODE = 52 - 3  # of /proc/PID/stat, of the fields that stand behind the name: see proc(5)
 _ADDRESS_LIST = 0x8912  # SIOCGIFCONF: see netdevice(7)
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")  # torchrun sets them for each
 
 
 def main(job: dict[str, Any]) -> None:
     """Runs until torchrun has ended, or the launcher is gone. Does not return."""
-    # Another process, as one of the system that shuts down, asks this one to end.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _raise_asked)
     _prctl(_SET_CHILD_SUBREAPER, 1)
     host = _Host(job)
+    # Another process, as one of the system that shuts down, asks this one to end.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, host.take_signal)
     code = 1
     with contextlib.suppress(_Gone):
         code = host.serve()
@@ -71,10 +73,6 @@ def main(job: dict[str, Any]) -> None:
 
 class _Gone(Exception):
     """The launcher has ended, or nobody knows whether it has."""
-
-
-def _raise_asked(*_: object) -> None:
-    raise _Gone
 
 
 def why_not(job: dict[str, Any]) -> str:
@@ -226,6 +224,8 @@ class _Inbox:
     """The launcher's messages."""
 
     def __init__(self, silence_s: float) -> None:
+        self.closed = False
+        """If set, it counts as ended."""
         self._silence_s = silence_s
         self._heard = time.monotonic()
         self._rest = b""
@@ -243,7 +243,7 @@ class _Inbox:
             self._heard = time.monotonic()
             *lines, self._rest = (self._rest + got).split(b"\n")
             yield from (json.loads(line) for line in lines if line)
-        if time.monotonic() - self._heard > self._silence_s:
+        if self.closed or time.monotonic() - self._heard > self._silence_s:
             raise _Gone
 
 
@@ -324,6 +324,7 @@ class _Host:
         self._job = job
         self._inbox = _Inbox(job["silence_s"])
         self._listener: _Listener | None = None
+        self._begun = False
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._ranks: _Ranks | None = None
@@ -355,6 +356,13 @@ class _Host:
                 reported_done = True
                 self._report(done=True)
         return 1 if self._status is None else self._status
+
+    def take_signal(self, *_: object) -> None:
+        """The next ``read`` raises _Gone, where ``serve`` expects it; before torchrun begins, when
+        no rank needs a grace and much may block, this does."""
+        self._inbox.closed = True
+        if not self._begun:
+            raise _Gone
 
     def close(self) -> None:
         """Ends every process below this one, and reports torchrun's exit."""
@@ -401,12 +409,15 @@ class _Host:
             self._listener.close()
             self._listener = None
         environment = _environment(os.environ, self._job["variables"])
+        # Else torchrun kills its ranks after 30 s. torch 2.11 does so in any case.
+        environment.setdefault(_SHUTDOWN_TIMEOUT, str(math.ceil(self._grace_s) + 1))
         if secret:
             environment.pop("PYCOMM_SECRET", None)
             environment["PYCOMM_SECRET_FILE"] = _hold_in_memory(secret)
         if not keeps_logs:
             self._logs = tempfile.mkdtemp(prefix="pycomm-run-")
             torchrun = [f"--log-dir={self._logs}", *torchrun]
+        self._begun = True
         self._torchrun = subprocess.Popen(
             # -u: a line comes when it is printed, not when 8 KiB are full.
             [sys.executable, "-u", "-m", "torch.distributed.run", *torchrun],

@@ -405,7 +405,8 @@ def _plan(
     arguments: argparse.Namespace, hosts: Sequence[Host], variables: Mapping[str, str]
 ) -> Iterator[str]:
     """What could be typed by hand."""
-    address, port = arguments.master_addr or hosts[0].name, arguments.master_port or _PORT
+    address = arguments.master_addr or _address_by_hand(hosts[0].name)
+    address, port = _bracketed(address), arguments.master_port or _PORT
     given = [f"{name}={value}" for name, value in variables.items()]
     for host in hosts:
         words = _torchrun(arguments, hosts, host, address, port)
@@ -414,6 +415,16 @@ def _plan(
         line = f"cd {shlex.quote(arguments.folder)} && {line}"
         ssh = shlex.join([*arguments.ssh, host.target])
         yield line if host.local else f"{ssh} {shlex.quote(line)}"
+
+
+def _address_by_hand(name: str) -> str:
+    """Of the first host. A name that leads each host to itself is replaced by an address."""
+    found = []
+    with contextlib.suppress(OSError, UnicodeError):
+        found = [str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)]
+    if found and all(map(_is_loopback, found)):
+        return next(iter(remote_end.own_addresses()), name)
+    return name
 
 
 # The job
@@ -896,7 +907,7 @@ class _Launch:
         results = [host.answers.get("reached", {}) for host in self._hosts]
         for candidate in candidates:
             if all(reached.get(candidate) == "" for reached in results):
-                self._address = f"[{candidate}]" if ":" in candidate else candidate
+                self._address = _bracketed(candidate)
                 return []
         reasons = []
         for host, reached in zip(self._hosts, results, strict=True):
@@ -1007,6 +1018,10 @@ def _how(code: int | None) -> str:
 def _compared(name: str, version: str) -> list[str]:
     """The part of a version that must be equal: of torch its minor, as cpu and cu128 mix."""
     return version.split("+")[0].split(".")[:2] if name == "torch" else [version]
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
 def _is_loopback(address: str) -> bool:

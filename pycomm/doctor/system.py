@@ -22,7 +22,7 @@ import torch
 
 from pycomm._group import secrets
 from pycomm._native import loader
-from pycomm._settings import SETTINGS
+from pycomm._settings import SECRET_FILE_VARIABLE, SETTINGS
 from pycomm._version import __version__
 from pycomm.doctor.bounded import within
 from pycomm.doctor.facts import Firewall, HostFacts, Interface
@@ -187,7 +187,8 @@ def socket_options(environ: Mapping[str, str]) -> ResolvedOptions:
 
 def variables_in_force(environ: Mapping[str, str]) -> list[str]:
     """ "NAME=value" of each variable that sets something, to start another host alike."""
-    names = dict.fromkeys(n for one in SETTINGS for n in (one.variable, *one.fallbacks))
+    settings = (name for one in SETTINGS for name in (one.variable, *one.fallbacks))
+    names = dict.fromkeys([*settings, SECRET_FILE_VARIABLE])
     return [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name, "")]
 
 

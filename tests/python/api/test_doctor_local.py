@@ -99,10 +99,11 @@ def test_firewalld_is_found_by_systemd_where_it_writes_no_pid_file(
 
 def test_the_lines_for_other_hosts_carry_the_settings_in_force() -> None:
     environ = {"PYCOMM_PORT_RANGE": "29600-29699", "NCCL_SOCKET_IFNAME": "^lo,x y", "HOME": "/root"}
-    environ["PYCOMM_ALGO"] = ""
+    environ |= {"PYCOMM_ALGO": "", "PYCOMM_SECRET": "a", "PYCOMM_SECRET_FILE": "/run/a secret"}
     assert system.variables_in_force(environ) == [
         "NCCL_SOCKET_IFNAME='^lo,x y'",
         "PYCOMM_PORT_RANGE=29600-29699",
+        "PYCOMM_SECRET_FILE='/run/a secret'",
     ]
 
 

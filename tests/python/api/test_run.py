@@ -21,15 +21,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+import torch
 from processes import child_environment, run_python
 
 from pycomm._native import loader
 from pycomm.cli import doctor, main, remote_end, run
-from pycomm.doctor.facts import HostFacts
+from pycomm.doctor.facts import HostFacts, unique_names
 from pycomm.doctor.report import Report
+
+_LIMIT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def parse(*given: str) -> argparse.Namespace:
@@ -108,6 +111,28 @@ def test_what_to_type_by_hand_has_the_variables_and_whole_paths(
     )
     assert "--secret is left out above" in err
     assert "pycomm-secret" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("first", "own", "address"),
+    [
+        ("localhost", ["192.0.2.1", "192.0.2.2"], "192.0.2.1"),
+        ("127.0.1.1", ["fd00::1"], "[fd00::1]"),
+        ("localhost", [], "localhost"),
+        ("[fd00::9]", ["192.0.2.1"], "[fd00::9]"),
+    ],
+)
+def test_what_to_type_by_hand_has_an_address_that_leads_to_the_first_host(
+    first: str,
+    own: list[str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(remote_end, "own_addresses", lambda: own)
+    assert main(["run", "-H", f"{first},192.0.2.9", "--dry-run", "train.py"]) == 0
+    found = re.findall(r"--master-addr=([^ ']+)", capsys.readouterr().out.replace("'\"'\"'", ""))
+    assert found == [address, address]
 
 
 def test_an_address_that_can_be_bound_is_not_of_this_host_for_that(
@@ -590,6 +615,79 @@ def test_torchrun_inherits_no_rank() -> None:
     assert found == {"HOME": "/root", "MINE": "a"}
 
 
+@contextlib.contextmanager
+def remote_end_that_starts(
+    text: str, folder: Path, grace_s: float, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A remote end and its output. What it starts as torchrun is this text."""
+    package = folder / "torch" / "distributed"
+    package.mkdir(parents=True)
+    for path in (folder / "train.py", package.parent / "__init__.py", package / "__init__.py"):
+        path.touch()
+    (package / "run.py").write_text(text)
+    job = {
+        "code": Path(remote_end.__file__).read_text(),
+        "word": "a-word:",
+        "folder": str(folder),
+        "program": "train.py",
+        "module": False,
+        "no_python": False,
+        "variables": variables,
+        "silence_s": 600.0,
+        "grace_s": grace_s,
+    }
+    start = {"act": "start", "torchrun": [], "count": 1, "keeps_logs": True, "secret": ""}
+    with subprocess.Popen(
+        [sys.executable, "-c", run._BOOTSTRAP],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as end:
+        assert end.stdin is not None and end.stdout is not None
+        try:
+            end.stdin.write(f"{json.dumps(job)}\n{json.dumps(start)}\n")
+            end.stdin.flush()
+            yield end, end.stdout
+        finally:
+            end.kill()
+
+
+SAVES_SLOWLY = f"""
+import signal, sys, time
+def save(*_):
+    time.sleep({remote_end._POLITE_S + 1})
+    print("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_remote_end_that_is_asked_to_end_leaves_ranks_their_grace(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with remote_end_that_starts(SAVES_SLOWLY, tmp_path, 100.0) as (end, output):
+        while (line := output.readline()) != "up\n":
+            assert line
+        end.send_signal(number)
+        # Its input stays open: the signal alone has to end it.
+        assert "saved\n" in output.readlines()
+        assert end.wait(60) == 0
+
+
+@pytest.mark.parametrize(("given", "limit"), [({}, "42"), ({_LIMIT: "7"}, "7")])
+def test_torchrun_kills_no_rank_before_its_grace_is_over(
+    given: dict[str, str], limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(_LIMIT, raising=False)
+    text = f"import os\nprint('limit', os.environ.get('{_LIMIT}'))\n"
+    with remote_end_that_starts(text, tmp_path, 40.5, **given) as (_, output):
+        assert f"limit {limit}\n" in output.readlines()
+
+
 @pytest.mark.parametrize(
     ("program", "variables", "why"),
     [
@@ -651,8 +749,6 @@ def test_a_secret_is_one_to_the_native_part() -> None:
 
 
 def test_versions_are_those_of_what_would_be_imported() -> None:
-    import torch
-
     import pycomm
 
     assert remote_end.versions() == {"torch": str(torch.__version__), "pycomm": pycomm.__version__}
@@ -760,6 +856,45 @@ def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> N
         assert job.wait(60) == 7
 
 
+ENDS_LATE = """
+import signal, sys, time
+def save(*_):
+    time.sleep(33)  # torchrun's own limit is 30
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.needs_native
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="this torchrun kills its ranks after 30 s in any case"
+)
+def test_a_grace_longer_than_torchruns_own_limit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ENDS_LATE)
+    with subprocess.Popen(
+        [sys.executable, "-m", "pycomm", "run", "-H", "localhost", "--grace=300", str(script)],
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        try:
+            while line := job.stdout.readline():
+                if line == "[0@localhost] up\n":
+                    job.send_signal(signal.SIGTERM)
+                    break
+            assert "[0@localhost] saved\n" in job.stdout.readlines()
+        finally:
+            job.kill()
+
+
 LEAVES_EARLY = """
 import os, sys, time
 import torch.distributed as dist
@@ -801,7 +936,22 @@ def test_the_doctor_writes_what_run_reads(tmp_path: Path) -> None:
     ]
     names = ["x.example", "fd00::2"]
     by_hand = argparse.Namespace(hostfile=str(path), hosts=names, ranks_per_host=8)
-    facts = [HostFacts(name="x", ranks=(0,)), HostFacts(name="y", ranks=(1,))]
+    facts = [HostFacts(name="x", ranks=range(8)), HostFacts(name="y", ranks=range(8, 16))]
     doctor._write_hostfile(Report(hosts=facts), by_hand)
     assert path.read_text() == "x.example:8\n[fd00::2]:8\n"
     assert [one.name for one in hosts_of("--hostfile", str(path))] == names
+
+
+def test_the_doctor_writes_the_addresses_of_cloned_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    names, addresses = ["pi", "b", "pi"], ["192.0.2.1", "192.0.2.2", "fd00::3"]
+    facts = [
+        HostFacts(name=name, address=address, ranks=(rank,))
+        for rank, (name, address) in enumerate(
+            zip(unique_names(names, addresses), addresses, strict=True)
+        )
+    ]
+    given = argparse.Namespace(hostfile=str(path), hosts=None, ranks_per_host=1)
+    doctor._write_hostfile(Report(hosts=facts), given)
+    listed = [one.name for one in hosts_of("--hostfile", str(path))]
+    assert listed == ["192.0.2.1", "b", "fd00::3"]
