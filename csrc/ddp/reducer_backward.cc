@@ -187,6 +187,16 @@ std::vector<std::shared_ptr<Reducer>> Reducer::besides() const {
   return others;
 }
 
+std::shared_ptr<const ForwardMark> Reducer::forwardOfCall() const {
+  std::shared_ptr<const ForwardMark> last;
+  for (const auto& mark : marksOfCall()) {
+    if (same(mark->reducer, weak_from_this()) && (last == nullptr || mark->number > last->number)) {
+      last = mark;
+    }
+  }
+  return last;
+}
+
 PassWeights::Ends Reducer::ends() const {
   if (!weights_.has_value() || asked_in_ == BackwardCall::kNone ||
       asked_in_ == torch::autograd::get_current_graph_task_id()) {
