@@ -555,6 +555,29 @@ def test_a_backward_within_forward_of_a_certain_weight_counts() -> None:
         assert abs(apart - 2 * 4 / 9) < 1e-14
 
 
+def of_nobody(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    texts, off = [], []
+    values = [batch_of(4 + 3 * r) * (1 + r) for r in range(world_size)]
+    for options in ({}, {"sync_every": 8}):
+        model = wrap(Beside(), weight="samples", **options)
+        model.samples = 0
+        with pytest.raises(RuntimeError) as raised:
+            model(batch_of(4)).square().mean().backward()
+        texts.append(str(raised.value))
+        model.zero_grad()
+        model(values[rank]).square().mean().backward()
+        off.append(off_by(model, [torch.cat(values)]))
+    return texts, off
+
+
+def test_a_backward_within_forward_of_a_step_without_samples_is_an_error() -> None:
+    for texts, off in ranks.run_ranks(2, of_nobody, timeout_s=60, preload=ranks.TORCH_DDP).values():
+        assert all(
+            "within forward() has no weight, and it stays in .grad" in each for each in texts
+        )
+        assert max(off) < 1e-14, off
+
+
 class Raising(nn.Module):
     """Its loss is in no tensor, list or dict, and no batch may have 8 samples."""
 
