@@ -59,7 +59,7 @@ struct SaidWeight {
 /// A loss may use a parameter beside the outputs of forward, and give its gradient before its graph is entered, whose weight nobody knows yet.
 /// So coming() keeps what .grad was, enter() takes such early gradients out of it again, and begin() puts them back, as the first of the pass.
 ///
-/// Not thread-safe; the reducer's mutex guards it.
+/// Not thread-safe; the reducer's turn (PassLock) guards it.
 class PassWeights {
  public:
   /// When a pass ends that may be one of several in a call of backward().
