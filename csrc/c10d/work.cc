@@ -23,8 +23,6 @@
 namespace pycomm {
 namespace {
 
-// How often a waiting main thread looks for Ctrl-C.
-
 bool isMessage(c10d::OpType type) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
 }

@@ -22,7 +22,7 @@ namespace pycomm {
 ///
 /// Slots may be packed before the ratio is known: packAhead() -> setRatio().
 ///
-/// Not thread-safe; the reducer's mutex guards it.
+/// Not thread-safe; the reducer's turn (PassLock) guards it.
 class Bucket {
  public:
   /// `exponent`: see makeWire(). `tag`: see CallTag. The others: see BucketMemory.

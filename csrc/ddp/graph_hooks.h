@@ -129,6 +129,14 @@ struct ForwardMark {
   WaitClock::Instant began; ///< when it began to compute, if PassWeights follows it
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
   std::weak_ptr<Reducer> reducer; ///< whose it is
+
+  /// Its pass is that of `other`.
+  void countAs(const ForwardMark& other) {
+    weight = other.weight;
+    said = other.said;
+    number = other.number;
+    began = other.began;
+  }
 };
 
 /// Calls `on_entry` whenever a backward pass goes through one of these outputs, before any gradient behind it. Outputs without a graph are

@@ -17,7 +17,7 @@ namespace pycomm {
 ///
 ///     setBuffers() -> launch() -> await() [-> launch() -> await() after Redo] -> commit()
 ///
-/// Not thread-safe; the reducer's mutex guards it.
+/// Not thread-safe; the reducer's turn (PassLock) guards it.
 class LeaderState {
  public:
   /// After a forward pass. On the CPU, of the same shapes and dtypes on all ranks.

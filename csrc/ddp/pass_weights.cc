@@ -366,6 +366,7 @@ void PassWeights::begin(bool reduces) {
       !sum_.stray && (sum_.stray_in == 0 || sum_.stray_in == forward),
       "weight=\"samples\" cannot tell which forward pass an earlier backward pass belonged to, in no_sync() or within forward(): forward() has to "
       "return tensors, or lists, tuples, dicts or dataclasses of tensors, of which the loss is made, and backward() comes after it");
+  drops_stray_ = drops_ && sum_.stray_in != 0;
   sum_.stray_in = 0;
   if (entered_->begun) { // its call goes through a graph outside no_sync(), too
     if (reduces) {
@@ -517,7 +518,7 @@ void PassWeights::clear() {
   endPass();
   sum_ = {};
   scale_ = 1.0;
-  drops_ = weightless_ = false;
+  drops_ = drops_stray_ = weightless_ = false;
   ends_ = Ends::InTurn;
   std::fill(kept_.begin(), kept_.end(), at::Tensor());
 }

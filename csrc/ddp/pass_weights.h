@@ -59,7 +59,7 @@ struct SaidWeight {
 /// A loss may use a parameter beside the outputs of forward, and give its gradient before its graph is entered, whose weight nobody knows yet.
 /// So coming() keeps what .grad was, enter() takes such early gradients out of it again, and begin() puts them back, as the first of the pass.
 ///
-/// Not thread-safe; the reducer's mutex guards it.
+/// Not thread-safe; the reducer's turn (PassLock) guards it.
 class PassWeights {
  public:
   /// When a pass ends that may be one of several in a call of backward().
@@ -151,6 +151,11 @@ class PassWeights {
   /// to be the next one, and to weigh .grad by what it weighs itself.
   void stray(size_t param);
 
+  /// Whether the pass under way has no weight, so that a gradient from within its forward pass has none either and stays in .grad until averages
+  /// are written over it.
+  [[nodiscard]] bool dropsStray() const noexcept {
+    return drops_stray_;
+  }
   /// Of the pass that has begun; else Ends::InTurn.
   void setEnds(Ends ends) noexcept {
     ends_ = ends;
@@ -275,6 +280,7 @@ class PassWeights {
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
+  bool drops_stray_ = false; ///< see dropsStray()
   Ends ends_ = Ends::InTurn; ///< of the pass under way
   double scale_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight, or with a share

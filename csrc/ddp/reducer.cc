@@ -201,7 +201,11 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
     followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight and no use
   }
   if (weights_.has_value()) {
-    weights_->marked(*mark);
+    if (const auto of = forwardOfCall()) {
+      mark->countAs(*of);
+    } else if (!marks_.isWithinBackward()) {
+      weights_->marked(*mark);
+    }
   }
   if (weights_.has_value() && !reduces && !marked) {
     weights_->cannotFollow();
@@ -400,7 +404,7 @@ void Reducer::forwardFailed() {
 
 bool Reducer::isWithinBackward() {
   const Turn turn(*this);
-  return marks_.isWithinBackward();
+  return withinBackward();
 }
 
 void Reducer::setWeight(std::optional<double> weight) {

@@ -248,6 +248,13 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void endDue() noexcept;
   /// The others through which the present call of backward() goes and whose averages other ranks await.
   [[nodiscard]] std::vector<std::shared_ptr<Reducer>> besides() const;
+  /// The last forward pass of this wrapper that the present call of backward() goes through, entered or not; null: it goes through none. A call that
+  /// repeats one may do so first, if the loss is in the checkpoint, too.
+  [[nodiscard]] std::shared_ptr<const ForwardMark> forwardOfCall() const;
+  /// See isWithinBackward().
+  [[nodiscard]] bool withinBackward() const {
+    return marks_.isWithinBackward() || forwardOfCall() != nullptr;
+  }
   /// Of the pass that begins in the present call: in a nested one, where a checkpoint repeats its forward pass, it ends before others.
   [[nodiscard]] PassWeights::Ends ends() const;
   /// In the present call, if it goes through here: its pass reduces, and has not ended. Any thread.

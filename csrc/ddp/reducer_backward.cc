@@ -187,6 +187,16 @@ std::vector<std::shared_ptr<Reducer>> Reducer::besides() const {
   return others;
 }
 
+std::shared_ptr<const ForwardMark> Reducer::forwardOfCall() const {
+  std::shared_ptr<const ForwardMark> last;
+  for (const auto& mark : marksOfCall()) {
+    if (same(mark->reducer, weak_from_this()) && (last == nullptr || mark->number > last->number)) {
+      last = mark;
+    }
+  }
+  return last;
+}
+
 PassWeights::Ends Reducer::ends() const {
   if (!weights_.has_value() || asked_in_ == BackwardCall::kNone ||
       asked_in_ == torch::autograd::get_current_graph_task_id()) {
@@ -582,6 +592,7 @@ void Reducer::giveUpWeightless() {
     values.has_local = false;
     ++values.passes;
   });
+  const bool left_stray = weights_->dropsStray();
   weights_->commit(members_); // a sampler has dealt a batch for it
   if (used_.has_value()) {
     used_->clear();
@@ -593,6 +604,10 @@ void Reducer::giveUpWeightless() {
   resetStep();
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
+  TORCH_CHECK(
+      !left_stray,
+      "no rank has any samples in this step, so that a gradient of a backward pass within forward() has no weight, and it stays in .grad: with "
+      "weight=\"samples\", backward() comes after forward()");
   TORCH_CHECK_VALUE(
       options_.may_be_weightless || ever_changed_, // those who are gone may have had all samples
       "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "

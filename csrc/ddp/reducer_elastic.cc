@@ -204,7 +204,7 @@ at::Tensor Reducer::sumOfMembers(const at::Tensor& values, const std::string& ab
 size_t Reducer::awaitNewcomers() {
   return raising([&]() -> size_t {
     const Turn turn(*this);
-    if (agreement_ == nullptr || midway() || marks_.isWithinBackward()) {
+    if (agreement_ == nullptr || midway() || withinBackward()) {
       return 0;
     }
     throwIfUnfinished();

@@ -52,7 +52,7 @@ struct SharedValues {
 /// SharedValues in two halves: those that passes read, and those that the pass under way will leave. Reducer::commit() makes the one of the
 /// other, so a pass that fails anywhere changes none of them. Averages and residuals are elsewhere, and may have changed by then: see Wire.
 ///
-/// Not thread-safe; the reducer's mutex guards it.
+/// Not thread-safe; the reducer's turn (PassLock) guards it.
 class SharedState {
  public:
   explicit SharedState(std::vector<bool> trained) : now_(std::move(trained)), next_(now_) {}

@@ -101,6 +101,94 @@ def test_a_number_is_of_the_forward_pass_before_it_if_that_has_none() -> None:
             assert "has counted for another one. Set model.samples before each forward()" in error
 
 
+class Uncounted(nn.Module):
+    """Its arguments have different first dimensions, unless there are 2 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(batch) * factors
+        return found
+
+
+FACTORS = torch.tensor([2.0, 3.0], dtype=torch.float64)
+
+
+def checkpointed(model: Any, samples: int, *, whole: bool = True) -> torch.Tensor:
+    """`whole`: the loss is in the checkpoint, so that backward needs its tensors first."""
+
+    def play(batch: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(batch, FACTORS)
+        return nn.functional.mse_loss(output, torch.zeros_like(output)) if whole else output
+
+    found: torch.Tensor = checkpoint(play, batch_of(samples), use_reentrant=False)
+    return found if whole else found.mean()
+
+
+def in_checkpoints(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = wrap(Uncounted(), weight="samples")
+    model.samples = 10
+    loss = checkpointed(model, 4)
+    model.samples = 20
+    loss.backward()
+    found["after one before"] = [counted(model), model.samples]
+    loss = checkpointed(model, 2)
+    model.samples = 30
+    loss.backward()
+    found["after"] = [counted(model), model.samples]
+
+    def two_losses() -> list[torch.Tensor]:
+        losses = []
+        for number in (40, 50):
+            model.samples = number
+            losses.append(checkpointed(model, 4))
+        return losses
+
+    for loss in two_losses():
+        loss.backward()
+        found.setdefault("before each of two", []).append(counted(model))
+    sum(two_losses(), torch.zeros(())).backward()
+    found["before each of one loss"] = counted(model)
+
+    with model.no_sync():
+        model.samples = 5
+        loss = checkpointed(model, 4)
+        model.samples = 6
+        loss.backward()
+    model.samples = 7
+    checkpointed(model, 4).backward()
+    found["in no_sync()"] = counted(model)
+
+    for whole in (True, False):
+        model.zero_grad()
+        with model.no_sync():
+            model.samples = 5
+            loss = checkpointed(model, 4, whole=whole)
+        second = checkpointed(model, 2, whole=whole)
+        model.samples = 8
+        with model.no_sync():
+            loss.backward()
+        second.backward()
+        found.setdefault("between forwards and backwards", []).append(counted(model))
+    return found
+
+
+def test_a_checkpoint_that_has_the_loss_in_it_counts_as_without_it() -> None:
+    for found in ranks.run_ranks(2, in_checkpoints, timeout_s=60, preload=ranks.TORCH_DDP).values():
+        assert found == {
+            "after one before": [20.0, None],
+            "after": [30.0, None],
+            "before each of two": [40.0, 50.0],
+            "before each of one loss": 50.0,
+            "in no_sync()": 13.0,
+            "between forwards and backwards": [13.0, 13.0],
+        }
+
+
 class Told:
     """The numbers that a program has set, and who has them: a forward pass has at most two."""
 
@@ -465,6 +553,29 @@ def test_a_backward_within_forward_of_a_certain_weight_counts() -> None:
     for off, apart in ranks.run_ranks(2, certain, timeout_s=60, preload=ranks.TORCH_DDP).values():
         assert max(off.values()) < 1e-14, off
         assert abs(apart - 2 * 4 / 9) < 1e-14
+
+
+def of_nobody(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    texts, off = [], []
+    values = [batch_of(4 + 3 * r) * (1 + r) for r in range(world_size)]
+    for options in ({}, {"sync_every": 8}):
+        model = wrap(Beside(), weight="samples", **options)
+        model.samples = 0
+        with pytest.raises(RuntimeError) as raised:
+            model(batch_of(4)).square().mean().backward()
+        texts.append(str(raised.value))
+        model.zero_grad()
+        model(values[rank]).square().mean().backward()
+        off.append(off_by(model, [torch.cat(values)]))
+    return texts, off
+
+
+def test_a_backward_within_forward_of_a_step_without_samples_is_an_error() -> None:
+    for texts, off in ranks.run_ranks(2, of_nobody, timeout_s=60, preload=ranks.TORCH_DDP).values():
+        assert all(
+            "within forward() has no weight, and it stays in .grad" in each for each in texts
+        )
+        assert max(off) < 1e-14, off
 
 
 class Raising(nn.Module):
