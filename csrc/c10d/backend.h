@@ -37,7 +37,8 @@ namespace pycomm {
 /// The call raises errors of its arguments; wait() or the future raises all later ones.
 ///
 /// A reconfigurable one (torch: enable_reconfigure) has another Group after each reconfigure(), and none before the first and after one
-/// that failed. What belongs to one Group is replaced in one place, adopt(); a Work keeps that of its own.
+/// that failed. What belongs to one Group is replaced in one place, adopt(), but for windows_ and the epoch of hooks_; a Work keeps that
+/// of its own.
 class PycommBackend final : public c10d::Backend {
  public:
   struct Settings {

@@ -1,4 +1,4 @@
-// How a group comes to be: it meets the other ranks in the store, then connects its control links.
+// How a group comes to be: it meets the other ranks in the store, connects its control links, then shares memory with the ranks of its host.
 #include <algorithm>
 #include <chrono>
 #include <exception>

@@ -34,8 +34,9 @@ namespace pycomm {
 /// it was issued all the same, since that order alone is the ranks' common one, and is not entered before it is released. To the others
 /// this rank is one that comes late, so they need not know whose tensors lie on devices.
 ///
-/// A caller that waits runs them (`drive`), with no other thread in between. Operations that no caller waits for are run by a thread of
-/// the plane's own, which is started when it is first needed. One thread at a time runs operations: the one that holds `run_mutex_`.
+/// A caller that waits runs them (`drive`), with no other thread in between. If one is posted that nobody waits for yet, as DDP's are, a thread
+/// of the plane's own, which is started when it is first needed, runs all until nothing is pending; callers that wait meanwhile sleep. One
+/// thread at a time runs operations: the one that holds `run_mutex_`.
 ///
 /// Like the DataPlane it never decides that the group has failed: it reports to `notice`, and `fail` brings the cause back. The data loop has
 /// the deadlines: the plane reports an operation that has waited for a while to it (`stuck`), and from then on the ranks ask each other
