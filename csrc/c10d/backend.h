@@ -363,13 +363,13 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] EpochLock holdEpoch() const;
   [[nodiscard]] Error noGroup() const;
   /// What belongs to one group.
-  struct Epoch {
+  struct OfGroup {
     Reconfigurable::Met met;
     std::shared_ptr<GroupRole> role;
   };
   /// Replaces that. An empty one: there is no group, and `why_none_` says why. Throws Error(Timeout) if a call does not return, and
   /// Error(ShutDown) for a group after shutdown().
-  void adopt(Epoch epoch, const std::string& why_none, Deadline deadline);
+  void adopt(OfGroup next, const std::string& why_none, Deadline deadline);
   /// `epoch`: of hooks_. The hooks of another one do not run.
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch);
   /// For the reconfigure() under way, if any, also before and after its JoinAbort is there. `does`: "aborted".

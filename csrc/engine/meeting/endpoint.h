@@ -25,7 +25,7 @@ namespace pycomm {
 /// the Instance that they name. A connection carries no frame of a group: groups open links of their own when their ranks have met.
 ///
 /// A connection names the incarnation that it looks for and the one that it comes from, and, to enter or to look, the instance; one that asks
-/// who the members are only the first, or at a fixed port none. What is not the one here gets that answer and nothing else.
+/// who the members are only the first, or at a fixed port none. If any of them is not the one here, it gets that answer and nothing else.
 ///
 /// It listens and answers on the control loop, where an answer takes microseconds. Any thread may call what is public.
 class Endpoint final {
