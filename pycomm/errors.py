@@ -96,7 +96,8 @@ class ErrorRecord(Mapping[str, Any]):
     group_ranks: str | None = None
     """The ranks of the group, "1, 3"; None for the default group."""
     epoch: int | None = None
-    """How often the group has changed its members: 0."""
+    """The uuid of the ``reconfigure()`` that made the group, in an elastic training the number of
+    the members' epoch; else 0."""
     op: str | None = None
     """The operation, "all_reduce"."""
     sequence: int | None = None

@@ -110,7 +110,7 @@ c10::intrusive_ptr<PycommBackend> ours(const c10::intrusive_ptr<c10d::Backend>& 
 }
 
 // `joins`: handles of members of the group that this process wants to join; none: it is a founding member.
-std::shared_ptr<ElasticSteps> open(
+std::shared_ptr<ElasticSteps> stepAgreement(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     size_t min_ranks,
@@ -270,7 +270,7 @@ void bindElastic(py::module_& m) {
           py::call_guard<WithoutGil>());
   m.def(
       "step_agreement",
-      &open,
+      &stepAgreement,
       py::arg("backend"),
       py::arg("group"),
       py::arg("min_ranks"),

@@ -287,13 +287,13 @@ std::string PycommBackend::reconfigureHandle() const {
   });
 }
 
-void PycommBackend::adopt(Epoch epoch, const std::string& why_none, Deadline deadline) {
+void PycommBackend::adopt(OfGroup next, const std::string& why_none, Deadline deadline) {
   std::shared_ptr<CudaDevices> devices;
   c10::intrusive_ptr<WorkOwner> owner;
-  Reconfigurable::Met& met = epoch.met;
+  Reconfigurable::Met& met = next.met;
   if (met.group != nullptr) {
     devices = CudaDevices::create(met.group, settings_.cuda(*met.group));
-    owner = c10::make_intrusive<WorkOwner>(met.group, epoch.role);
+    owner = c10::make_intrusive<WorkOwner>(met.group, next.role);
   }
   std::unique_lock<std::shared_timed_mutex> lock(epoch_mutex_, std::defer_lock);
   // A call that blocks, such as the decision about NCCL, ends with its group, which is closed by now.
@@ -613,7 +613,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
 }
 
 void PycommBackend::tellOthers() noexcept {
-  ErrorRecord reason = recordInAnyCase(group_->identity(), [&] { return ownTroubleHere(group_->identity()); });
+  ErrorRecord reason = recordInAnyCase(group_->identity(), [&] { return recordOfThrownHere(group_->identity()); });
   if (!isOwnTrouble(reason.code)) {
     return; // all ranks find that
   }

@@ -37,7 +37,8 @@ namespace pycomm {
 /// The call raises errors of its arguments; wait() or the future raises all later ones.
 ///
 /// A reconfigurable one (torch: enable_reconfigure) has another Group after each reconfigure(), and none before the first and after one
-/// that failed. What belongs to one Group is replaced in one place, adopt(); a Work keeps that of its own.
+/// that failed. What belongs to one Group is replaced in one place, adopt(), but for windows_ and the epoch of hooks_; a Work keeps that
+/// of its own.
 class PycommBackend final : public c10d::Backend {
  public:
   struct Settings {
@@ -361,13 +362,13 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] EpochLock holdEpoch() const;
   [[nodiscard]] Error noGroup() const;
   /// What belongs to one group.
-  struct Epoch {
+  struct OfGroup {
     Reconfigurable::Met met;
     std::shared_ptr<GroupRole> role;
   };
   /// Replaces that. An empty one: there is no group, and `why_none_` says why. Throws Error(Timeout) if a call does not return, and
   /// Error(ShutDown) for a group after shutdown().
-  void adopt(Epoch epoch, const std::string& why_none, Deadline deadline);
+  void adopt(OfGroup next, const std::string& why_none, Deadline deadline);
   /// `epoch`: of hooks_. The hooks of another one do not run.
   void watchFailure(const std::shared_ptr<Group>& group, uint64_t epoch);
   /// For the reconfigure() under way, if any, also before and after its JoinAbort is there. `does`: "aborted".

@@ -34,8 +34,8 @@ namespace pycomm {
   return record;
 }
 
-/// In a catch block: ownTrouble(), also of what torch throws.
-[[nodiscard]] inline ErrorRecord ownTroubleHere(const GroupIdentity& identity) {
+/// In a catch block: recordOfThrown(), also of what torch throws.
+[[nodiscard]] inline ErrorRecord recordOfThrownHere(const GroupIdentity& identity) {
   std::exception_ptr exception = std::current_exception();
   try {
     throw;
@@ -43,9 +43,9 @@ namespace pycomm {
     if (const auto record = ifOutOfMemory(error)) {
       exception = std::make_exception_ptr(Error(*record));
     }
-  } catch (...) { // ownTrouble() knows it
+  } catch (...) { // recordOfThrown() knows it
   }
-  return ownTrouble(exception, identity);
+  return recordOfThrown(exception, identity);
 }
 
 /// Runs the body of a function that torch calls; pycomm's errors leave it as Python exceptions. The caller does not hold the

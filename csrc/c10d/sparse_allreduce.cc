@@ -123,7 +123,7 @@ struct SparseSum {
         }
       } catch (...) { // not an operation's
       }
-      ErrorRecord own = ownTroubleHere(identity);
+      ErrorRecord own = recordOfThrownHere(identity);
       own.op = kOp;
       return others_wait ? errorOf(own, identity) : own;
     });

@@ -63,7 +63,7 @@ auto Group::orFail(const Body& body) {
     return body();
   } catch (...) {
     const std::exception_ptr thrown = std::current_exception();
-    const ErrorRecord why = recordInAnyCase(roster_.identity, [&] { return ownTrouble(thrown, roster_.identity); });
+    const ErrorRecord why = recordInAnyCase(roster_.identity, [&] { return recordOfThrown(thrown, roster_.identity); });
     if (isOwnTrouble(why.code)) { // else all ranks find it
       abort(why); // a caller may try again at once
     }

@@ -1,4 +1,4 @@
-// How a group comes to be: it meets the other ranks in the store, then connects its control links.
+// How a group comes to be: it meets the other ranks in the store, connects its control links, then shares memory with the ranks of its host.
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -46,7 +46,7 @@ ErrorRecord withOwnPlace(ErrorRecord record, const RendezvousConfig& meeting, Er
   record.host = localHostName();
   record.group = meeting.group_name;
   record.group_ranks = meeting.job.list();
-  record.epoch = 0;
+  record.epoch = meeting.epoch;
   record.phase = record.phase.known() ? record.phase : phase;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   return record;

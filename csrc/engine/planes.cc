@@ -61,7 +61,7 @@ void Planes::openControl(std::vector<Listener> listeners, Membership::Config mem
 
 void Planes::openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, HostPlane::Config config) {
   HostPlane::Events events;
-  events.notice = [this](ErrorRecord record) {
+  events.noticed = [this](ErrorRecord record) {
     onControl([record = std::move(record)](ControlPlane& control) { control.notice(record); });
   };
   events.stuck = [this](std::shared_ptr<Operation> operation, uint64_t lacking) {

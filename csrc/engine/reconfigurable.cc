@@ -375,6 +375,7 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
   meeting.rank = plan.rank;
   meeting.size = instance->size();
   meeting.job = instance->job();
+  meeting.epoch = instance->uuid();
   meeting.deadline = deadline;
   meeting.serves_store = false;
   meeting.takeover = Takeover::Never;
@@ -424,6 +425,7 @@ Reconfigurable::Met Reconfigurable::meet(const Plan& plan, Deadline deadline, Jo
     }
     record.rank = plan.jobRank();
     record.host = localHostName();
+    record.epoch = instance->uuid();
     if (place == nullptr) {
       instance->fail(record);
     } else if (!place->meeting().fail(record) && met.group != nullptr) {

@@ -249,7 +249,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   }
   const TimePoint now = Clock::now();
   PYCOMM_FAULT_POINT("frame.header");
-  const bool ours = header.group == identity_.hash && header.epoch == identity_.epoch;
+  const bool ours = header.group == identity_.hash && header.epoch == identity_.epochOnWire();
   if (ours && header.op_id == PointToPoint::kAskId) {
     messages_.asked(peer, header);
     act();

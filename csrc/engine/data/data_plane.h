@@ -48,7 +48,7 @@ class DataPlane final : public Loop::Ticker, private LinkOwner {
   using Usage = pycomm::Usage;
   /// Any thread may be behind these; they must not block. Once the plane ends it reports no failure and no doubt, and asks nothing.
   struct Events {
-    /// The group has failed, as far as this rank knows.
+    /// A report: the group has failed, unless a goodbye explains it.
     std::function<void(ErrorRecord)> noticed;
     /// A peer said goodbye on its bulk link. The goodbye on its control link may get lost.
     std::function<void(int peer)> left;

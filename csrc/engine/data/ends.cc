@@ -34,7 +34,7 @@ void DataPlane::thrown(int peer, const std::exception_ptr& exception) noexcept {
     noteReading(peer); // the link may have brought bytes that cannot be taken
   }
   try {
-    ErrorRecord record = ownTrouble(exception, identity_);
+    ErrorRecord record = recordOfThrown(exception, identity_);
     tables_.failed = tables_.failed || isOwnTrouble(record.code); // of a peer's, its goodbye may tell more
     if (peer >= 0 && record.peer < 0) { // else it names another rank: a frame may open the link to that
       identity_.blame(record, peer);
@@ -73,7 +73,7 @@ void DataPlane::cannotBegin(const std::shared_ptr<Operation>& operation) noexcep
 
 void DataPlane::endRefused(Operation& operation, const std::exception_ptr& exception) const noexcept {
   operation.finish(
-      recordInAnyCase(identity_, [&] { return errorOf(operation, ownTrouble(exception, identity_), identity_); }));
+      recordInAnyCase(identity_, [&] { return errorOf(operation, recordOfThrown(exception, identity_), identity_); }));
 }
 
 void DataPlane::endRefusedLate(TimePoint now) noexcept {

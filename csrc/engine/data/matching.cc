@@ -32,8 +32,7 @@ Descriptor expectedFrom(const OperationRow& row, int peer) {
 
 void compare(Tables& tables, const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
   if (mine != theirs) {
-    const GroupIdentity& us = tables.identity;
-    fail(tables, disagreement(us.hosts, us.job, us.rank, mine, peer, theirs, id));
+    fail(tables, disagreement(tables.identity, mine, peer, theirs, id));
   }
 }
 
@@ -246,7 +245,7 @@ Verdict headerArrived(Tables& tables, OperationRow* row, int peer, const FrameHe
   if (tables.failed) {
     return Verdict::Ignore;
   }
-  if (header.group != tables.identity.hash || header.epoch != tables.identity.epoch) {
+  if (header.group != tables.identity.hash || header.epoch != tables.identity.epochOnWire()) {
     violated(tables, peer, header, "a frame of another group or epoch");
     return Verdict::Ignore;
   }
@@ -339,10 +338,8 @@ void violated(Tables& tables, int peer, const FrameHeader& header, const std::st
   const GroupIdentity& us = tables.identity;
   ErrorRecord record;
   record.code = ErrorCode::ProtocolViolation;
-  record.rank = us.job.of(us.rank);
-  record.host = us.hosts[static_cast<size_t>(us.rank)];
-  record.peer = us.job.of(peer);
-  record.peer_host = us.hosts[static_cast<size_t>(peer)];
+  us.sign(record);
+  us.blame(record, peer);
   record.op = collectiveName(Descriptor::readFrom(header).kindAt(us.rank));
   record.sequence = (header.op_id & kDerivedIdBit) != 0 ? -1 : static_cast<int64_t>(header.op_id);
   record.phase = ErrorPhase::Matching;
@@ -367,7 +364,7 @@ FrameHeader headerFor(const Tables& tables, const OperationRow* row, FrameType t
   FrameHeader header;
   header.type = type;
   header.group = tables.identity.hash;
-  header.epoch = tables.identity.epoch;
+  header.epoch = tables.identity.epochOnWire();
   if (row == nullptr) {
     return header;
   }

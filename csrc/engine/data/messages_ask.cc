@@ -71,7 +71,7 @@ void Messages::ask(int peer, uint32_t tag) {
   FrameHeader question;
   question.type = FrameType::Waiting;
   question.group = identity_.hash;
-  question.epoch = identity_.epoch;
+  question.epoch = identity_.epochOnWire();
   question.op_id = PointToPoint::kAskId;
   question.kind = static_cast<uint8_t>(Collective::Send);
   question.root = peer;

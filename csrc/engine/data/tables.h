@@ -51,15 +51,22 @@ struct Limits {
 /// No credit has been given yet.
 inline constexpr int64_t kNoLimit = -1;
 
-/// One direction of an operation's traffic with one peer, and how far it has come.
+/// One direction of an operation's traffic with one peer, and how far it has come:
+///
+///            incoming                                outgoing
+///   passed   frames whose header has arrived         frames that were queued
+///   done     frames that have arrived whole          frames that the kernel has taken
+///   moved    bytes that were consumed here           bytes that were queued
+///   limit    bytes that may be sent in all,          the same,
+///            as this rank has told the peer          as the peer has told this rank
 struct EdgeRow {
   int peer = -1;
   int64_t total = 0; ///< bytes of all its frames
   size_t frames = 0;
-  size_t passed = 0; ///< frames whose header has arrived here, or that were queued
-  size_t done = 0; ///< frames that have arrived whole, or that the kernel has taken
-  int64_t moved = 0; ///< bytes. Incoming: consumed here; outgoing: queued
-  int64_t limit = kNoLimit; ///< bytes of this edge that may be sent in all: as told to the peer, or as told by it
+  size_t passed = 0;
+  size_t done = 0;
+  int64_t moved = 0;
+  int64_t limit = kNoLimit;
   bool granted_early = false; ///< incoming: counted in PeerRow::granted_early
   int64_t eager_sent = 0; ///< outgoing: PeerRow::eager_sent after its last frame
 };
@@ -213,7 +220,7 @@ struct PeerRow {
 struct Action {
   enum class Kind {
     Send, ///< a frame without payload to `peer`
-    Notice, ///< `record`: this rank has noticed that the group has failed. What arrives still counts, unless Tables::failed
+    Notice, ///< report `record`: a goodbye may still explain it. What arrives still counts, unless Tables::failed
     Doubt, ///< the group has failed if `record.peer` is still there: see Membership::doubted
     Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
     MaySend, ///< operation `op_id` may be able to send to `peer` now

@@ -153,7 +153,7 @@ void findDeadlock(Tables& tables, const OperationRow& row, int peer, TimePoint n
       continue;
     }
     const GroupIdentity& us = tables.identity;
-    ErrorRecord record = mismatch(us.hosts, us.job, us.rank, row.descriptor(), peer, row.id());
+    ErrorRecord record = mismatch(us, row.descriptor(), peer, row.id());
     record.summary = "Rank " + std::to_string(record.rank) + " (" + record.host + ") waits in " +
         row.descriptor().text(us.job) + " " + operationText(row.id().id, row.id().origin) + ", which " +
         us.job.text(peer) + " (" + record.peer_host + ") has not entered; that one waits in " +

@@ -130,7 +130,7 @@ void HostPlane::put(const std::shared_ptr<Operation>& made) {
 
 void HostPlane::noticeException() const noexcept {
   try {
-    events_.notice(ownTrouble(std::current_exception(), identity_));
+    events_.noticed(recordOfThrown(std::current_exception(), identity_));
   } catch (...) { // no memory even to say so: the deadline ends what waits
   }
 }
@@ -447,7 +447,7 @@ TimePoint HostPlane::reportStuck(TimePoint now) noexcept {
 }
 
 void HostPlane::reportTrouble() noexcept {
-  if (trouble_ && reported([&] { events_.notice(ownTrouble(trouble_, identity_)); })) {
+  if (trouble_ && reported([&] { events_.noticed(recordOfThrown(trouble_, identity_)); })) {
     trouble_ = nullptr;
   }
 }
@@ -470,7 +470,7 @@ void HostPlane::reportLeft(uint64_t ranks) noexcept {
   }
   for (int peer = 0; peer < memory_.view().size; ++peer) {
     if ((ranks & hostBit(peer)) != 0) {
-      stopped_ = reported([&] { events_.notice(peerLeftUs(memory_.inGroup(peer), *waiting, identity_)); });
+      stopped_ = reported([&] { events_.noticed(peerLeftUs(memory_.inGroup(peer), *waiting, identity_)); });
       return;
     }
   }
@@ -520,7 +520,7 @@ void HostPlane::close(const ErrorRecord& reason) {
     const Operation* const under_way = running();
     if (under_way != nullptr) {
       try {
-        events_.notice(leftInTheMiddle(*under_way, identity_));
+        events_.noticed(leftInTheMiddle(*under_way, identity_));
       } catch (const std::bad_alloc&) { // the others find that this rank has left
       }
     }

@@ -34,17 +34,18 @@ namespace pycomm {
 /// it was issued all the same, since that order alone is the ranks' common one, and is not entered before it is released. To the others
 /// this rank is one that comes late, so they need not know whose tensors lie on devices.
 ///
-/// A caller that waits runs them (`drive`), with no other thread in between. Operations that no caller waits for are run by a thread of
-/// the plane's own, which is started when it is first needed. One thread at a time runs operations: the one that holds `run_mutex_`.
+/// A caller that waits runs them (`drive`), with no other thread in between. If one is posted that nobody waits for yet, as DDP's are, a thread
+/// of the plane's own, which is started when it is first needed, runs all until nothing is pending; callers that wait meanwhile sleep. One
+/// thread at a time runs operations: the one that holds `run_mutex_`.
 ///
-/// Like the DataPlane it never decides that the group has failed: it reports to `notice`, and `fail` brings the cause back. The data loop has
+/// Like the DataPlane it never decides that the group has failed: it reports to `noticed`, and `fail` brings the cause back. The data loop has
 /// the deadlines: the plane reports an operation that has waited for a while to it (`stuck`), and from then on the ranks ask each other
 /// over links which of them has not entered it, as they do for every other operation.
 class HostPlane {
  public:
   struct Events {
     /// Any thread, and any of the plane's and its worker's mutexes but inbox_mutex_ may be held: must not block.
-    std::function<void(ErrorRecord)> notice;
+    std::function<void(ErrorRecord)> noticed;
     /// Again each second while it waits. `lacking`: the ranks (bits, see inGroup()) whose slots do not show that they have entered it.
     std::function<void(std::shared_ptr<Operation>, uint64_t lacking)> stuck;
     /// An operation has ended that tellEnd() was called for.
@@ -156,7 +157,7 @@ class HostPlane {
   void run(const Done& done, Deadline deadline, int spin_us);
   void sleep(Deadline deadline) noexcept;
   /// Takes posted operations, enters those whose slots are free, and runs the oldest by one step. True if something moved; else `blocked`
-  /// gets the ranks that must go on first. An exception is reported to `notice`, and stops the plane.
+  /// gets the ranks that must go on first. An exception is reported to `noticed`, and stops the plane.
   bool step(uint64_t& blocked) noexcept;
   void takePosted();
   void enter(uint64_t& blocked, bool& moved);

@@ -149,15 +149,8 @@ HostTransfer::AdvanceResult HostTransfer::match(uint64_t& blocked) {
     }
     const Descriptor theirs = Descriptor::readFrom(slot.header);
     if (theirs != request().descriptor) {
-      const GroupIdentity& identity = memory_->identity();
-      throw Error(disagreement(
-          identity.hosts,
-          identity.job,
-          identity.rank,
-          request().descriptor,
-          memory_->inGroup(matched_),
-          theirs,
-          request().id));
+      throw Error(
+          disagreement(memory_->identity(), request().descriptor, memory_->inGroup(matched_), theirs, request().id));
     }
   }
   for (int rank = 0; rank < view().size; ++rank) { // one that was compared early may have withdrawn since

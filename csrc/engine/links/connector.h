@@ -11,8 +11,8 @@
 namespace pycomm {
 
 /// Opens the connections of this rank to other ranks of its group: connects (over a Unix socket if it reaches the peer by one, else over
-/// TCP, in TLS if the group has a secret), says who this rank is (Hello), and takes the reply. A link is up only then. Every connection
-/// between ranks is opened here.
+/// TCP, in TLS if the group has a secret), says who this rank is (Hello), and takes the reply. A link is up only then. Every link of a group
+/// is opened here; UnixSockets and LocalPeers open connections of their own within a host.
 class Connector {
  public:
   /// The identity outlives this.

@@ -314,7 +314,7 @@ void OutLinks::sayGoodbye(OutPort& port) {
     OutFrame frame;
     frame.header.type = FrameType::Goodbye;
     frame.header.group = identity_.hash;
-    frame.header.epoch = identity_.epoch;
+    frame.header.epoch = identity_.epochOnWire();
     port.channel.push(std::move(frame));
   }
   port.become(OutPort::State::Closing);

@@ -32,7 +32,8 @@ struct PortWatch {
   uint32_t events_ = 0;
 };
 
-/// The connection that this rank opened to a peer, to write frames. The peer never writes on it.
+/// The connection that this rank opened to a peer, to write frames. The peer writes only its HelloReply on it and, of a shared link, bytes
+/// that wake this rank.
 struct OutPort final : Loop::Handler {
   enum class State {
     Connecting, ///< no frame can leave yet

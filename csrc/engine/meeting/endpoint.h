@@ -24,8 +24,8 @@ namespace pycomm {
 /// has, and however often these are reconfigured; and those of offer(). It answers for every incarnation of this process that can be met, and lets members into
 /// the Instance that they name. A connection carries no frame of a group: groups open links of their own when their ranks have met.
 ///
-/// A connection names the incarnation that it looks for, the one that it comes from, and the instance. If any of them is not the one here,
-/// it gets that answer and nothing else.
+/// A connection names the incarnation that it looks for and the one that it comes from, and, to enter or to look, the instance; one that asks
+/// who the members are only the first, or at a fixed port none. If any of them is not the one here, it gets that answer and nothing else.
 ///
 /// It listens and answers on the control loop, where an answer takes microseconds. Any thread may call what is public.
 class Endpoint final {

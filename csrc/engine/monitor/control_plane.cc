@@ -44,7 +44,7 @@ ControlPlane::ControlPlane(
       missing_(membership.neighbours) {
   AcceptorConfig config;
   config.group = identity_.hash;
-  config.epoch = identity_.epoch;
+  config.epoch = identity_.epochOnWire();
   config.rank = identity_.rank;
   config.size = identity_.size;
   config.job = identity_.job;
@@ -108,7 +108,7 @@ FrameHeader ControlPlane::header(FrameType type) const {
   FrameHeader header;
   header.type = type;
   header.group = identity_.hash;
-  header.epoch = identity_.epoch;
+  header.epoch = identity_.epochOnWire();
   return header;
 }
 
@@ -149,7 +149,7 @@ void ControlPlane::peerLeft(int peer) {
 
 void ControlPlane::onThrown(const std::exception_ptr& exception) noexcept {
   try {
-    membership_.noticed(recordInAnyCase(identity_, [&] { return ownTrouble(exception, identity_); }), Clock::now());
+    membership_.noticed(recordInAnyCase(identity_, [&] { return recordOfThrown(exception, identity_); }), Clock::now());
     act();
   } catch (...) { // no memory even to say so
     unreported_.keep(-1, exception);
@@ -260,12 +260,16 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   }
   loop_.unwatch(link.link->fd());
   if (!std::exchange(link.reads, false)) {
+<<<<<<< HEAD
     link.down = true; // nor does a report reach its peer
+=======
+    link.down = true; // nor can its peer learn of it
+>>>>>>> a293fdf41d37a92b5ee7fa96e0665d91080d9fa8
     return;
   }
   link.waits_for_room = false; // the next flush() watches it again if so
   ErrorRecord record = corrupt ? changedOnTheWay(link.peer, error.record(), identity_)
-                               : ownTrouble(std::make_exception_ptr(error), identity_);
+                               : recordOfThrown(std::make_exception_ptr(error), identity_);
   if (!corrupt && !isOwnTrouble(record.code)) { // bytes that no pycomm sends
     identity_.blame(record, link.peer);
   }

@@ -20,7 +20,7 @@
 
 namespace pycomm {
 
-/// A group's half on the control loop: the listening socket, control links, heartbeats, and what the group died of.
+/// A group's half on the control loop: the listening sockets, control links, heartbeats, and what the group died of.
 /// Thread: the control loop's, except where said.
 class ControlPlane final : public Loop::Handler, public Loop::Ticker {
  public:

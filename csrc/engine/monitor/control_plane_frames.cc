@@ -34,7 +34,7 @@ Error violation(const GroupIdentity& identity, int peer, const std::string& what
 } // namespace
 
 void ControlPlane::checkHeader(int peer, const FrameHeader& header) const {
-  if (header.group != identity_.hash || header.epoch != identity_.epoch) {
+  if (header.group != identity_.hash || header.epoch != identity_.epochOnWire()) {
     throw violation(identity_, peer, "a frame of another group or epoch");
   }
   const bool has_record = header.type == FrameType::Failure || header.type == FrameType::Leaving;

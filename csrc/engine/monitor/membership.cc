@@ -311,9 +311,7 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
   record.cause = cause;
   record.summary =
       "Rank " + std::to_string(record.peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
-  record.hint =
-      "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
-      "out-of-memory killer";
+  record.hint = kWhyItEnded;
   record.phase = broke ? ErrorPhase::Reset : ErrorPhase::Unknown;
   learn(std::move(record), -1, now);
 }

@@ -23,7 +23,7 @@ struct GroupIdentity {
   std::string name; ///< by which its ranks meet; torch's own is a number or a hash
   std::shared_ptr<GroupTitle> title = std::make_shared<GroupTitle>();
   uint32_t hash = 0;
-  uint16_t epoch = 0;
+  int64_t epoch = 0; ///< RendezvousConfig::epoch
   uint64_t nonce = 0;
   uint64_t run = 0; ///< as random as the nonce, but grants no access: identifies this group in files and in the store
   std::vector<std::string> hosts; ///< by rank
@@ -42,6 +42,11 @@ struct GroupIdentity {
   uint64_t unix_nonce =
       0; ///< of a Hello over a Unix socket: it is not in TLS, so with a secret only its holders know this
   MemoryKey memory_key; ///< of what its ranks on a host share there
+
+  /// What frames and Hellos have of it.
+  [[nodiscard]] uint16_t epochOnWire() const noexcept {
+    return static_cast<uint16_t>(epoch);
+  }
 
   [[nodiscard]] bool isRank(int number) const noexcept {
     return number >= 0 && number < size;
@@ -81,6 +86,7 @@ struct GroupIdentity {
     record.host = host(rank);
     record.group = called();
     record.group_ranks = job.list();
+    record.epoch = epoch;
   }
   /// Says in a record who is to blame, or was waited for.
   void blame(ErrorRecord& record, int peer) const {
@@ -127,7 +133,7 @@ struct GroupIdentity {
     hello.nonce = nonce;
     hello.rank = rank;
     hello.size = size;
-    hello.epoch = epoch;
+    hello.epoch = epochOnWire();
     hello.group = hash;
     hello.purpose = purpose;
     return hello;

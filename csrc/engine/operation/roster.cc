@@ -24,6 +24,7 @@ Roster::Roster(const RendezvousConfig& config, const Rendezvous& met)
   identity.size = config.size;
   identity.job = config.job;
   identity.name = config.group_name;
+  identity.epoch = config.epoch;
   identity.hash = met.group_hash;
   identity.nonce = met.nonce;
   identity.run = met.run;

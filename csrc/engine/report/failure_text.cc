@@ -16,7 +16,6 @@ ErrorRecord seenHere(const ErrorRecord& what, int peer, const GroupIdentity& ide
   ErrorRecord record = what;
   identity.sign(record);
   identity.blame(record, peer);
-  record.epoch = identity.epoch;
   return record;
 }
 
@@ -129,7 +128,6 @@ ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity) {
   if (record.peer_host.empty()) {
     record.peer_host = identity.host(identity.job.inGroup(record.peer));
   }
-  record.epoch = identity.epoch;
   return record;
 }
 
@@ -198,7 +196,7 @@ bool isOwnTrouble(ErrorCode code) noexcept {
       code == ErrorCode::Internal || code == ErrorCode::NoSharedMemory;
 }
 
-ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {
+ErrorRecord recordOfThrown(const std::exception_ptr& exception, const GroupIdentity& identity) {
   const std::string who = identity.rankTitle(identity.rank);
   ErrorRecord record;
   try {
@@ -280,9 +278,7 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
   record.code = ErrorCode::PeerDead;
   record.summary = identity.rankTitle(peer) +
       " is gone: its connection ended without a goodbye (its process ended, was killed, or its host went down).";
-  record.hint =
-      "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
-      "out-of-memory killer";
+  record.hint = kWhyItEnded;
   return record;
 }
 

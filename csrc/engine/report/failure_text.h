@@ -57,7 +57,7 @@ namespace pycomm {
 
 /// An exception that ended something on a native thread. What concerns this process alone (memory, files, threads) names this
 /// rank.
-[[nodiscard]] ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity);
+[[nodiscard]] ErrorRecord recordOfThrown(const std::exception_ptr& exception, const GroupIdentity& identity);
 
 /// The record that `make` returns, or if memory is lacking to make it, one without any sentence. For operations, which must end in any
 /// case.
@@ -72,6 +72,10 @@ template <typename Make>
   }
 }
 
+/// The hint of a PEER_DEAD.
+inline constexpr const char* kWhyItEnded =
+    "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+    "out-of-memory killer";
 /// A link to `peer` ended without a goodbye, or broke. Of DataCorrupt: changedOnTheWay().
 [[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 

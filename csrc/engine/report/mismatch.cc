@@ -8,20 +8,12 @@ std::string operationText(uint64_t op_id, uint64_t origin) {
   return (op_id & kDerivedIdBit) != 0 ? CallbackOrigin::unpacked(origin).text() : "#" + std::to_string(op_id);
 }
 
-ErrorRecord mismatch(
-    const std::vector<std::string>& hosts,
-    const JobRanks& job,
-    int rank,
-    const Descriptor& mine,
-    int peer,
-    const OperationId& id) {
+ErrorRecord mismatch(const GroupIdentity& identity, const Descriptor& mine, int peer, const OperationId& id) {
   ErrorRecord record;
   record.code = ErrorCode::CollectiveMismatch;
-  record.rank = job.of(rank);
-  record.host = hosts[static_cast<size_t>(rank)];
-  record.peer = job.of(peer);
-  record.peer_host = hosts[static_cast<size_t>(peer)];
-  record.op = collectiveName(mine.kindAt(rank));
+  identity.sign(record);
+  identity.blame(record, peer);
+  record.op = collectiveName(mine.kindAt(identity.rank));
   record.sequence = id.sequence;
   record.dtype = dtypeName(mine.dtype);
   record.numel = mine.numel;
@@ -33,14 +25,14 @@ ErrorRecord mismatch(
 }
 
 ErrorRecord disagreement(
-    const std::vector<std::string>& hosts,
-    const JobRanks& job,
-    int rank,
+    const GroupIdentity& identity,
     const Descriptor& mine,
     int peer,
     const Descriptor& theirs,
     const OperationId& id) {
-  ErrorRecord record = mismatch(hosts, job, rank, mine, peer, id);
+  ErrorRecord record = mismatch(identity, mine, peer, id);
+  const int rank = identity.rank;
+  const JobRanks& job = identity.job;
   const std::string what =
       mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id, id.origin);
   // Of a part that passes between the two, not of the whole.

@@ -2,11 +2,10 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "base/error.h"
-#include "base/job_ranks.h"
 #include "engine/operation/descriptor.h"
+#include "engine/operation/group_identity.h"
 #include "engine/operation/issue_context.h"
 
 namespace pycomm {
@@ -16,20 +15,16 @@ namespace pycomm {
 /// "#12", "issued in callback 1 of all_reduce #3 in group 2". `origin`: of a derived id, 0 if it is not known.
 [[nodiscard]] std::string operationText(uint64_t op_id, uint64_t origin = 0);
 
-/// Everything but the sentence. `hosts` are those of the group's ranks; `rank` is this one's, whose operation is `mine`.
+/// Everything but the sentence. `mine` is this rank's operation.
 [[nodiscard]] ErrorRecord mismatch(
-    const std::vector<std::string>& hosts,
-    const JobRanks& job,
-    int rank,
+    const GroupIdentity& identity,
     const Descriptor& mine,
     int peer,
     const OperationId& id);
 
 /// The two have different descriptors for one operation.
 [[nodiscard]] ErrorRecord disagreement(
-    const std::vector<std::string>& hosts,
-    const JobRanks& job,
-    int rank,
+    const GroupIdentity& identity,
     const Descriptor& mine,
     int peer,
     const Descriptor& theirs,

@@ -58,7 +58,7 @@ ErrorCode asFailure(ErrorCode code, bool blames_peer) noexcept {
 // ---- beginning and end
 
 std::shared_ptr<AgreementDriver> AgreementDriver::open(
-    Reconfigurable& members,
+    Reconfigurable& place,
     Reconfigurable::Met first,
     const Config& config,
     const std::function<void()>& wait_for_all) {
@@ -68,7 +68,7 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
   for (int rank = 0; rank < first.instance->size(); ++rank) {
     handles.push_back(first.instance->member(rank).text());
   }
-  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, config));
+  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(place, config));
   driver->found(std::move(first));
   driver->engine_.add(std::weak_ptr<Maker>(driver));
   try {
@@ -85,14 +85,14 @@ std::shared_ptr<AgreementDriver> AgreementDriver::open(
   return driver;
 }
 
-AgreementDriver::AgreementDriver(Reconfigurable& members, const Config& config)
-    : members_(members),
-      engine_(members.engine()),
+AgreementDriver::AgreementDriver(Reconfigurable& place, const Config& config)
+    : place_(place),
+      engine_(place.engine()),
       config_(config),
       forks_(forkCount()),
-      self_(incarnationOf(members.visitor().self.incarnation)),
+      self_(incarnationOf(place.visitor().self.incarnation)),
       inbox_(std::make_shared<Inbox>()),
-      peers_(config.peers_path, members.visitor().self.incarnation) {}
+      peers_(config.peers_path, place.visitor().self.incarnation) {}
 
 void AgreementDriver::found(Reconfigurable::Met first) {
   if (first.instance->uuid() < 0) {
@@ -112,7 +112,7 @@ void AgreementDriver::found(Reconfigurable::Met first) {
             " ranks cannot have min_ranks=" + std::to_string(config_.min_ranks) + ": no step could begin.",
         "set a smaller min_ranks");
   }
-  members_.receive(inbox_); // refuses a second agreement before that could end the group of the first
+  place_.receive(inbox_); // refuses a second agreement before that could end the group of the first
   job_ranks_ = jobRanksIn(*first.instance);
   view_.epoch = static_cast<uint64_t>(first.instance->uuid());
   for (int rank = 0; rank < first.instance->size(); ++rank) {
@@ -132,17 +132,17 @@ void AgreementDriver::found(Reconfigurable::Met first) {
 void AgreementDriver::keepRecord() {
   try {
     kept_ = std::make_unique<KeptRecord>(
-        engine_, recordKey(members_.visitor().self.incarnation, members_.config().security.secret.get()));
+        engine_, recordKey(place_.visitor().self.incarnation, place_.config().security.secret.get()));
   } catch (const Error& error) {
     log(LogLevel::Info, std::string("no record for the other processes of this host: ") + error.what());
   }
 }
 
 void AgreementDriver::findWitnesses(const Group& group) {
-  const Secret* const secret = members_.config().security.secret.get();
+  const Secret* const secret = place_.config().security.secret.get();
   for (size_t rank = 0; rank < view_.members.size(); ++rank) {
     Member& member = members_by_name_.at(view_.members[rank]);
-    if (member.outbox == nullptr || member.handle.host != members_.visitor().self.host) {
+    if (member.outbox == nullptr || member.handle.host != place_.visitor().self.host) {
       continue;
     }
     member.asked_witness = true;
@@ -251,8 +251,8 @@ ErrorRecord AgreementDriver::record(ErrorCode code, const std::string& summary, 
   record.code = code;
   record.summary = summary;
   record.hint = hint;
-  record.host = members_.visitor().self.host.hostname;
-  record.group = members_.config().rendezvous.group_name;
+  record.host = place_.visitor().self.host.hostname;
+  record.group = place_.config().rendezvous.group_name;
   return record;
 }
 
@@ -572,7 +572,7 @@ void AgreementDriver::expectOthers(const Failed& failed) {
   for (size_t rank = 0; failed.epoch == view.epoch && rank < failed.heard_at.size(); ++rank) {
     Member& member = members_by_name_.at(view.members[rank]);
     if (view.members[rank] != self_ && failed.heard_at[rank] != TimePoint::max() && !member.spoke) {
-      member.silent_at = failed.heard_at[rank] + milliseconds(members_.config().dead_after_ms);
+      member.silent_at = failed.heard_at[rank] + milliseconds(place_.config().dead_after_ms);
     }
   }
 }
@@ -588,7 +588,7 @@ void AgreementDriver::suspectOthers(TimePoint now) {
     if (now < member.silent_at) {
       continue;
     }
-    const milliseconds dead_after(members_.config().dead_after_ms);
+    const milliseconds dead_after(place_.config().dead_after_ms);
     if (now > member.silent_at + dead_after / 30) { // this process did not run meanwhile: what has come is read first
       member.silent_at = now + dead_after / 4;
       continue;
@@ -654,7 +654,7 @@ void AgreementDriver::handle(Event event, TimePoint now) {
       member->second.spoke = true;
       // It may stop after it has answered, and the detector of the group has ended. Or it pauses just before its next word is due.
       const bool answers = message->kind != elastic::Message::Kind::Goodbye;
-      const milliseconds dead_after(members_.config().dead_after_ms);
+      const milliseconds dead_after(place_.config().dead_after_ms);
       member->second.silent_at = answers ? now + dead_after + dead_after / 2 : TimePoint::max();
     }
   } else if (const auto* const failed = std::get_if<Failed>(&event)) {
@@ -892,7 +892,7 @@ void AgreementDriver::install(const View& view) {
   if (change.empty()) {
     change = view.cause == ErrorCode::Ok ? "nobody has joined" : "a connection broke and nobody is gone";
   }
-  std::string line = "elastic group " + members_.config().rendezvous.group_name + ", epoch " +
+  std::string line = "elastic group " + place_.config().rendezvous.group_name + ", epoch " +
       std::to_string(view.epoch) + ": " + change +
       (view.cause == ErrorCode::Ok ? "" : std::string(" (") + errorCodeName(view.cause) + ")") + ". " +
       std::to_string(view.members.size()) + (fresh.empty() ? " of " + std::to_string(before.members.size()) : "") +
@@ -1076,7 +1076,7 @@ void AgreementDriver::endOperations(Group& group, ErrorRecord why) {
 void AgreementDriver::meetNow(const Job& job) {
   PYCOMM_FAULT_POINT("survive.meet");
   const auto abort = std::make_shared<JoinAbort>();
-  int patience_ms = members_.config().dead_after_ms + kOneStepMs; // longer than the silence of a member
+  int patience_ms = place_.config().dead_after_ms + kOneStepMs; // longer than the silence of a member
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (view_.epoch != job.view.epoch || over_ || error_ || stop_jobs_) {
@@ -1091,11 +1091,11 @@ void AgreementDriver::meetNow(const Job& job) {
   Epoch made;
   try {
     const Reconfigurable::Plan plan =
-        members_.plan(static_cast<int64_t>(job.view.epoch), job.handles, jobRanksOf(job.view));
+        place_.plan(static_cast<int64_t>(job.view.epoch), job.handles, jobRanksOf(job.view));
     made.number = job.view.epoch;
     const TimePoint began = Clock::now();
     made.members = job.members;
-    made.met = members_.meet(plan, Deadline::after(patience_ms), *abort);
+    made.met = place_.meet(plan, Deadline::after(patience_ms), *abort);
     made.meeting_ns = std::chrono::nanoseconds(Clock::now() - began).count();
   } catch (const std::exception& exception) {
     failure = recordOf(exception, "the members of the next epoch did not meet");

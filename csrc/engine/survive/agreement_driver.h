@@ -63,32 +63,32 @@ class AgreementDriver final : public Engine::Maker {
 
   /// The members of the first epoch have met; the uuid is its number. Collective over them: `wait_for_all` is a barrier of theirs, which is
   /// called twice. Throws what that throws, and Error(InvalidArgument) for a negative uuid and for more than
-  /// elastic::kMaxMembers, and Error(ShutDown) if the engine is shut down meanwhile. `members` outlives this.
+  /// elastic::kMaxMembers, and Error(ShutDown) if the engine is shut down meanwhile. `place` outlives this.
   [[nodiscard]] static std::shared_ptr<AgreementDriver> open(
-      Reconfigurable& members,
+      Reconfigurable& place,
       Reconfigurable::Met first,
       const Config& config,
       const std::function<void()>& wait_for_all);
   /// Of a newcomer, which asks these members to admit it: see arrive(). Throws Error(ShutDown).
   [[nodiscard]] static std::shared_ptr<AgreementDriver> askToJoin(
-      Reconfigurable& members,
+      Reconfigurable& place,
       const std::vector<MemberHandle>& asked,
       const Config& config);
   /// What members that listen at one of these handles say: Config::description, and the handles of all. Asks one after the other, and returns
   /// the first answer; nullopt if none comes until the deadline. `missing`: those that did not answer, in words. Throws
   /// Error(ConfigMismatch) if they have another secret, and Error(InvalidArgument | VersionMismatch) for what is no handle.
-  struct Notice {
+  struct MemberList {
     std::string description;
     std::vector<MemberHandle> members;
   };
-  [[nodiscard]] static std::optional<Notice> ask(
+  [[nodiscard]] static std::optional<MemberList> ask(
       const std::vector<std::string>& handles,
       const Visitor& from,
       Deadline deadline,
       std::string& missing);
   /// The same of members that are found at a port. Asks each address of its hosts in turn, and none that has answered once more. Throws
   /// Error(ConfigMismatch) if none answers, and one of them has another secret or is of another job.
-  [[nodiscard]] static std::optional<Notice> ask(
+  [[nodiscard]] static std::optional<MemberList> ask(
       const FixedPort& at,
       const Visitor& from,
       Deadline deadline,
@@ -238,7 +238,7 @@ class AgreementDriver final : public Engine::Maker {
       Witnessed,
       State,
       Loaded,
-      Notice,
+      MemberList,
       NotGiven,
       Refused>;
   struct Member {
@@ -269,7 +269,7 @@ class AgreementDriver final : public Engine::Maker {
     ErrorRecord why; ///< of a seal
   };
 
-  AgreementDriver(Reconfigurable& members, const Config& config);
+  AgreementDriver(Reconfigurable& place, const Config& config);
   void found(Reconfigurable::Met first);
   void seek(const std::vector<MemberHandle>& asked);
   void keepRecord();
@@ -374,7 +374,7 @@ class AgreementDriver final : public Engine::Maker {
     return changed_.wait_until(lock, deadline.instant(), ready);
   }
 
-  Reconfigurable& members_;
+  Reconfigurable& place_;
   Engine& engine_;
   const Config config_;
   const uint32_t forks_; ///< forkCount() of the process that this belongs to

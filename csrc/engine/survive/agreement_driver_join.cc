@@ -145,7 +145,7 @@ namespace {
 
 /// The answer of one member, or of the process that has its port, to a process that wants to join.
 struct Answer {
-  std::optional<AgreementDriver::Notice> notice;
+  std::optional<AgreementDriver::MemberList> notice;
   std::string why; ///< there is none
   bool is_other = false; ///< the process there has another secret, or is of another job
 };
@@ -164,7 +164,7 @@ Answer askOne(const MemberHandle& to, std::string_view incarnation, const Visito
     }
     const auto words = askEndpoint(*dialed.link, {endpoint_request::kWho, incarnation}, patience, none);
     if (words.front() == endpoint_answer::kHere && words.size() > 2) {
-      AgreementDriver::Notice notice{words[1], {}};
+      AgreementDriver::MemberList notice{words[1], {}};
       for (size_t i = 2; i < words.size(); ++i) {
         notice.members.push_back(MemberHandle::parse(words[i]));
       }
@@ -191,7 +191,7 @@ void note(std::string& missing, const std::string& whom, const std::string& why)
 
 } // namespace
 
-std::optional<AgreementDriver::Notice> AgreementDriver::ask(
+std::optional<AgreementDriver::MemberList> AgreementDriver::ask(
     const std::vector<std::string>& handles,
     const Visitor& from,
     Deadline deadline,
@@ -216,7 +216,7 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
   return std::nullopt;
 }
 
-std::optional<AgreementDriver::Notice> AgreementDriver::ask(
+std::optional<AgreementDriver::MemberList> AgreementDriver::ask(
     const FixedPort& at,
     const Visitor& from,
     Deadline deadline,
@@ -247,10 +247,10 @@ std::optional<AgreementDriver::Notice> AgreementDriver::ask(
 }
 
 std::shared_ptr<AgreementDriver> AgreementDriver::askToJoin(
-    Reconfigurable& members,
+    Reconfigurable& place,
     const std::vector<MemberHandle>& asked,
     const Config& config) {
-  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(members, config));
+  std::shared_ptr<AgreementDriver> driver(new AgreementDriver(place, config));
   driver->engine_.add(std::weak_ptr<Maker>(driver));
   try {
     driver->seek(asked);
@@ -265,8 +265,8 @@ std::shared_ptr<AgreementDriver> AgreementDriver::askToJoin(
 void AgreementDriver::seek(const std::vector<MemberHandle>& asked) {
   inbox_->expectState(true);
   inbox_->know(asked);
-  members_.receive(inbox_);
-  introduce(members_.visitor().self);
+  place_.receive(inbox_);
+  introduce(place_.visitor().self);
   std::vector<Incarnation> contacts;
   for (const MemberHandle& member : asked) {
     introduce(member);
@@ -328,7 +328,7 @@ void AgreementDriver::takeRoster(State state) {
 void AgreementDriver::askNow(const std::vector<std::string>& handles) noexcept {
   try {
     std::string missing;
-    if (auto notice = ask(handles, members_.visitor(), Deadline::after(kOneStepMs), missing)) {
+    if (auto notice = ask(handles, place_.visitor(), Deadline::after(kOneStepMs), missing)) {
       inbox_->put(*std::move(notice));
     }
   } catch (const std::exception&) { // next time
@@ -373,7 +373,7 @@ ErrorRecord AgreementDriver::missedMembership(const View& now) const {
 elastic::Agreement::Config AgreementDriver::settings() const {
   elastic::Agreement::Config settings = config_;
   settings.self = self_;
-  settings.dead_after_ms = members_.config().dead_after_ms;
+  settings.dead_after_ms = place_.config().dead_after_ms;
   settings.join_wait_ms = std::max(1, config_.join_wait_ms - config_.join_spent_ms);
   return settings;
 }
@@ -385,7 +385,7 @@ AgreementDriver::Member& AgreementDriver::introduce(const MemberHandle& handle) 
   if (is_new) {
     member.handle = handle;
     if (name != self_) {
-      member.outbox = std::make_unique<Outbox>(handle, members_.visitor());
+      member.outbox = std::make_unique<Outbox>(handle, place_.visitor());
     }
   }
   return member;
@@ -449,7 +449,7 @@ void AgreementDriver::pingNewcomer(Member& newcomer) {
 
 bool AgreementDriver::findWitness(Member& member) {
   if (member.asked_witness || member.ended || member.outbox == nullptr || member.handle.watch_name.empty() ||
-      member.handle.host != members_.visitor().self.host) {
+      member.handle.host != place_.visitor().self.host) {
     return false;
   }
   member.asked_witness = true;
@@ -466,7 +466,7 @@ void AgreementDriver::findWitnessNow(const MemberHandle& process) {
     witnessed.witness = std::make_shared<Witness>(Witness::of(
         process,
         process.watch_name,
-        recordKey(process.incarnation, members_.config().security.secret.get()),
+        recordKey(process.incarnation, place_.config().security.secret.get()),
         Deadline::after(kNearlyDoneMs))); // it has just answered
   } catch (const std::exception& error) {
     log(LogLevel::Info, "the end of " + process.who() + " will not be certified: " + error.what());
@@ -479,7 +479,7 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
   const bool is_newcomer = agreement_->view().members.empty();
   if (const auto* const introduced = std::get_if<Introduced>(&event)) {
     if (hasRoomFor(introduced->handle, now)) {
-      introduce(introduced->handle).keep_until = now + milliseconds(members_.config().dead_after_ms);
+      introduce(introduced->handle).keep_until = now + milliseconds(place_.config().dead_after_ms);
     } else {
       inbox_->forget(introduced->handle.incarnation); // it may introduce itself again
     }
@@ -501,7 +501,7 @@ void AgreementDriver::handleJoining(Event& event, TimePoint now) {
     }
   } else if (const auto* const loaded = std::get_if<Loaded>(&event)) {
     agreement_->loaded(loaded->step, loaded->view, now);
-  } else if (const auto* const notice = std::get_if<Notice>(&event)) {
+  } else if (const auto* const notice = std::get_if<MemberList>(&event)) {
     if (is_newcomer) {
       inbox_->know(notice->members);
       std::vector<Incarnation> contacts;
@@ -534,7 +534,7 @@ void AgreementDriver::dropNewcomer(const Incarnation& newcomer, ErrorCode why, T
   }
   member.links = false;
   member.heard = TimePoint::max();
-  member.keep_until = std::max(member.not_before, now + milliseconds(members_.config().dead_after_ms));
+  member.keep_until = std::max(member.not_before, now + milliseconds(place_.config().dead_after_ms));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (give_abort_ != nullptr && receiver_ == newcomer) { // another one waits for its turn
@@ -606,7 +606,7 @@ void AgreementDriver::lookAfterNewcomers(TimePoint now) {
     }
     if (member.links && member.outbox->hasEntered() && member.outbox->isIdle()) {
       reached.push_back(name);
-    } else if (now >= member.heard + milliseconds(members_.config().dead_after_ms)) {
+    } else if (now >= member.heard + milliseconds(place_.config().dead_after_ms)) {
       silent.push_back(name);
     }
   }
@@ -631,7 +631,7 @@ TimePoint AgreementDriver::newcomersTick() const {
     if (member.number >= 0 || member.heard == TimePoint::max()) {
       continue;
     }
-    at = std::min(at, member.heard + milliseconds(members_.config().dead_after_ms));
+    at = std::min(at, member.heard + milliseconds(place_.config().dead_after_ms));
   }
   return at; // strangers are forgotten at any later turn
 }
@@ -656,7 +656,7 @@ std::string AgreementDriver::welcome(const View& view) {
 
 void AgreementDriver::admitNobody() {
   inbox_->announce({});
-  members_.withdraw(); // another member of this host takes the port
+  place_.withdraw(); // another member of this host takes the port
 }
 
 void AgreementDriver::announce(const View& view) {
@@ -833,7 +833,7 @@ void sayAtEndpoint(Link& link, const std::vector<std::string_view>& words, Deadl
 
 std::unique_ptr<Link> AgreementDriver::openToGive(const MemberHandle& to, Deadline deadline, const AbortToken& abort)
     const {
-  const Visitor from = members_.visitor();
+  const Visitor from = place_.visitor();
   Dialed dialed = dial(to, from, deadline, abort);
   if (dialed.link == nullptr) {
     throw Error(dialed.nobody_listens ? ErrorCode::PeerDead : ErrorCode::ConnectFailed, dialed.why);
@@ -897,7 +897,7 @@ void AgreementDriver::refuseOne(const MemberHandle& to, const Giving& giving, co
 // ---- the groups' thread
 
 void AgreementDriver::writePeers(const std::vector<std::string>& handles, uint64_t epoch) {
-  if (config_.peers_path.empty() || handles.front() != members_.handle()) {
+  if (config_.peers_path.empty() || handles.front() != place_.handle()) {
     return;
   }
   std::string text = "# members of an elastic training, epoch " + std::to_string(epoch) + "\n";

@@ -16,7 +16,7 @@ enum class LinkPurpose : uint8_t { Control = 0, Bulk = 1 };
 
 /// The first bytes of every connection: the connecting rank, its job, and the purpose of the connection.
 struct Hello {
-  uint64_t nonce = 0; ///< the job's, from the rendezvous: keeps other jobs out, is not a secret
+  uint64_t nonce = 0; ///< the group's, an endpoint's, or FixedPort::kNonce: keeps others out; over TCP it is no secret
   int32_t rank = -1;
   int32_t size = 0;
   uint16_t epoch = 0;

@@ -22,6 +22,7 @@ struct RendezvousConfig {
   int size = 0;
   JobRanks job; ///< what texts and records call the ranks
   std::string group_name;
+  int64_t epoch = 0; ///< the uuid of the reconfigure() that makes the group; else 0
   std::string store_host; ///< as the user wrote it (MASTER_ADDR); empty for a file store
   InterfaceSpec spec;
   AddressFamily family = AddressFamily::Any;

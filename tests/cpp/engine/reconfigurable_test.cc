@@ -238,6 +238,7 @@ TEST(Reconfigurable, MembersMeetShrinkAndMeetAgain) {
        std::vector<std::vector<Process*>>{{a, b, c}, {a, b}, {b, c}, {c, b, a}, {c}, {a}, {b, a, c}, {a, c}}) {
     expectMet(meetAll(members, ++uuid, handlesOf(members)));
     expectSums(members);
+    EXPECT_EQ(members.front()->group->identity().epoch, uuid);
   }
 }
 
@@ -350,6 +351,7 @@ TEST(Reconfigurable, AMemberThatGivesUpEndsItForAll) {
   for (const Outcome& outcome : outcomes) {
     ASSERT_TRUE(outcome.error);
     EXPECT_EQ(outcome.error->peer, 2) << outcome.error->text();
+    EXPECT_EQ(outcome.error->epoch, 1) << outcome.error->text();
   }
 }
 

@@ -54,7 +54,7 @@ AcceptorConfig acceptorConfig() {
   AcceptorConfig config;
   config.nonce = self.nonce;
   config.group = self.hash;
-  config.epoch = self.epoch;
+  config.epoch = self.epochOnWire();
   config.rank = kSelf;
   config.size = kRanks;
   return config;
@@ -81,7 +81,7 @@ void checkIntroduced(const Hello& hello) {
   const GroupIdentity self = identity();
   promise(hello.rank >= 0 && hello.rank < kRanks && hello.rank != kSelf, "the Hello names no other rank");
   promise(hello.size == kRanks && hello.nonce == self.nonce && hello.group == self.hash, "a rank of another group");
-  promise(hello.epoch == self.epoch, "a rank of another epoch");
+  promise(hello.epoch == self.epochOnWire(), "a rank of another epoch");
 }
 
 void useRecord(const ErrorRecord& record, bool trusted) {
@@ -97,7 +97,7 @@ void useRecord(const ErrorRecord& record, bool trusted) {
   const Operation operation(std::move(request));
   mustBeOurs(errorOf(operation, record, self));
   mustBeOurs(errorOf(record, self));
-  mustBePrintable(ownTrouble(std::make_exception_ptr(Error(record)), self).text());
+  mustBePrintable(recordOfThrown(std::make_exception_ptr(Error(record)), self).text());
   mustBePrintable(withNeed(record, self).text());
   mustBePrintable(cannotAccept(record, self).text());
   mustBeOurs(peerGone(2, record, self));

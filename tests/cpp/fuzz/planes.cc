@@ -42,8 +42,8 @@ struct Said {
   void check() const {
     for (const ErrorRecord& record : records) {
       const auto says = [&](const char* text) { return record.summary.find(text) != std::string::npos; };
-      const bool own =
-          says("cannot go on") || says("caught an unexpected exception"); // ownTrouble(); a peer may report any code
+      const bool own = says("cannot go on") ||
+          says("caught an unexpected exception"); // recordOfThrown(); a peer may report any code
       promise(record.code != ErrorCode::Internal || !own, "an exception that nobody knows");
       useRecord(record, true);
     }

@@ -481,7 +481,7 @@ void HostScene::body(int rank) {
   identity.hosts.resize(static_cast<size_t>(identity.size));
   HostHeaps heaps{heaps_[static_cast<size_t>(rank)], {}, ranges_};
   HostPlane::Events events;
-  events.notice = [&](const ErrorRecord& record) {
+  events.noticed = [&](const ErrorRecord& record) {
     self.noticed = true;
     if (plot_.differs < 0 && plot_.leaver < 0) {
       walk.wrong("noticed: " + record.text());

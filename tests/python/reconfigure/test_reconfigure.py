@@ -219,6 +219,7 @@ def goes_on_after_abort(rank: int, world_size: int, path: str) -> None:
     assert called == [7]
     failed = outcome(lambda: dist.all_reduce(torch.ones(4)))
     assert failed["type"] == "AbortedError", failed
+    assert failed["record"]["epoch"] == 1200 and " epoch=1200 " in failed["text"], failed
     pycomm.reconfigure(1201, member.handles("again"))
     assert_sums()
     assert pycomm.last_error() is None and called == [7]

@@ -34,7 +34,7 @@ class IdleHost {
       : arena_(std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(identity.size)))) {
     arena_->commit(0, HostView::commonNbytes(identity.size));
     HostPlane::Events events;
-    events.notice = [](const ErrorRecord&) {}; // at its end: that this rank has left in the middle
+    events.noticed = [](const ErrorRecord&) {}; // at its end: that this rank has left in the middle
     events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
     events.ended = [this](const OperationId& id, const Descriptor&) { told.push_back(id); };
     plane = std::make_unique<HostPlane>(identity, arena_, HostHeaps(), HostPlane::Config(), std::move(events));

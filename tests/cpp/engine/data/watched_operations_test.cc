@@ -56,7 +56,7 @@ class WatchedOnHost : public ::testing::Test {
   WatchedOnHost() {
     arena_->commit(0, HostView::commonNbytes(kSize));
     HostPlane::Events events;
-    events.notice = [](const ErrorRecord&) {};
+    events.noticed = [](const ErrorRecord&) {};
     events.stuck = [](const std::shared_ptr<Operation>&, uint64_t) {};
     events.ended = [](const OperationId&, const Descriptor&) {};
     plane = std::make_unique<HostPlane>(identity_, arena_, HostHeaps(), HostPlane::Config(), std::move(events));

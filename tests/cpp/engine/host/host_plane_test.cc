@@ -55,7 +55,7 @@ class Host {
         identity.hosts.emplace_back("here");
       }
       HostPlane::Events events;
-      events.notice = [this](ErrorRecord record) {
+      events.noticed = [this](ErrorRecord record) {
         takeMemory();
         const std::lock_guard<std::mutex> lock(mutex_);
         if (!noticed_) {
@@ -1119,7 +1119,7 @@ struct ClosingPlane {
     identity.size = 2;
     identity.hosts = {"here", "here"};
     HostPlane::Events events;
-    events.notice = [this](const ErrorRecord&) {
+    events.noticed = [this](const ErrorRecord&) {
       if (++notices == 1) { // the next may be that this rank leaves in the middle of the operation
         begun.set_value();
         late = closed.wait_for(std::chrono::milliseconds(300)) == std::future_status::ready;

@@ -24,7 +24,7 @@ class HostPosting : public ::testing::Test {
     arena_ = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
     arena_->commit(0, HostView::commonNbytes(2));
     HostPlane::Events events;
-    events.notice = [](const ErrorRecord&) {}; // of memory, and at the end that this rank has left in the middle
+    events.noticed = [](const ErrorRecord&) {}; // of memory, and at the end that this rank has left in the middle
     plane = std::make_unique<HostPlane>(identity_, arena_, HostHeaps(), HostPlane::Config(), std::move(events));
   }
   void close() {

@@ -50,7 +50,7 @@ class HostRanks : public ::testing::Test {
     }
     for (size_t i = 0; i < kOnHost.size(); ++i) {
       HostPlane::Events events;
-      events.notice = [this](ErrorRecord record) { // on the threads of all planes
+      events.noticed = [this](ErrorRecord record) { // on the threads of all planes
         const std::lock_guard<std::mutex> lock(mutex_);
         first_ = first_.value_or(std::move(record));
         reported_.notify_all();

@@ -42,7 +42,7 @@ class SteppedRank {
  public:
   SteppedRank(const std::shared_ptr<const SharedArena>& arena, int rank, int size) : identity_(identityOf(rank, size)) {
     HostPlane::Events events;
-    events.notice = [this](const ErrorRecord& record) {
+    events.noticed = [this](const ErrorRecord& record) {
       EXPECT_TRUE(ends_) << record.text(); // it leaves in the middle
     };
     events.stuck = [this](const std::shared_ptr<Operation>& operation, uint64_t lacking) {

@@ -148,11 +148,11 @@ TEST(FailureText, RanksHaveTheirNumbersInTheJob) {
       {peerLeftUs(1, send, here), 3},
       {leftInTheMiddle(send, here), 2},
       {inputLate(send, 8, here), 2},
-      {ownTrouble(bad_alloc, here), 2},
+      {recordOfThrown(bad_alloc, here), 2},
       {timedOut(send, 0, 8, 1, std::nullopt, here), 3},
       {timedOut(send, 0, 8, -1, NotEntered{1, "nothing"}, here), 3},
       {unmatched(messageTo(1, true), here), 3},
-      {disagreement(here.hosts, here.job, 0, mine, 1, theirs, {3, -1}), 3},
+      {disagreement(here, mine, 1, theirs, {3, -1}), 3},
       {cannotAccept(no_memory, here), 2},
   };
   for (const auto& [record, peer] : told) {
@@ -191,7 +191,7 @@ TEST(FailureText, AMessageIsCalledByItsEnd) {
   mine.numel = 4;
   Descriptor theirs = mine;
   theirs.numel = 5;
-  const ErrorRecord record = disagreement(here.hosts, here.job, 0, mine, 1, theirs, {3, -1});
+  const ErrorRecord record = disagreement(here, mine, 1, theirs, {3, -1});
   EXPECT_EQ(
       record.summary,
       "The ranks disagree about a message: rank 2 (alpha) has recv(uint8 x 4, from rank 3, tag 0), rank 3 (beta) has "

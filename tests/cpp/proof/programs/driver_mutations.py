@@ -156,7 +156,7 @@ MUTATIONS = [
         "the witness is of this process itself",
         _DRIVER,
         "              recordKey(member.handle.incarnation, secret),\n",
-        "              recordKey(members_.visitor().self.incarnation, secret),\n",
+        "              recordKey(place_.visitor().self.incarnation, secret),\n",
         _CERTIFIED,
     ),
     _rule(

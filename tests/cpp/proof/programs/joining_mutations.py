@@ -304,7 +304,7 @@ MUTATIONS = [
     _rule(
         "a member that has left keeps its port",
         _JOIN,
-        "  members_.withdraw(); // another member",
+        "  place_.withdraw(); // another member",
         "  // another member",
         "FixedPort.TheNextMemberTakesItWhenOneHasLeft",
     ),

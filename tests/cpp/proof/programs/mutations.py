@@ -362,8 +362,10 @@ MUTATIONS = [
     Mutation(
         "what the data plane notices stays there",
         "planes.cc",
-        "  events.noticed = [this](ErrorRecord record) {\n    onControl(",
-        "  events.noticed = [](ErrorRecord record) {\n    static_cast<void>(",
+        "  DataPlane::Events events;\n  events.noticed = [this](ErrorRecord record) {\n"
+        "    onControl(",
+        "  DataPlane::Events events;\n  events.noticed = [](ErrorRecord record) {\n"
+        "    static_cast<void>(",
     ),
     Mutation(
         "a goodbye on a control link is not passed on",
