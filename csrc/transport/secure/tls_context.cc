@@ -142,8 +142,8 @@ SslContext* TlsContext::newContext(Role role) const {
     ssl_.SSL_CTX_set_options(context, kOptionNoTicket);
     ssl_.SSL_CTX_clear_options(
         context, kOptionMiddleboxCompat | kOptionAllowNoDhe | kOptionPreferNoDhe | kOptionIgnoreEof | kOptionKtls);
-    // No SSL_MODE_RELEASE_BUFFERS: it saves up to 34 KiB per connection, but then every record needs memory, and OpenSSL does nothing more
-    // with a connection for which there was none. Its rank could not report why it ends.
+    // No SSL_MODE_RELEASE_BUFFERS: it saves up to 34 KiB per connection, but then every record needs a new buffer, and OpenSSL does nothing
+    // more with a connection for which there was no memory. Its rank could not report why it ends.
     ssl_.SSL_CTX_set_psk_use_session_callback(context, useTlsSession);
     ssl_.SSL_CTX_set_psk_find_session_callback(context, findTlsSession);
   } catch (...) {
