@@ -106,9 +106,8 @@ void InChannel::consumeBuffer() {
 
 bool InChannel::read() {
   turn_ = 0;
-  if (end_ >=
-      sizeof(
-          FrameHeader)) { // the receiver has thrown: this comes before anything that the link brings now, such as its end
+  // The receiver has thrown. This comes before anything that the link brings now, such as its end.
+  if (end_ >= sizeof(FrameHeader)) {
     consumeBuffer();
   }
   while (turn_ < kTurnNbytes && (turn_ == 0 || !link_.knownEmpty())) {
