@@ -181,7 +181,8 @@ class Group final : public std::enable_shared_from_this<Group> {
   void watchLocalPeers(const std::vector<int>& neighbours);
   void waitForNeighbours(Deadline deadline);
   void runToItsEnd(Closing& closing, const Closing::Step& step);
-  void sayWhy() noexcept; ///< tells the others that another group of this process has failed
+  /// Tells the others that this rank could not join, or that another group of its process has failed.
+  void sayWhy() noexcept;
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   /// The only way to what a child of fork() does not have, threads and shared memory: every public entry reaches it through one of these. They
   /// throw Error(Forked) there.

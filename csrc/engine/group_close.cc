@@ -18,6 +18,16 @@ namespace {
 // say so.
 constexpr std::chrono::microseconds kLookEnded{200};
 
+/// What this rank tells those that have joined before it leaves.
+ErrorRecord couldNotJoin(const ErrorRecord& failure, const GroupIdentity& identity) {
+  ErrorRecord why;
+  why.code = failure.code;
+  identity.sign(why);
+  why.summary = "it could not join: " + failure.summary;
+  why.hint = "see why it could not join" + (failure.hint.empty() ? "" : ": " + failure.hint);
+  return why;
+}
+
 template <typename Record>
 void noteFailing(FlightLog& log, const Record& record) noexcept {
   try {
@@ -90,10 +100,20 @@ Group::~Group() {
 // Else the other ranks would read only that this one has left.
 void Group::sayWhy() noexcept {
   try {
-    const auto other = failure_.happened() ? std::nullopt : engine_.recorder().failedBeside(*log_);
-    if (other) {
-      const ErrorRecord why = failedBeside(*other, roster_.identity);
-      engine_.control().run([&] { planes_.withControl([&](ControlPlane& control) { control.leaving(why); }); });
+    if (failure_.happened()) {
+      return;
+    }
+    std::optional<ErrorRecord> why;
+    if (log_->reachedNs(GroupPhase::Ready) == 0) {
+      why = log_->failure();
+    }
+    if (why) {
+      why = couldNotJoin(*why, roster_.identity);
+    } else if (const auto other = engine_.recorder().failedBeside(*log_)) {
+      why = failedBeside(*other, roster_.identity);
+    }
+    if (why) {
+      engine_.control().run([&] { planes_.withControl([&](ControlPlane& control) { control.leaving(*why); }); });
     }
   } catch (const std::exception&) { // no memory to say it
   }

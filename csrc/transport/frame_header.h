@@ -19,7 +19,7 @@ enum class FrameType : uint8_t {
   Goodbye = 9, ///< orderly end: the sender sends nothing more and expects nothing more
   Left = 10, ///< on control links: rank `root` has said goodbye to a rank that passes this on
   Leaving =
-      11, ///< on control links: rank `root` will say goodbye because something else in its process has failed; payload: why, an ErrorRecord
+      11, ///< on control links: rank `root` will say goodbye because it could not join or something else in its process has failed; payload: why, an ErrorRecord
 };
 
 /// The 64 bytes before every payload. Little-endian, as on every machine pycomm supports.

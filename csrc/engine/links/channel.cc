@@ -60,7 +60,6 @@ bool OutChannel::flush(std::vector<OutFrame>& sent) {
 
 void InChannel::startFrame() {
   std::memcpy(&header_, buffer_.data() + begin_, sizeof header_);
-  begin_ += sizeof header_;
   if (PYCOMM_FAULT("frame.arriving").flip) {
     flipBit(&header_.magic, sizeof header_.magic);
   }
@@ -69,6 +68,7 @@ void InChannel::startFrame() {
     throw Error(ErrorCode::ProtocolViolation, "bytes that are no frame arrived from the peer");
   }
   sink_ = receiver_.onHeader(peer_, header_);
+  begin_ += sizeof header_; // only now: a header for which there was no memory is read again
   in_payload_ = true;
   payload_got_ = 0;
 }
@@ -106,6 +106,10 @@ void InChannel::consumeBuffer() {
 
 bool InChannel::read() {
   turn_ = 0;
+  // The receiver has thrown. This comes before anything that the link brings now, such as its end.
+  if (end_ >= sizeof(FrameHeader)) {
+    consumeBuffer();
+  }
   while (turn_ < kTurnNbytes && (turn_ == 0 || !link_.knownEmpty())) {
     const size_t missing = in_payload_ ? size_t{header_.payload_nbytes} - payload_got_ : 0;
     const bool cheap = link_.readsAreCheap();

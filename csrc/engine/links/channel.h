@@ -82,11 +82,11 @@ class OutChannel {
 /// Cuts what arrives from one peer into frames. One thread.
 class InChannel {
  public:
-  /// Receives frames. Both functions may throw Error, which ends reading.
+  /// Receives frames. If a function throws, so does read(), and the next read() goes on: with the same header, or behind the frame.
   class Receiver {
    public:
     virtual ~Receiver() = default;
-    /// A header has arrived; says where its payload goes. Called once per frame.
+    /// A header has arrived; says where its payload goes. Called once per frame, unless it throws.
     [[nodiscard]] virtual Sink onHeader(int peer, const FrameHeader& header) = 0;
     /// The payload is complete (also when there is none).
     virtual void onFrame(int peer, const FrameHeader& header, Sink sink) = 0;

@@ -72,8 +72,7 @@ bool InLinks::read(InPort& port) {
   } catch (const Error& error) {
     const ErrorCode code = error.record().code;
     if (code != ErrorCode::ConnectionReset && code != ErrorCode::DataCorrupt) {
-      endReading(
-          port); // in the middle of a frame: its rest would be taken for a header, and its sender for the culprit
+      endReading(port); // the owner may have taken in a part of a frame, and must not get it again or miss its rest
       throw;
     }
     broken = error;

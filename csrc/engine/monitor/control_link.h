@@ -46,8 +46,10 @@ struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
   OutChannel out;
   InChannel in;
   bool waits_for_room = false;
-  bool reads = true; ///< until it brings what no pycomm sends; it is still written, as its peer has to learn why
+  /// Until it brings what no pycomm sends, or cannot be watched. It is still written, as its peer has to learn why.
+  bool reads = true;
   bool down = false;
+  TimePoint read_again = TimePoint::max(); ///< there was no memory for what it has taken from the kernel
 };
 
 } // namespace pycomm

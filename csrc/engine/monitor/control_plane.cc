@@ -13,6 +13,9 @@
 namespace pycomm {
 namespace {
 
+// Shorter than the time in which a group chooses the cause of a failure: what waits to be read may be a better one.
+constexpr std::chrono::milliseconds kReadAgain{1};
+
 FrameType typeOf(Membership::Action::Kind kind) noexcept {
   switch (kind) {
     case Membership::Action::Kind::Flood:
@@ -120,8 +123,9 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
   ControlLink& kept = *links_.emplace(peer, std::move(made)).first->second;
   try {
     loop_.watch(kept.link->fd(), EPOLLIN, kept);
-  } catch (...) { // a link that nobody watches would never end
-    links_.erase(peer);
+  } catch (...) { // nobody will read it, but its peer has to learn why
+    kept.reads = false;
+    tellNews(kept);
     throw;
   }
   membership_.alive(peer, Clock::now());
@@ -174,7 +178,7 @@ void ControlPlane::onReady(uint32_t) {
 void ControlPlane::poll() {
   for (const auto& acceptor : acceptors_) {
     for (Accepted& accepted : acceptor->poll(Clock::now())) {
-      welcome(std::move(accepted));
+      Loop::guarded(static_cast<Loop::Handler&>(*this), [&] { welcome(std::move(accepted)); });
     }
   }
 }
@@ -229,6 +233,9 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
     }
   } catch (const Error& error) {
     linkBroke(link, error);
+  } catch (...) { // no memory: nothing wakes this loop for what the kernel no longer has
+    link.read_again = Clock::now() + kReadAgain;
+    throw;
   }
   if (!link.down && (events & EPOLLOUT) != 0) {
     flushOrDrop(link);
@@ -260,11 +267,7 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   }
   loop_.unwatch(link.link->fd());
   if (!std::exchange(link.reads, false)) {
-<<<<<<< HEAD
-    link.down = true; // nor does a report reach its peer
-=======
-    link.down = true; // nor can its peer learn of it
->>>>>>> a293fdf41d37a92b5ee7fa96e0665d91080d9fa8
+    link.down = true; // nor can it be written
     return;
   }
   link.waits_for_room = false; // the next flush() watches it again if so
@@ -299,12 +302,12 @@ void ControlPlane::flush(ControlLink& link) {
   std::vector<OutFrame> sent;
   const bool left = link.out.flush(sent);
   if (left != link.waits_for_room) {
-    link.waits_for_room = left;
     if (link.reads || left) {
       loop_.watch(link.link->fd(), (link.reads ? EPOLLIN : 0U) | (left ? EPOLLOUT : 0U), link);
     } else {
       loop_.unwatch(link.link->fd());
     }
+    link.waits_for_room = left; // only now: what nobody watches is flushed again
   }
 }
 
@@ -386,10 +389,20 @@ TimePoint ControlPlane::nextTick() const noexcept {
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
   }
+  for (const auto& entry : links_) {
+    next = std::min(next, entry.second->read_again);
+  }
   return next;
 }
 
 void ControlPlane::tick(TimePoint now) {
+  for (const auto& entry : links_) {
+    ControlLink& link = *entry.second;
+    if (link.read_again <= now) {
+      link.read_again = TimePoint::max();
+      Loop::guarded(link, [&] { linkReady(link, EPOLLIN); });
+    }
+  }
   membership_.tick(now); // before act(), which may throw: its next one lies in the future then
   unreported_.tryAgain(now, [this](int, const std::exception_ptr& exception) { onThrown(exception); });
   for (const auto& acceptor : acceptors_) {

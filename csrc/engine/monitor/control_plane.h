@@ -54,8 +54,8 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void doubt(const ErrorRecord& record);
   /// A peer said goodbye on its bulk link.
   void peerLeft(int peer);
-  /// This rank will leave because something else in its process has failed. All others learn it, before any goodbye: what fails because
-  /// this rank has left says so.
+  /// This rank will leave because it could not join, or something else in its process has failed. All others learn it, before any goodbye:
+  /// what fails because this rank has left says so.
   void leaving(const ErrorRecord& why);
   /// Sends questions and answers about operations (waiting.h) to other ranks. They are passed from neighbour to neighbour, so no connection is opened
   /// for them: log2 N links at the most, and some more around ranks that are silent or have left. Nothing may depend on them: a frame is

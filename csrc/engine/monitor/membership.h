@@ -99,7 +99,7 @@ class Membership {
     const Rank* const found = find(peer);
     return found != nullptr && found->left;
   }
-  /// A rank will leave because something else in its process has failed: a report that it has left says so. `from` passes that on, -1 for
+  /// A rank will leave because it could not join or something else in its process has failed: a report that it has left says so. `from` passes that on, -1 for
   /// this rank itself. It is passed on once.
   void willLeave(int peer, const ErrorRecord& why, int from);
   /// There is to be a control link to that rank.

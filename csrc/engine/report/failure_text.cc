@@ -330,7 +330,7 @@ ErrorRecord failedBeside(const ErrorRecord& failure, const GroupIdentity& identi
   why.code = failure.code;
   identity.sign(why);
   why.summary = GroupIdentity::text(failure.group, failure.group_ranks) + " had failed: " + failure.summary;
-  why.hint = failure.hint;
+  why.hint = "see why that other group failed" + (failure.hint.empty() ? "" : ": " + failure.hint);
   return why;
 }
 
@@ -339,7 +339,7 @@ ErrorRecord leftBecause(ErrorRecord left, const ErrorRecord& why) {
     left.summary.pop_back();
   }
   left.summary += ", after " + why.summary + (!why.summary.empty() && why.summary.back() == '.' ? "" : ".");
-  left.hint = "see why that other group failed" + (why.hint.empty() ? "" : ": " + why.hint);
+  left.hint = why.hint;
   return left;
 }
 

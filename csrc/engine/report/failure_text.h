@@ -97,7 +97,7 @@ inline constexpr const char* kWhyItEnded =
 /// What this rank tells the others before it leaves a group because another group of its process has failed.
 [[nodiscard]] ErrorRecord failedBeside(const ErrorRecord& failure, const GroupIdentity& identity);
 
-/// `left` (PeerLeft), with that.
+/// `left` (PeerLeft), with what the rank that left told before.
 [[nodiscard]] ErrorRecord leftBecause(ErrorRecord left, const ErrorRecord& why);
 
 } // namespace pycomm

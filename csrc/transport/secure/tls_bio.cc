@@ -12,25 +12,22 @@ constexpr size_t kFirstNbytes = 2;
 
 } // namespace
 
-TlsBio::TlsBio(Link& under) : under_(under), in_(kSmallInNbytes) {}
+TlsBio::TlsBio(Link& under) : under_(under), in_(kSmallInNbytes) {
+  out_.reserve(kOutNbytes + kRecordRoomNbytes);
+}
 
 int TlsBio::write(const char* bytes, size_t nbytes) noexcept {
   if (outNbytes() + nbytes > kOutNbytes + kRecordRoomNbytes) {
     return -1; // only a peer that makes OpenSSL answer again and again while it reads nothing
   }
-  try {
-    if (out_begin_ > 0 && out_.size() + nbytes > out_.capacity()) {
-      out_.erase(out_.begin(), out_.begin() + static_cast<std::ptrdiff_t>(out_begin_));
-      out_begin_ = 0;
-    }
-    const auto* const begin = reinterpret_cast<const std::byte*>(bytes);
-    out_.insert(out_.end(), begin, begin + nbytes);
-    has_written_ = true;
-    return static_cast<int>(nbytes);
-  } catch (...) {
-    fail();
-    return -1;
+  if (out_.size() + nbytes > out_.capacity()) {
+    out_.erase(out_.begin(), out_.begin() + static_cast<std::ptrdiff_t>(out_begin_));
+    out_begin_ = 0;
   }
+  const auto* const begin = reinterpret_cast<const std::byte*>(bytes);
+  out_.insert(out_.end(), begin, begin + nbytes);
+  has_written_ = true;
+  return static_cast<int>(nbytes);
 }
 
 void TlsBio::flush() {

@@ -35,7 +35,7 @@ class TlsBio {
   TlsBio(const TlsBio&) = delete;
   TlsBio& operator=(const TlsBio&) = delete;
 
-  /// Takes all of `bytes`, or returns -1: memory is lacking, or more than kOutNbytes + kRecordRoomNbytes would be unsent.
+  /// Takes all of `bytes`, or returns -1: more than kOutNbytes + kRecordRoomNbytes would be unsent. Needs no memory.
   [[nodiscard]] int write(const char* bytes, size_t nbytes) noexcept;
   /// Reads from the link below if nothing is read ahead. Returns the number of bytes; 0 at the peer's end; -1 with `retry` if nothing
   /// has arrived; -1 without it after a failure(), or if the peer's handshake is too long.
@@ -109,7 +109,9 @@ class TlsBio {
 
   Link& under_; ///< the TlsLink's own
 
-  std::vector<std::byte> out_; ///< from out_begin_ on: OpenSSL has written them, and the kernel has not taken them
+  /// From out_begin_ on: OpenSSL has written them, and the kernel has not taken them. Has all the memory that it may need, as OpenSSL does nothing
+  /// more with a connection whose write() has failed.
+  std::vector<std::byte> out_;
   size_t out_begin_ = 0;
   Writing writing_ = Writing::Open;
   bool has_written_ = false;

@@ -13,12 +13,10 @@ namespace pycomm {
 namespace {
 
 // OpenSSL's numbers (openssl/ssl.h), which are part of its ABI.
-constexpr int kCtrlMode = 33;
 constexpr int kCtrlSessionCache = 44;
 constexpr int kCtrlGroupsList = 92;
 constexpr int kCtrlMinVersion = 123;
 constexpr int kCtrlMaxVersion = 124;
-constexpr long kModeReleaseBuffers = 0x10;
 constexpr uint64_t kOptionKtls = 1U << 3;
 constexpr uint64_t kOptionIgnoreEof = 1U << 7;
 constexpr uint64_t kOptionAllowNoDhe = 1U << 10;
@@ -144,7 +142,8 @@ SslContext* TlsContext::newContext(Role role) const {
     ssl_.SSL_CTX_set_options(context, kOptionNoTicket);
     ssl_.SSL_CTX_clear_options(
         context, kOptionMiddleboxCompat | kOptionAllowNoDhe | kOptionPreferNoDhe | kOptionIgnoreEof | kOptionKtls);
-    ssl_.SSL_CTX_ctrl(context, kCtrlMode, kModeReleaseBuffers, nullptr);
+    // No SSL_MODE_RELEASE_BUFFERS: it saves up to 34 KiB per connection, but then every record needs a new buffer, and OpenSSL does nothing
+    // more with a connection for which there was no memory. Its rank could not report why it ends.
     ssl_.SSL_CTX_set_psk_use_session_callback(context, useTlsSession);
     ssl_.SSL_CTX_set_psk_find_session_callback(context, findTlsSession);
   } catch (...) {

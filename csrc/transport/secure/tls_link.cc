@@ -62,6 +62,15 @@ TlsBio& bioOf(Bio* bio) {
   return *static_cast<TlsBio*>(openSsl().BIO_get_data(bio));
 }
 
+/// Throws the exception that has ended an open connection. A lack of memory is an Error then, too: a second try would find no connection.
+[[noreturn]] void throwFailure(const TlsBio& bio) {
+  try {
+    std::rethrow_exception(bio.failure());
+  } catch (const std::bad_alloc&) {
+    throw Error(noMemoryLeft("free memory on this host, or start fewer ranks on it"));
+  }
+}
+
 } // namespace
 
 std::unique_ptr<TlsLink> TlsLink::connect(
@@ -181,15 +190,22 @@ void TlsLink::throwUnreadable() const {
 
 void TlsLink::encrypt(ConstBufferView bytes) {
   ssl_.ERR_clear_error();
-  if (records_ >= context_->options().records_per_key) {
-    PYCOMM_FAULT_POINT("tls.key_update");
-    if (ssl_.SSL_key_update(handle_, kKeyUpdateNotRequested) != 1) {
-      throwBroken("changing the key");
+  try {
+    if (records_ >= context_->options().records_per_key) {
+      PYCOMM_FAULT_POINT("tls.key_update");
+      if (ssl_.SSL_key_update(handle_, kKeyUpdateNotRequested) != 1) {
+        throwBroken("changing the key");
+      }
+      records_ = 0;
     }
-    records_ = 0;
-  }
-  if (ssl_.SSL_write(handle_, bytes.ptr, static_cast<int>(bytes.nbytes)) != static_cast<int>(bytes.nbytes)) {
-    throwBroken("writing");
+    if (ssl_.SSL_write(handle_, bytes.ptr, static_cast<int>(bytes.nbytes)) != static_cast<int>(bytes.nbytes)) {
+      throwBroken("writing");
+    }
+  } catch (const std::bad_alloc&) { // kept: OpenSSL does nothing more with the connection, and gives no reason again
+    if (bio_.failure() == nullptr) {
+      bio_.fail();
+    }
+    throwFailure(bio_);
   }
   ++records_;
 }
@@ -261,7 +277,7 @@ Progress TlsLink::tryRead(BufferView into) {
       if (progress.nbytes > 0) {
         break; // reported by the next call
       }
-      std::rethrow_exception(bio_.failure());
+      throwFailure(bio_);
     }
     constexpr size_t kMost = 1U << 30;
     const int wanted = static_cast<int>(std::min(into.nbytes - progress.nbytes, kMost));

@@ -1,16 +1,23 @@
 // What a rank raises if another one has found why the group cannot be made.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "base/fault_point.h"
 #include "ranks.h"
+#include "transport/loopback.h"
 #include "transport/memory_store.h"
+#include "transport/net/listener.h"
+#include "transport/rendezvous/rank_record.h"
 
 namespace pycomm::testing {
 namespace {
+
+using ::testing::HasSubstr;
 
 std::vector<ErrorRecord> joinAll(SharedStore& store, const std::vector<Group::Config>& configs) {
   std::vector<ErrorRecord> errors(configs.size());
@@ -55,6 +62,76 @@ TEST(JoinErrors, AThirdRankNamesOneOfTheTwo) {
   EXPECT_EQ(error.code, ErrorCode::ConfigMismatch) << error.text();
   EXPECT_EQ(error.rank, 1);
   EXPECT_NE(error.peer, 1) << error.text();
+}
+
+/// The store as a rank reads it that finds nobody at rank 2's address.
+class Misled final : public Store {
+ public:
+  explicit Misled(Store& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_.set(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    const std::string value = store_.get(key, deadline);
+    if (!key.ends_with("/address/all")) {
+      return value;
+    }
+    std::vector<std::string> addresses = splitTexts(value).value();
+    addresses.at(2) = nobody_.address().wireText();
+    return joinTexts(addresses);
+  }
+  bool has(const std::string& key) override {
+    return store_.has(key);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return store_.add(key, amount);
+  }
+
+ private:
+  Store& store_;
+  const Listener nobody_ = Listener::bind(kLoopback, {}); ///< connections wait there
+};
+
+// Rank 1 does not reach rank 2. Rank 0 reaches both, has begun to work, and would read only that they have left.
+TEST(JoinErrors, ARankThatHasJoinedReadsWhyTheOthersLeft) {
+  SharedStore store;
+  Misled misled(store);
+  std::atomic<int> failed{0};
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Engine engine;
+      Group::Config config = groupConfig(rank, 3);
+      config.transport = Transport::Tcp;
+      if (rank != 0) {
+        config.rendezvous.deadline = Deadline::after(4000); // rank 0 has joined by then
+      }
+      try {
+        const auto group = Group::join(engine, rank == 1 ? static_cast<Store&>(misled) : store, config);
+        EXPECT_EQ(rank, 0);
+        std::vector<float> values(100, 1.0F);
+        const auto operation = group->start(allReduceCall(values, Deadline::after(60000)));
+        EXPECT_TRUE(operation->wait(Deadline::after(60000)));
+        const auto error = operation->error();
+        ASSERT_TRUE(error);
+        EXPECT_EQ(error->code, ErrorCode::PeerLeft) << error->text();
+        EXPECT_THAT(error->summary, HasSubstr(" still needs it, after it could not join: Rank "));
+        EXPECT_THAT(error->hint, Not(HasSubstr("fewer steps")));
+        EXPECT_THAT(error->hint, Not(HasSubstr("other group")));
+        group->close();
+      } catch (const Error& error) {
+        EXPECT_NE(rank, 0) << error.what();
+        const ErrorRecord& record =
+            error.record(); // of the one that gives up later: that the other has left, from rank 0
+        EXPECT_TRUE(record.code == ErrorCode::ConnectFailed || record.code == ErrorCode::PeerLeft) << record.text();
+        ++failed;
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  EXPECT_EQ(failed, 2);
 }
 
 // They have met, and one of them cannot go on.

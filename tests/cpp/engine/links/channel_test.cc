@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,7 @@ class PipeLink final : public Link {
   size_t room = 1 << 30; ///< bytes that writes may still bring
   size_t piece = 1 << 30; ///< bytes that one call moves
   bool ended = false;
+  bool lost = false; ///< reads throw
   std::string bytes; ///< written and not read
 
   [[nodiscard]] int fd() const noexcept override {
@@ -39,6 +41,9 @@ class PipeLink final : public Link {
     return progress;
   }
   [[nodiscard]] Progress tryRead(BufferView into) override {
+    if (lost) {
+      throw Error(ErrorCode::ConnectionReset, "the connection was lost");
+    }
     Progress progress;
     progress.nbytes = std::min({into.nbytes, bytes.size(), piece});
     std::memcpy(into.ptr, bytes.data(), progress.nbytes);
@@ -75,11 +80,16 @@ std::string payloadOf(size_t nbytes) {
 class Keeper final : public InChannel::Receiver {
  public:
   uint64_t dropped_op = ~uint64_t{0};
+  uint64_t starved_op = ~uint64_t{0}; ///< has no memory when its header comes first
   std::vector<std::pair<uint64_t, std::string>> got;
   std::string memory; ///< of the frame that is arriving
 
   [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override {
     EXPECT_EQ(peer, 3);
+    if (header.op_id == starved_op) {
+      starved_op = ~uint64_t{0};
+      throw std::bad_alloc();
+    }
     memory.assign(header.payload_nbytes, '-');
     Sink sink;
     if (header.op_id != dropped_op) {
@@ -124,6 +134,39 @@ TEST(Channel, FramesOfEverySizeArriveWholeAndInOrderHoweverTheyAreCut) {
     }
     link.ended = true;
     EXPECT_FALSE(in.read()) << "the peer has closed its side";
+  }
+}
+
+// Its payload would pass for the next header, and its sender for one that sends what is no frame.
+TEST(Channel, AHeaderForWhichThereWasNoMemoryIsReadAgain) {
+  for (const uint64_t starved : {0, 1, 2}) {
+    for (const bool lost : {false, true}) {
+      PipeLink link;
+      OutChannel out(link);
+      const std::vector<std::string> payloads = {payloadOf(300), payloadOf(5000), ""};
+      for (size_t i = 0; i < payloads.size(); ++i) {
+        out.push(frameOf(i, payloads[i]));
+      }
+      std::vector<OutFrame> sent;
+      ASSERT_FALSE(out.flush(sent));
+      Keeper keeper;
+      keeper.starved_op = starved;
+      InChannel in(3, link, keeper);
+      EXPECT_THROW(static_cast<void>(in.read()), std::bad_alloc);
+      EXPECT_EQ(keeper.got.size(), starved);
+      EXPECT_EQ(link.bytes, "") << "nothing is left that would make the link readable";
+      link.lost = lost;
+      try {
+        EXPECT_TRUE(in.read());
+      } catch (const Error& error) {
+        EXPECT_TRUE(lost && error.record().code == ErrorCode::ConnectionReset) << error.what();
+      }
+      ASSERT_EQ(keeper.got.size(), payloads.size()) << starved;
+      for (size_t i = 0; i < payloads.size(); ++i) {
+        EXPECT_EQ(keeper.got[i].first, i);
+        EXPECT_EQ(keeper.got[i].second, payloads[i]);
+      }
+    }
   }
 }
 

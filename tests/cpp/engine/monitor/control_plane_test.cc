@@ -44,7 +44,7 @@ GroupIdentity identity() {
 /// Rank 1 of four, with a control link to rank 0, whose end is the test's.
 class Plane {
  public:
-  Plane() : loop_("test") {
+  explicit Plane(std::vector<Listener> listeners = {}) : loop_("test") {
     Membership::Config membership;
     membership.rank = 1;
     membership.hosts = identity().hosts;
@@ -55,16 +55,22 @@ class Plane {
         ++untold;
         throw std::bad_alloc();
       }
-      failed_.set_value(record);
+      ErrorRecord known = record; // first: a promise that is set without memory cannot be set again under TSan
+      failed_.set_value(std::move(known));
     };
-    events.bulk_link = [this](const Hello&, std::unique_ptr<Link>) { ++bulk_links; };
+    events.bulk_link = [this](const Hello&, std::unique_ptr<Link>) {
+      if (std::exchange(refuses_next_bulk_link, false)) {
+        throw std::bad_alloc();
+      }
+      ++bulk_links;
+    };
     events.left = [](int) {};
     events.asked = [this](int from, const FrameHeader& question) { asked.emplace_back(from, question); };
+    asked.reserve(8); // the test's own memory is not lacking
     auto [near, link] = namelessPair();
     peer = std::move(near);
     loop_.run([&] {
-      plane_ =
-          std::make_unique<ControlPlane>(identity(), loop_, std::vector<Listener>(), membership, std::move(events));
+      plane_ = std::make_unique<ControlPlane>(identity(), loop_, std::move(listeners), membership, std::move(events));
       plane_->open();
       plane_->adopt(0, std::move(link));
     });
@@ -120,26 +126,39 @@ class Plane {
     return plane_->waitForNeighbours(Deadline::after(0), none);
   }
 
-  /// Adopts `link`, while the `nth` allocation fails; 0: none does. Whether one did.
+  /// Adopts `link`, while the `nth` allocation fails; 0: none does. Whether that threw.
   bool adopt(int rank, std::unique_ptr<Link> link, int64_t nth) {
-    bool struck = false;
+    bool threw = false;
     loop_.run([&] {
       failAllocation(nth);
       try {
         plane_->adopt(rank, std::move(link));
-      } catch (const std::bad_alloc&) { // as the group does
+      } catch (const std::bad_alloc&) {
+        threw = true;
       }
       struck = allocationFailed();
       failAllocation(0);
     });
-    return struck;
+    return threw;
+  }
+  /// As the group's owner does with what is thrown.
+  void reportNoMemory() {
+    loop_.run([&] { plane_->onThrown(std::make_exception_ptr(std::bad_alloc())); });
+  }
+  /// Runs on the loop's thread.
+  template <typename Body>
+  void onLoop(const Body& body) {
+    loop_.run([&] { body(); });
   }
 
   std::unique_ptr<SocketLink> peer;
   std::atomic<bool> without_memory{false}; ///< for a failure's record
   std::atomic<int> untold{0}; ///< how often that was so
+  bool struck = false; ///< the allocation that was to fail in adopt() has
+  // Of the loop's thread:
+  bool refuses_next_bulk_link = false; ///< for want of memory
   int bulk_links = 0;
-  std::vector<std::pair<int, FrameHeader>> asked; ///< of the loop's thread
+  std::vector<std::pair<int, FrameHeader>> asked;
 
  private:
   EventLoop loop_;
@@ -290,6 +309,37 @@ TEST(ControlPlane, TheSenderOfWhatNoPycommSendsIsToldSo) {
     EXPECT_EQ(told->rank, 1);
     EXPECT_EQ(told->peer, 0);
   }
+}
+
+// Each allocation of the loop fails once. Its sender is not to blame, and what came with it is read, although the kernel has no more of it
+// that would wake the loop.
+TEST(ControlPlane, AReportThatFindsNoMemoryIsNobodyElsesFault) {
+  bool struck = true;
+  int64_t nth = 1;
+  for (; struck; ++nth) {
+    ASSERT_LT(nth, 1000);
+    Plane plane;
+    plane.onLoop([&] {
+      plane.send(header(FrameType::Failure), report().serialize());
+      plane.send(question(3, 1));
+      failAllocation(nth);
+    });
+    size_t asked = 0;
+    for (const Deadline soon = Deadline::after(20000); asked == 0 && !soon.expired();) {
+      plane.onLoop([&] { asked = plane.asked.size(); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ASSERT_EQ(asked, 1U) << "allocation " << nth << ": " << plane.failure(0).text();
+    const ErrorRecord failure = plane.failure();
+    plane.onLoop([&] {
+      struck = allocationFailed();
+      failAllocation(0);
+    });
+    const ErrorRecord sent = report();
+    const bool own = struck && failure.code == ErrorCode::OutOfMemory && failure.rank == 1;
+    ASSERT_TRUE(own || (failure.code == sent.code && failure.peer == sent.peer)) << nth << ": " << failure.text();
+  }
+  EXPECT_GE(nth, 5) << "nearly nothing allocates there";
 }
 
 TEST(ControlPlane, GivesAQuestionForThisRankToItsGroup) {
@@ -654,25 +704,79 @@ TEST(ControlPlane, TakesAControlLinkFromALowerNeighbourOnly) {
   EXPECT_EQ(plane.bulk_links, 1);
 }
 
-// Each allocation fails once. The link is there and watched, or it is closed and another one can be taken.
-TEST(ControlPlane, ALinkThatIsNotTakenForWantOfMemoryLeavesNothing) {
+// Each allocation fails once. The link is there and watched; or there but not read, and its peer learns why; or it is closed, and another one
+// can be taken.
+TEST(ControlPlane, ALinkForWhichThereIsNoMemoryIsReadOrToldOrClosed) {
   bool struck = true;
-  int refused = 0;
+  int closed = 0;
+  int unread = 0;
   for (int64_t nth = 1; struck; ++nth) {
     ASSERT_LT(nth, 1000);
     Plane plane;
     auto [first, first_end] = namelessPair();
     auto [second, second_end] = namelessPair();
-    struck = plane.adopt(3, std::move(first_end), nth);
-    static_cast<void>(plane.adopt(3, std::move(second_end), 0)); // closed if the first is there
+    const bool threw = plane.adopt(3, std::move(first_end), nth);
+    struck = plane.struck;
+    EXPECT_FALSE(plane.adopt(3, std::move(second_end), 0)); // closed if the first is there
     std::byte some{};
     const bool taken = !first->tryRead({&some, 1}).closed;
-    refused += taken ? 0 : 1;
     plane.peer.swap(taken ? first : second); // the other one keeps that of rank 0, whose end would be a failure, too
+    if (taken && threw) {
+      ++unread;
+      plane.reportNoMemory();
+      EXPECT_EQ(plane.failure().code, ErrorCode::OutOfMemory) << "allocation " << nth;
+      const std::optional<ErrorRecord> told = plane.told();
+      ASSERT_TRUE(told) << "allocation " << nth;
+      EXPECT_EQ(told->code, ErrorCode::OutOfMemory) << told->text();
+      continue;
+    }
+    closed += taken ? 0 : 1;
     plane.send(header(FrameType::Failure), report().serialize());
     EXPECT_EQ(plane.failure().peer, report().peer) << "allocation " << nth;
   }
-  EXPECT_GE(refused, 3);
+  EXPECT_GE(closed, 3);
+  EXPECT_GE(unread, 1) << "the loop needs memory to watch a link";
+}
+
+// The group has failed by then, so no later report would go to the link.
+TEST(ControlPlane, ALinkThatCannotBeWatchedBringsTheNewsAllTheSame) {
+  int unread = 0;
+  for (int64_t nth = 1; unread == 0; ++nth) {
+    ASSERT_LT(nth, 1000);
+    Plane plane;
+    plane.send(header(FrameType::Failure), report().serialize());
+    EXPECT_EQ(plane.failure().code, ErrorCode::PeerDead);
+    auto [near, far] = namelessPair();
+    const bool threw = plane.adopt(3, std::move(far), nth);
+    ASSERT_TRUE(plane.struck) << "the loop needs memory to watch a link";
+    plane.peer.swap(near);
+    unread += threw && plane.told(200) ? 1 : 0;
+  }
+}
+
+// They come in one turn of the loop.
+TEST(ControlPlane, ALinkForWhichThereIsNoMemoryCostsNoOther) {
+  std::vector<Listener> listeners;
+  listeners.push_back(Listener::bind(kLoopback, {}));
+  const SocketAddress address = listeners.front().address();
+  Plane plane(std::move(listeners));
+  std::vector<std::unique_ptr<SocketLink>> peers;
+  plane.onLoop([&] {
+    plane.refuses_next_bulk_link = true;
+    for (const int rank : {0, 2}) {
+      peers.push_back(connectSocket(kLoopback, address, Deadline::after(10000), kNoAbort));
+      Hello hello = identity().hello(LinkPurpose::Bulk);
+      hello.rank = rank;
+      const std::string bytes = encodeHello(hello);
+      const ConstBufferView view(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size());
+      writeAll(*peers.back(), view, Deadline::after(10000), kNoAbort);
+      EXPECT_TRUE(waitDelivered(peers.back()->fd()));
+    }
+  });
+  EXPECT_EQ(plane.failure().code, ErrorCode::OutOfMemory);
+  int taken = 0;
+  plane.onLoop([&] { taken = plane.bulk_links; });
+  EXPECT_EQ(taken, 1);
 }
 
 // A group that has failed is kept until the program closes it, which may be hours later, and a neighbour may be stopped for as long.

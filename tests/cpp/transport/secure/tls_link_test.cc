@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <ctime>
 #include <functional>
 #include <memory>
@@ -504,21 +505,25 @@ TEST(TlsLink, LeavesNoErrorOfItsOwn) {
   EXPECT_EQ(openSsl().ERR_peek_error(), 0U);
 }
 
-// It says nothing about the peer, which would be named as dead.
+// It says nothing about the peer, which would be named as dead. OpenSSL gives the reason once, and does nothing more with the connection.
 TEST(TlsLink, LostMemoryIsNotThePeersFault) {
   static bool lost = false;
-  lost = false;
+  static bool over = false;
+  lost = over = false;
   const OpenSsl* const ssl = misbehaving([](OpenSsl& table) {
     table.ERR_peek_error = []() -> unsigned long { return lost ? 1 : openSsl().ERR_peek_error(); };
     table.ERR_reason_error_string = [](unsigned long error) {
       return lost ? "malloc failure" : openSsl().ERR_reason_error_string(error);
     };
     table.SSL_write = [](Ssl* handle, const void* bytes, int nbytes) {
-      return lost ? -1 : openSsl().SSL_write(handle, bytes, nbytes);
+      return lost || over ? -1 : openSsl().SSL_write(handle, bytes, nbytes);
+    };
+    table.SSL_read = [](Ssl* handle, void* into, int nbytes) {
+      return over ? -1 : openSsl().SSL_read(handle, into, nbytes);
     };
     table.SSL_do_handshake = [](Ssl* handle) { return lost ? -1 : openSsl().SSL_do_handshake(handle); };
     table.SSL_get_error = [](const Ssl* handle, int result) {
-      return lost ? 1 : openSsl().SSL_get_error(handle, result);
+      return lost || over ? 1 : openSsl().SSL_get_error(handle, result);
     };
     table.SSL_SESSION_new = []() -> SslSession* { return lost ? nullptr : openSsl().SSL_SESSION_new(); };
   });
@@ -533,8 +538,60 @@ TEST(TlsLink, LostMemoryIsNotThePeersFault) {
   lost = true;
   const Bytes bytes = pattern(10, 1);
   const ConstBufferView one = testing::view(bytes);
-  EXPECT_THROW((void)second.client->tryWrite(&one, 1), std::bad_alloc);
+  EXPECT_EQ(errorOf([&] { (void)second.client->tryWrite(&one, 1); }).code, ErrorCode::OutOfMemory);
   lost = false;
+  over = true;
+  std::byte byte{};
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(errorOf([&] { (void)second.client->tryWrite(&one, 1); }).code, ErrorCode::OutOfMemory) << i;
+    EXPECT_EQ(errorOf([&] { (void)second.client->tryRead({&byte, 1}); }).code, ErrorCode::OutOfMemory) << i;
+  }
+  over = false;
+}
+
+thread_local bool openssl_starves = false; // its larger allocations on this thread fail
+constexpr size_t kSmallNbytes = 256; // some are made for each record in any case
+
+void* openSslAllocate(size_t nbytes, const char*, int) {
+  return openssl_starves && nbytes > kSmallNbytes ? nullptr : std::malloc(nbytes);
+}
+void* openSslResize(void* memory, size_t nbytes, const char*, int) {
+  return openssl_starves && nbytes > kSmallNbytes ? nullptr : std::realloc(memory, nbytes);
+}
+void openSslFree(void* memory, const char*, int) {
+  std::free(memory);
+}
+
+// When the program starts: OpenSSL takes them before its first allocation only.
+const bool openssl_allocates_here = [] {
+  void* const library = ::dlopen("libcrypto.so.3", RTLD_NOW);
+  using Set = int(decltype(&openSslAllocate), decltype(&openSslResize), decltype(&openSslFree));
+  auto* const set = library == nullptr ? nullptr : reinterpret_cast<Set*>(::dlsym(library, "CRYPTO_set_mem_functions"));
+  return set != nullptr && set(openSslAllocate, openSslResize, openSslFree) == 1;
+}();
+
+// Else a rank without memory could not tell its peer why it ends: OpenSSL does nothing more with such a connection.
+TEST(TlsLink, NoRecordNeedsABufferOfOpenSsl) {
+  ASSERT_TRUE(openssl_allocates_here);
+  TlsPair pair = connected();
+  const auto exchange = [&](size_t nbytes) {
+    const Bytes sent = pattern(nbytes, 1);
+    writeAll(*pair.client, testing::view(sent), soon(), testing::kNoAbort);
+    EXPECT_EQ(readExactly(*pair.server, sent.size()), sent);
+    writeAll(*pair.server, testing::view(sent), soon(), testing::kNoAbort);
+    EXPECT_EQ(readExactly(*pair.client, sent.size()), sent);
+  };
+  exchange(100); // as the ranks greet each other
+  openssl_starves = true;
+  try {
+    for (int i = 0; i < 3; ++i) {
+      exchange(100);
+      exchange(40000);
+    }
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << error.what();
+  }
+  openssl_starves = false;
 }
 
 // A callback of OpenSSL's failed: its exception arrives although it could not pass through OpenSSL.
