@@ -485,7 +485,7 @@ void Reducer::beginPass(PassWeights::Ends ends) {
     weights_->setEnds(ends);
   }
   if (used_.has_value()) {
-    used_->forgetGone(params_);
+    used_->forgetGone(params_, weights_);
   }
   if (agreement_ != nullptr) {
     beginStep();
@@ -897,7 +897,7 @@ void Reducer::reduceWithoutBatch(bool rest) {
     shareState();
     if (rest) {
       if (used_.has_value()) {
-        used_->forgetGone(params_);
+        used_->forgetGone(params_, weights_);
       }
       for (const size_t index : pass_.missing()) {
         markReady(index);
