@@ -142,6 +142,10 @@ class PassWeights {
   void begin(bool reduces);
   /// A gradient of this pass has come. Without weight .grad is again what it was before.
   void came(size_t param);
+  /// Whether passes without weight have left zeros in .grad, which a reduction takes back. zero_grad() has not, then.
+  [[nodiscard]] bool leftZeros(size_t param) const {
+    return !sum_.holds.empty() && sum_.holds[param] == Holds::Zeros;
+  }
   /// A forward pass in no_sync() has outputs that cannot be marked.
   void cannotFollow() noexcept {
     sum_.cannot_follow = true;

@@ -495,7 +495,7 @@ void Reducer::beginPass(PassWeights::Ends ends) {
     weights_->setEnds(ends);
   }
   if (used_.has_value()) {
-    used_->forgetGone(params_);
+    used_->forgetGone(params_, weights_);
   }
   if (agreement_ != nullptr) {
     beginStep();
@@ -912,7 +912,7 @@ void Reducer::reduceShadow(bool rest) {
     shareState();
     if (rest) {
       if (used_.has_value()) {
-        used_->forgetGone(params_);
+        used_->forgetGone(params_, weights_);
       }
       for (const size_t index : pass_.missing()) {
         markReady(index);

@@ -166,9 +166,10 @@ void UsedParams::await() {
   sums_ = sums_.cpu();
 }
 
-void UsedParams::forgetGone(const std::vector<ReducedParam>& params) {
+void UsedParams::forgetGone(const std::vector<ReducedParam>& params, const std::optional<PassWeights>& weights) {
   for (size_t index = 0; index < params.size() && !kept(); ++index) {
-    if (!params[index].tensor.grad().defined()) {
+    const bool left_zeros = weights.has_value() && weights->leftZeros(index);
+    if (!left_zeros && !params[index].tensor.grad().defined()) {
       here_.mutable_data_ptr<int32_t>()[index] = 0;
     }
   }

@@ -12,6 +12,7 @@
 
 #include "c10d/backend.h"
 #include "ddp/bucket_memory.h"
+#include "ddp/pass_weights.h"
 #include "ddp/reducer_options.h"
 #include "ddp/shared_state.h"
 #include "ddp/steps.h"
@@ -132,8 +133,8 @@ class UsedParams {
 
   /// Forgets the marks, unless the answer is known.
   void clear();
-  /// Those of parameters without .grad: zero_grad() has taken back what marked them.
-  void forgetGone(const std::vector<ReducedParam>& params);
+  /// Those of parameters without .grad, but for what PassWeights has taken from it: zero_grad() has taken back what marked them.
+  void forgetGone(const std::vector<ReducedParam>& params, const std::optional<PassWeights>& weights);
   /// Whether anywhere() never waits.
   [[nodiscard]] bool kept() const noexcept {
     return state_.now().knows_used;

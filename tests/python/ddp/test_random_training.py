@@ -162,6 +162,21 @@ NAMED: dict[str, Program] = {
         [Step("freeze", part=1), Step("local pass", weights=(0.0, 0.1)), _FULL],
         weight="samples",
     ),
+    "used in a local pass without weight alone": _named(
+        "linear embedding",
+        [
+            Step("local pass", without=((0,), (0,)), weights=(0.0, 0.0)),
+            Step("pass", without=((1,), (1,))),
+        ],
+        find_unused_parameters=True,
+        weight="samples",
+    ),
+    "nothing but zeros behind a local pass without weight": _named(
+        "linear scalars",
+        [Step("local pass", weights=(0.0, 0.0)), Step("pass")],
+        find_unused_parameters=True,
+        weight="samples",
+    ),
     "asks in backward": _named("linear", [_FULL, _FULL], hook="asks"),
     "a scale beside forward, accumulated": _named(
         "linear beside", [Step("pass")] * 6, accumulate=3
