@@ -197,7 +197,7 @@ struct PycommWork::State {
     finished.store(true, std::memory_order_release);
   }
 
-  /// Who is told the error of one may use the memory of all: none is written after that.
+  /// After the error of one the program may use the memory of all, so none is written any more.
   void finishParts() {
     const auto failure = error();
     for (const auto& part : content.parts) {
