@@ -739,7 +739,7 @@ PycommBackend::Window* PycommBackend::window() {
     windows_.erase(found);
   }
   const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - old.opened);
-  abandon(std::move(old));
+  abandon(std::move(old), kBodyRaised);
   throw Error(
       ErrorCode::InvalidArgument,
       "A coalescing manager that this thread entered " + std::to_string(age.count()) +
@@ -752,7 +752,7 @@ PycommBackend::Windows::node_type PycommBackend::takeWindow() {
   return windows_.extract(std::this_thread::get_id());
 }
 
-void PycommBackend::abandon(Window window) {
+void PycommBackend::abandon(Window window, const char* reason) {
   for (const auto& part : window.works) {
     part->handOver();
   }
@@ -762,8 +762,8 @@ void PycommBackend::abandon(Window window) {
   ErrorRecord why;
   why.code = ErrorCode::InvalidArgument;
   why.rank = group_->identity().jobRank();
-  why.summary = "The operation was never begun: the body of its coalescing manager has raised.";
-  why.hint = "see the exception of that body";
+  why.summary = std::string("The operation was never begun: ") + reason + " has raised.";
+  why.hint = "see the exception of that";
   window.nccl->abandon(*window.launch, window.operations, why);
 }
 
@@ -784,7 +784,7 @@ void PycommBackend::startCoalescing() {
       std::swap(left_open, windows_[std::this_thread::get_id()]);
       windows_[std::this_thread::get_id()].opened = Clock::now();
     }
-    abandon(std::move(left_open));
+    abandon(std::move(left_open), kBodyRaised);
   });
 }
 
@@ -821,16 +821,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }
     }
-    content.unpack = [works = std::move(window.works)] {
-      std::optional<ErrorRecord> failure;
-      for (const auto& part : works) {
-        part->finish();
-        failure = failure ? failure : part->copyError();
-      }
-      if (failure) {
-        throw Error(*failure);
-      }
-    };
+    content.parts = std::move(window.works);
     const auto made = work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);
     made->started();
     return made;

@@ -402,8 +402,9 @@ class PycommBackend final : public c10d::Backend {
   /// operation may take: torch's coalescing manager does not end a window if its body raises, and later operations would never begin.
   /// Each call asks for it once, before anything begins.
   [[nodiscard]] Window* window();
-  /// Ends a window whose manager's body has raised: its calls for NCCL fail, the others go on.
-  void abandon(Window window);
+  static constexpr const char* kBodyRaised = "the body of its coalescing manager";
+  /// Ends a window as `reason` has raised: its calls for NCCL fail, the others go on.
+  void abandon(Window window, const char* reason);
   /// A list call, which torch makes when it leaves a coalescing manager. If that fails, torch does not end the window, so this abandons it.
   template <typename Body>
   auto leaving(const Body& body) -> decltype(body()) {
@@ -412,7 +413,7 @@ class PycommBackend final : public c10d::Backend {
     } catch (...) {
       raising([&] {
         if (auto own = takeWindow()) {
-          abandon(std::move(own.mapped()));
+          abandon(std::move(own.mapped()), "a list call of its coalescing manager");
         }
       });
       throw;

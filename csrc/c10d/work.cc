@@ -109,6 +109,10 @@ struct PycommWork::State {
         std::move(value), named.name, named.origin, IssueContext::currentTraits(), &group().engine(), named.ambiguous);
   }
 
+  bool copies() const {
+    return content.unpack || !content.parts.empty();
+  }
+
   bool done() const {
     for (const auto& operation : content.operations) {
       if (!operation->done()) {
@@ -144,13 +148,14 @@ struct PycommWork::State {
 
   /// Call when done(). It copies, and a copy may be Python code. Not std::call_once: its first call wakes waiters by a system call, whether
   /// there are any or not.
-  void finish() {
+  /// `refused`: why the outputs must not be copied any more.
+  void finish(const std::optional<ErrorRecord>& refused = std::nullopt) {
     const WithoutGil no_gil;
     if (!finished.load(std::memory_order_acquire)) {
       beforeWait(); // another thread may be at it
     }
     const std::lock_guard<std::mutex> lock(finishing);
-    finishLocked();
+    finishLocked(refused);
   }
 
   /// As finish(), but waits for no other thread: false if one is at it.
@@ -167,29 +172,39 @@ struct PycommWork::State {
     return true;
   }
 
-  void finishLocked() {
+  void finishLocked(const std::optional<ErrorRecord>& refused = std::nullopt) {
     if (finished) {
       return;
     }
     useAfterFreeIfArmed();
-    if (content.cuda != nullptr && error()) {
+    copy_error = refused;
+    if (content.cuda != nullptr && (refused || error())) {
       copied_in_vain = content.cuda->stop();
     } else if (content.cuda != nullptr) {
       copyToDevice();
       if (content.cuda->codec() != Codec::None) {
         countOverflows(*content.operations.front(), content.cuda->codec(), content.cuda->overflows());
       }
-    } else if (content.unpack && !error()) {
-      try {
-        content.unpack();
-      } catch (const Error& of_a_part) {
-        copy_error = of_a_part.record();
-      }
+    } else if (content.unpack && !refused && !error()) {
+      content.unpack();
+    }
+    if (!content.parts.empty()) {
+      finishParts();
     }
     if (profiling_end) {
       profiling_end();
     }
     finished.store(true, std::memory_order_release);
+  }
+
+  /// After the error of one the program may use the memory of all, so none is written any more.
+  void finishParts() {
+    const auto failure = error();
+    for (const auto& part : content.parts) {
+      part->state_->finish(failure);
+      copy_error = copy_error ? copy_error : part->copyError();
+      copied_in_vain = copied_in_vain || (failure && part->content().cuda != nullptr);
+    }
   }
 
   /// What follows the copies to the device runs on their stream, so that nobody waits.
@@ -291,14 +306,15 @@ PycommWork::~PycommWork() {
     } catch (const std::exception&) { // torch's: the device is broken, and nothing on it reads them
     }
   }
-  const bool copies = content.unpack && !state_->finished.load(std::memory_order_acquire) &&
+  const bool copies = !content.operations.empty() && state_->copies() &&
+      !state_->finished.load(std::memory_order_acquire) &&
       state_->group().engine().belongsToThisProcess(); // a child of fork has none of the pool's threads
   if (!state_->done() || copies) {
     // Tensors must outlive the operations, and must not be freed on the data loop: freeing one may take Python's lock.
     try {
       handOver();
       inPoolWhenAllEnd(state_, [](State& state) {
-        if (state.content.unpack) {
+        if (state.copies()) {
           state.finish();
         }
       });
@@ -439,9 +455,11 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
       });
     }
   } else if (state_->copied_in_vain) { // what now uses the tensors' memory for something else runs behind those
-    try {
-      state_->content.cuda->orderCaller();
-    } catch (const std::exception&) { // a broken device: nothing is on its way any more
+    for (const auto& each : state_->content.order_after) {
+      try {
+        each->orderCaller();
+      } catch (const std::exception&) { // a broken device: nothing is on its way any more
+      }
     }
   }
   {

@@ -47,8 +47,10 @@ class PycommWork final : public c10d::Work {
         storages; ///< the memory that the engine works in: tensors get another one by `x.data = y`
     std::vector<at::Tensor> outputs; ///< the future's value
     std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with one list per rank
-    /// Copies staging to outputs after success; may be empty. Throws Error if a part's outputs could not be copied to their device.
+    /// Copies staging to outputs after success; may be empty.
     std::function<void()> unpack;
+    /// Of a coalesced Work, which finishes them instead of an `unpack`. If one fails, no other is written any more.
+    std::vector<c10::intrusive_ptr<PycommWork>> parts;
     std::shared_ptr<CudaCopies> cuda; ///< this work's own; null for tensors on the CPU
     std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null if the engine runs it
     std::vector<std::shared_ptr<const CudaOrder>> order_after; ///< wait() makes the caller's stream wait for these

@@ -360,12 +360,16 @@ class Flight:
         while self._to_land:
             name = self._to_land[-1]
             parameter, anchor = self.fragment.parameters[name], self.fragment.anchor[name]
-            self._lands = name, parameter._version
-            if alpha and parameter.requires_grad:
-                parameter.lerp_(anchor, 1.0 - alpha)
-            else:
-                parameter.copy_(anchor)
-            self._to_land.pop()
+            try:
+                self._lands = name, parameter._version
+                if alpha and parameter.requires_grad:
+                    parameter.lerp_(anchor, 1.0 - alpha)
+                else:
+                    parameter.copy_(anchor)
+                self._to_land.pop()
+            except BaseException:
+                self._drop_landed()  # before the program trains: that is a change, too
+                raise
 
     def to_land(self) -> list[str]:
         """The names of the parameters that have not landed."""
@@ -373,11 +377,12 @@ class Flight:
         return list(self._to_land)
 
     def _drop_landed(self) -> None:
-        """The parameter that was landing when Ctrl-C came, if it has landed."""
+        """The parameter that was landing when an error or Ctrl-C came, if it has landed."""
         if self._lands is not None and self._to_land[-1:] == [self._lands[0]]:
             name, version = self._lands
             if self.fragment.parameters[name]._version != version:
                 self._to_land.pop()
+        self._lands = None
 
     def stop(self) -> None:
         """For ``_exit``: the thread begins no outer step any more. ``wait`` still takes it."""

@@ -97,8 +97,10 @@ def asked(rank: int, size: int) -> None:
         work = synchronous(tensor.fill_(rank + 1.0))
         until(work.is_success)
         assert tensor.eq(3).all()
+        dist.barrier()  # the tensor may be whole before the operation has ended
         work = synchronous(tensor.fill_(rank + 1.0))
         until(lambda work=work, tensor=tensor: work.exception() is None and tensor.eq(3).all())
+        dist.barrier()
 
 
 def not_waited_for(rank: int, size: int) -> None:
@@ -305,6 +307,7 @@ def exits_of_managers_that_are_refused(rank: int, size: int) -> None:
         dist.all_reduce(tensor)
         assert tensor.eq(6).all()
         until(lambda begun=begun: begun.eq(2).all())
+        dist.barrier()
 
 
 def sources_that_are_no_ranks(rank: int, size: int) -> None:
@@ -434,10 +437,40 @@ def asked_while_another_thread_copies(rank: int, world_size: int) -> None:
     assert torch.equal(tensor.as_subclass(torch.Tensor), torch.full((64, 64), 2.0))
 
 
+def part_of_a_manager_that_failed(rank: int, world_size: int) -> None:
+    """The manager has raised, so the program may use its tensors again: no part is written."""
+    SlowToCopy.asked.set()
+    parts = [torch.full((50, 60), rank + 1.0).t() for _ in range(2)]
+    last = torch.ones(5)
+    if rank == 1:
+        for part in [*parts, last]:
+            dist.broadcast(part, 1)
+        with pytest.raises(Exception, match="disagree"):
+            dist.broadcast(last, 1)
+        return
+    parts = [part.as_subclass(SlowToCopy) for part in parts]
+    works: list[Any] = []
+    with (
+        pytest.raises(Exception, match="disagree"),
+        dist._coalescing_manager(device=torch.device("cpu")),
+    ):
+        works += [dist.broadcast(part, 1, async_op=True) for part in parts]
+        dist.broadcast(last, 1, async_op=True).wait()  # type: ignore[union-attr]
+        dist.broadcast(torch.ones(9), 1, async_op=True)
+    kept = works.pop()
+    del works
+    gc.collect()
+    assert not SlowToCopy.copies.wait(1)
+    with pytest.raises(Exception, match="disagree"):
+        kept.wait()
+    assert not SlowToCopy.copies.is_set()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         asked_while_another_thread_copies,
+        part_of_a_manager_that_failed,
         sparse_without_memory,
         sparse_of_wide_unsigned,
         futures_in_a_child,

@@ -493,6 +493,15 @@ def _raises_in_manager(rank: int, size: int, library: str, nccl: bool) -> dict[s
         told["never"] = str(never.value)
     else:
         lost.wait()  # which began at once
+    group._start_coalescing(on)
+    lost = dist.broadcast(tensors[0], src=0, group=group, async_op=True)
+    with pytest.raises(errors.PycommError, match="share memory"):
+        dist.all_reduce_coalesced([tensors[0], tensors[0][1:]], group=group)
+    if nccl:
+        with pytest.raises(errors.PycommError, match="a list call of its coalescing manager"):
+            lost.wait()
+    else:
+        lost.wait()
     dist.broadcast(tensors[2], src=1, group=group)
     device.synchronize()
     told["arrays"] = [array.copy() for array in arrays]

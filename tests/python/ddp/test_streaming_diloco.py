@@ -27,6 +27,7 @@ from documents import read
 from ranks import describe_exception, mark, run_ranks, start_ranks
 from time_bound import assert_within
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 DOCUMENT = "docs/fewer-syncs.md"
 
@@ -1141,6 +1142,47 @@ def interrupted_while_it_lands(rank: int, world_size: int) -> int:
 def test_ctrl_c_anywhere_in_a_landing() -> None:
     (numbers,) = run_ranks(1, interrupted_while_it_lands, preload=ranks.TORCH_DDP).values()
     assert numbers > 50
+
+
+class RaisesInLand(TorchFunctionMode):
+    """Ctrl-C before the first write of a landing, in the program's own Python code."""
+
+    raised = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "copy_" and sys._getframe(1).f_code.co_name == "land":
+            self.raised = True
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def trained_after_ctrl_c_in_a_landing(rank: int, world_size: int) -> None:
+    """What changes a parameter then is no landing of it."""
+    import pycomm
+
+    landed = []
+    for interrupted in (False, True):
+        model = ddp_models.make("mlp")
+        options = {"sync_every": 4, "fragment_sync_delay": 1, "fragment_update_alpha": 0.0}
+        local = pycomm.StreamingDiLoCo(model, **options)
+        optimizer = inner(model)
+        for step in range(5):
+            train_step(model, optimizer, rank, step)
+            assert step == 4 or local.step() is False
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt), RaisesInLand() as mode:
+                local.step()
+            assert mode.raised
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.add_(1)
+        local.step()
+        landed.append(model)
+    assert_equal(*(model.parameters() for model in landed))
+
+
+def test_training_after_ctrl_c_in_a_landing() -> None:
+    run_ranks(1, trained_after_ctrl_c_in_a_landing, preload=ranks.TORCH_DDP).check()
 
 
 def synced_after_a_landing_in_part(rank: int, world_size: int) -> None:
