@@ -760,7 +760,7 @@ class Trainer:
         if self.tracks_use or self.accumulate > 1 or step.part not in owned or len(owned) < 2:
             return
         self._forward((step.part,)).backward()
-        self._ends_with(rf"'parts\.{step.part}\.", lambda: self._forward(()))
+        self._all_end_with(rf"'parts\.{step.part}\.", lambda: self._forward(()))
 
     def broken(self, step: Step) -> None:
         """A backward that raises after the last gradient."""
@@ -771,8 +771,16 @@ class Trainer:
             loss.backward()
         except ArithmeticError:
             wanted = r"ended with an error|gave no gradient to 'parts"
-            self._ends_with(wanted, lambda: self._forward(()))
+            self._all_end_with(wanted, lambda: self._forward(()))
         raise AssertionError("backward did not raise")
+
+    def _all_end_with(self, wanted: str, what: Callable[[], Any]) -> None:
+        """No rank leaves the group before each has met its own error."""
+        self.exchange.all(None, self.everyone)
+        try:
+            self._ends_with(wanted, what)
+        finally:
+            self.exchange.all(None, self.everyone)
 
     def _ends_with(self, wanted: str, what: Callable[[], Any]) -> None:
         try:
