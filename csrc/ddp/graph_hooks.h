@@ -123,20 +123,14 @@ struct SaidWeight;
 /// What the graph of one forward pass tells the backward passes that go through it.
 struct ForwardMark {
   bool reduces = true; ///< false: the forward pass was in no_sync()
-  double weight = 1.0; ///< as the batch was counted: see PassWeights
+  double weight = 1.0; ///< as the batch was counted: see PassWeights. NaN: it could not be
   std::shared_ptr<SaidWeight> said; ///< what counts in its place, if the program has said something
   int64_t number = 0; ///< of the forward passes of one PassWeights, from 1
   WaitClock::Instant began; ///< when it began to compute, if PassWeights follows it
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
   std::weak_ptr<Reducer> reducer; ///< whose it is
-
-  /// Its pass is that of `other`.
-  void countAs(const ForwardMark& other) {
-    weight = other.weight;
-    said = other.said;
-    number = other.number;
-    began = other.began;
-  }
+  /// backward has repeated the forward pass, which has no number until it is entered: only a reentrant checkpoint goes through what it repeats.
+  bool repeated = false;
 };
 
 /// Calls `on_entry` whenever a backward pass goes through one of these outputs, before any gradient behind it. Outputs without a graph are

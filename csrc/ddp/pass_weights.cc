@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <functional>
 #include <string>
 #include <utility>
@@ -160,6 +161,10 @@ double PassWeights::takeWeight(ForwardMark& mark) {
       mark.said == nullptr || mark.said->counted_for == 0 || mark.said->counted_for == mark.number,
       "weight=\"samples\" does not know the weight of this backward pass: model.samples is for one pass, and the number that was set for this "
       "forward pass has counted for another one. Set model.samples before each forward()");
+  TORCH_CHECK_VALUE(
+      mark.said != nullptr || !std::isnan(mark.weight),
+      "weight=\"samples\" cannot tell how many samples a forward pass got that a checkpoint repeats in backward: its arguments have no first "
+      "dimension, or different ones. Say it before forward: model.samples = n");
   return mark.said != nullptr ? mark.said->weight : mark.weight;
 }
 
@@ -224,6 +229,9 @@ void PassWeights::giveBackEarly() {
 }
 
 void PassWeights::enter(ForwardMark& mark) {
+  if (std::exchange(mark.repeated, false)) {
+    marked(mark);
+  }
   const double now = takeWeight(mark);
   enter(Entered{now, mark.said, mark.number, /*marked=*/true, /*begun=*/false, mark.began});
 }
@@ -338,6 +346,16 @@ void PassWeights::leaveZeros() {
       grad = grad.defined() ? grad : kept_[param].clone();
     }
   }
+}
+
+bool PassWeights::leavesStray() const {
+  for (size_t param = 0; drops_stray_ && param < params_.size(); ++param) {
+    const at::Tensor& grad = params_[param].tensor.grad();
+    if (sum_.holds[param] == Holds::Sum && grad.defined() && !isZeros(grad)) { // else the program has taken it back
+      return true;
+    }
+  }
+  return false;
 }
 
 // Before a reduction: a parameter that no rank uses has no .grad after it.

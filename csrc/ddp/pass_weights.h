@@ -155,11 +155,9 @@ class PassWeights {
   /// to be the next one, and to weigh .grad by what it weighs itself.
   void stray(size_t param);
 
-  /// Whether the pass under way has no weight, so that a gradient from within its forward pass has none either and stays in .grad until averages
-  /// are written over it.
-  [[nodiscard]] bool dropsStray() const noexcept {
-    return drops_stray_;
-  }
+  /// Whether the pass under way has no weight, so that a gradient from within its forward pass has none either, and is in .grad, where it stays
+  /// unless averages are written over it.
+  [[nodiscard]] bool leavesStray() const;
   /// Of the pass that has begun; else Ends::InTurn.
   void setEnds(Ends ends) noexcept {
     ends_ = ends;
@@ -284,7 +282,7 @@ class PassWeights {
   Accumulated sum_; ///< since the last reduction, the pass under way included
   double unsynced_ = 0;
   bool drops_ = false; ///< the pass under way has no weight
-  bool drops_stray_ = false; ///< see dropsStray()
+  bool drops_stray_ = false; ///< and a gradient came within its forward pass
   Ends ends_ = Ends::InTurn; ///< of the pass under way
   double scale_ = 1.0; ///< of the gradients of the pass under way in .grad: its weight by the unit, if that is larger
   std::vector<at::Tensor> kept_; ///< by parameter: .grad from before a pass without weight, or with a share

@@ -202,7 +202,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
   }
   if (weights_.has_value()) {
     if (const auto of = forwardOfCall()) {
-      mark->countAs(*of);
+      mark->repeated = true;
+      mark->began = of->began;
     } else if (!marks_.isWithinBackward()) {
       weights_->marked(*mark);
     }

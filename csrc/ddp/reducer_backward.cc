@@ -592,7 +592,7 @@ void Reducer::giveUpWeightless() {
     values.has_local = false;
     ++values.passes;
   });
-  const bool left_stray = weights_->dropsStray();
+  const bool left_stray = weights_->leavesStray();
   weights_->commit(members_); // a sampler has dealt a batch for it
   if (used_.has_value()) {
     used_->clear();
@@ -604,14 +604,15 @@ void Reducer::giveUpWeightless() {
   resetStep();
   stats_.steps += options_.may_be_weightless || agreement_ != nullptr ? 1 : 0; // an agreement has counted it
   show();
-  TORCH_CHECK(
-      !left_stray,
-      "no rank has any samples in this step, so that a gradient of a backward pass within forward() has no weight, and it stays in .grad: with "
-      "weight=\"samples\", backward() comes after forward()");
+  const char* const about_stray = left_stray
+      ? ". A gradient of a backward pass within forward() has no weight, and it stays in .grad: with weight=\"samples\", backward() comes after "
+        "forward()"
+      : "";
   TORCH_CHECK_VALUE(
-      options_.may_be_weightless || ever_changed_, // those who are gone may have had all samples
+      (options_.may_be_weightless || ever_changed_) && !left_stray, // those who are gone may have had all samples
       "no rank has any samples in this step: model.samples is 0, or the batches are empty, on all of them. No gradient was averaged; the "
-      "wrapper can go on with the next step");
+      "wrapper can go on with the next step",
+      about_stray);
 }
 
 void Reducer::launchFull() {
