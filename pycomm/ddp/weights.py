@@ -453,7 +453,7 @@ class Weighed(TorchDDP):
             )
 
     def _weigh_repeated(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """NaN: it cannot be told, which matters only if backward goes through what is repeated."""
+        """NaN: nobody can say, which matters only if backward goes through what is repeated."""
         if not self._has_share():
             return 0.0
         try:
