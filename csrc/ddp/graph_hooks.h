@@ -123,13 +123,14 @@ struct SaidWeight;
 /// What the graph of one forward pass tells the backward passes that go through it.
 struct ForwardMark {
   bool reduces = true; ///< false: the forward pass was in no_sync()
-  double weight = 1.0; ///< as the batch was counted: see PassWeights. NaN: it could not be
+  double weight = 1.0; ///< as the batch was counted: see PassWeights
   std::shared_ptr<SaidWeight> said; ///< what counts in its place, if the program has said something
   int64_t number = 0; ///< of the forward passes of one PassWeights, from 1
   WaitClock::Instant began; ///< when it began to compute, if PassWeights follows it
   std::vector<size_t> unreachable; ///< the parameters that no path from its outputs leads to, if that was asked
   std::weak_ptr<Reducer> reducer; ///< whose it is
-  /// backward has repeated the forward pass, which has no number until it is entered: only a reentrant checkpoint goes through what it repeats.
+  /// A call of backward that goes through another forward pass of the wrapper has made it. Only a reentrant checkpoint goes through what it
+  /// repeats.
   bool repeated = false;
 };
 

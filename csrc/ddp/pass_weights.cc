@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <functional>
 #include <string>
 #include <utility>
@@ -161,10 +160,6 @@ double PassWeights::takeWeight(ForwardMark& mark) {
       mark.said == nullptr || mark.said->counted_for == 0 || mark.said->counted_for == mark.number,
       "weight=\"samples\" does not know the weight of this backward pass: model.samples is for one pass, and the number that was set for this "
       "forward pass has counted for another one. Set model.samples before each forward()");
-  TORCH_CHECK_VALUE(
-      mark.said != nullptr || !std::isnan(mark.weight),
-      "weight=\"samples\" cannot tell how many samples a forward pass got that a checkpoint repeats in backward: its arguments have no first "
-      "dimension, or different ones. Say it before forward: model.samples = n");
   return mark.said != nullptr ? mark.said->weight : mark.weight;
 }
 
@@ -229,9 +224,10 @@ void PassWeights::giveBackEarly() {
 }
 
 void PassWeights::enter(ForwardMark& mark) {
-  if (std::exchange(mark.repeated, false)) {
-    marked(mark);
-  }
+  TORCH_CHECK(
+      !mark.repeated,
+      "weight=\"samples\" cannot tell what a forward pass counts that a reentrant checkpoint repeats, while the same call of backward() goes through "
+      "another forward pass of this wrapper: use checkpoint(..., use_reentrant=False), or one backward() for each");
   const double now = takeWeight(mark);
   enter(Entered{now, mark.said, mark.number, /*marked=*/true, /*begun=*/false, mark.began});
 }

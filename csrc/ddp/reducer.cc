@@ -201,9 +201,8 @@ void Reducer::markForward(const std::vector<at::Tensor>& outputs, bool reduces, 
     followTrained(); // torch has not prepared a forward pass of no_sync(), and a gradient without a hook would have no weight and no use
   }
   if (weights_.has_value()) {
-    if (const auto of = forwardOfCall()) {
+    if (forwardOfCall() != nullptr) {
       mark->repeated = true;
-      mark->began = of->began;
     } else if (!marks_.isWithinBackward()) {
       weights_->marked(*mark);
     }

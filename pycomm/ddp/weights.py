@@ -384,10 +384,11 @@ class Weighed(TorchDDP):
             )
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._weight is None or not torch.is_grad_enabled():
-            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if self.reducer.is_within_backward():  # as a checkpoint repeats it in backward
-            self._forward_weight = self._weigh_repeated(inputs, kwargs)
+        if (
+            self._weight is None
+            or not torch.is_grad_enabled()
+            or self.reducer.is_within_backward()  # as a checkpoint repeats it in backward
+        ):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         weight, how = self._weigh(inputs, kwargs)  # first: this rank alone may have to refuse
         self._forward_weight = weight
@@ -451,15 +452,6 @@ class Weighed(TorchDDP):
                 "process, which has joined, trains without one: others train its samples, too. "
                 "Try: make the BalancedSampler as they do, before the first forward pass"
             )
-
-    def _weigh_repeated(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """NaN: nobody can say, which matters only if backward goes through what is repeated."""
-        if not self._has_share():
-            return 0.0
-        try:
-            return self._weigh(inputs, kwargs)[0]
-        except ValueError:
-            return math.nan
 
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
         self._check_sampler()

@@ -189,73 +189,16 @@ def test_a_checkpoint_that_has_the_loss_in_it_counts_as_without_it() -> None:
         }
 
 
-class TwoPasses(nn.Module):
-    """Tanh: gradients depend on each sample. A scalar beside the batch cannot be counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.layer = nn.Linear(3, 2, dtype=torch.float64)
-
-    def forward(self, batch: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(batch).tanh()
-        return found
+def around_a_repeated_forward(rank: int, world_size: int) -> None:
+    model = wrap(nn.Linear(3, 2, dtype=torch.float64), weight="samples")
+    other = checkpoint(model, batch_of(4).requires_grad_(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        (model(batch_of(2 + rank)).square().mean() + other.square().mean()).backward()
 
 
-def numbers_of(rank: int, seed: int, samples: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    return torch.randn(samples, 3, generator=generator, dtype=torch.float64)
-
-
-NESTED = (((2, 8), (8, 2)), ((0, 8), (5, 2)), ((0, 8), (0, 2)), ((2, 0), (8, 3)))
-"""By case and rank: samples of the forward pass that backward enters last, and of the one that a
-reentrant checkpoint repeats before."""
-
-
-def around_a_repeated_forward(rank: int, world_size: int) -> dict[str, float]:
-    found = {}
-    for how in ("plain", "checkpointed", "loss in the checkpoint"):
-        for case in NESTED:
-            found[f"{how} {case}"] = off_around(how, case, rank)
-    model = wrap(TwoPasses(), weight="samples", accumulate=2)
-    a, b = numbers_of(rank, 1, 2), numbers_of(rank, 2, 2)
-    loss = model(a).square().mean()
-    inner = checkpoint(model, b.requires_grad_(), torch.ones(3), use_reentrant=True)
-    with pytest.raises(ValueError, match="cannot tell how many samples"):
-        (loss + inner.square().mean()).backward()
-    return found
-
-
-def off_around(how: str, case: Any, rank: int) -> float:
-    model = wrap(TwoPasses(), weight="samples", accumulate=2)
-    net = copy.deepcopy(model.module)
-
-    def loss_of(output: torch.Tensor) -> torch.Tensor:
-        return output.square().sum() / max(1, len(output))
-
-    def last(batch: torch.Tensor) -> torch.Tensor:
-        if how == "plain":
-            return loss_of(model(batch))
-        if how == "checkpointed":
-            return loss_of(checkpoint(model, batch, use_reentrant=False))
-        found: torch.Tensor = checkpoint(lambda it: loss_of(model(it)), batch, use_reentrant=False)
-        return found
-
-    batches = [[numbers_of(r, of, case[r][of]) for of in (0, 1)] for r in (0, 1)]
-    loss = last(batches[rank][0])
-    repeated = checkpoint(model, batches[rank][1].requires_grad_(), use_reentrant=True)
-    (loss + loss_of(repeated)).backward()
-    # Each pass counts by its own samples; that two accumulate makes the average twice as large.
-    everything = torch.cat([batch.detach() for both in batches for batch in both])
-    (2 * net(everything).square().sum() / len(everything)).backward()
-    pairs = zip(model.module.parameters(), net.parameters(), strict=True)
-    return max(float((mine.grad - right.grad).abs().max()) for mine, right in pairs)
-
-
-def test_a_forward_that_a_nested_backward_repeats_counts_by_its_own_samples() -> None:
+def test_a_forward_that_a_nested_backward_repeats_beside_another_has_no_weight() -> None:
     results = ranks.run_ranks(2, around_a_repeated_forward, timeout_s=60, preload=ranks.TORCH_DDP)
-    for found in results.values():
-        assert max(found.values()) < 1e-14, found
+    results.check()
 
 
 class Told:
