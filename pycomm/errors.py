@@ -97,7 +97,8 @@ class ErrorRecord(Mapping[str, Any]):
     """The ranks of the group, "1, 3"; None for the default group."""
     epoch: int | None = None
     """The uuid of the ``reconfigure()`` that made the group, in an elastic training the number of
-    the members' epoch; else 0."""
+    the members' epoch; else 0. None for a negative uuid, and for an error of the training itself,
+    as ``QUORUM_LOST``."""
     op: str | None = None
     """The operation, "all_reduce"."""
     sequence: int | None = None
