@@ -157,28 +157,8 @@ def a_state_is_taken_after_a_rank_without_data_has_failed(rank: int, world_size:
     assert not model.communication_state_dict()["residuals"]["weight"].any()
 
 
-def a_hook_asks_while_a_rank_without_data_waits(rank: int, world_size: int) -> None:
-    model = made()
-    refused: list[str] = []
-
-    def hook(state: None, bucket: Any) -> Any:
-        try:
-            model.load_communication_state_dict({"accumulated": 0, "unsynced": 0})
-        except RuntimeError as error:
-            refused.append(str(error))
-        return default_hooks.allreduce_hook(state, bucket)
-
-    hook.__annotations__.clear()
-    model.register_comm_hook(None, hook)
-    with model.join():
-        for _ in range(1 - rank):
-            backward(model, rank)
-    assert len(refused) == int(model._get_ddp_logging_data()["num_buckets"])
-
-
-def a_hook_asks(rank: int, world_size: int) -> None:
-    want = backward(made(), rank)
-    model = made()
+def register_asking_hook(model: Any) -> tuple[list[Any], list[str]]:
+    """A hook that asks, and is refused a load: what it gets of both."""
     asked: list[Any] = []
     refused: list[str] = []
 
@@ -192,6 +172,22 @@ def a_hook_asks(rank: int, world_size: int) -> None:
 
     hook.__annotations__.clear()
     model.register_comm_hook(None, hook)
+    return asked, refused
+
+
+def a_hook_asks_while_a_rank_without_data_waits(rank: int, world_size: int) -> None:
+    model = made()
+    _, refused = register_asking_hook(model)
+    with model.join():
+        for _ in range(1 - rank):
+            backward(model, rank)
+    assert len(refused) == int(model._get_ddp_logging_data()["num_buckets"])
+
+
+def a_hook_asks(rank: int, world_size: int) -> None:
+    want = backward(made(), rank)
+    model = made()
+    asked, refused = register_asking_hook(model)
     assert all(map(torch.equal, backward(model, rank), want))
     assert len(asked) > 1 and asked[0].passes == 1 and asked[0].steps == 0
     assert len(refused) == len(asked)
